@@ -51,6 +51,27 @@ def velocity_mse(v: Samples, v_teacher: Samples) -> PerSample:
     return velocity_error(v, v_teacher.detach())
 
 
+def scaled_mse(v: Samples, v_teacher: Samples, scale: Scalar, *, relative: bool = False) -> PerSample:
+    """Return the mean over the event of d^2 with d = scale (v - v_teacher), `[B]`.
+
+        relative    mean d^2 / (sg(mean |d|) + 1e-8), whose gradient does not grow with d
+
+    With the coefficient b of a step as the scale it is the squared distance of the two next samples (dt of an ODE step), and
+    with a flow's noise level that of the two clean samples that are predicted. Gradients flow to v and not to v_teacher.
+
+    Args:
+        v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
+        scale: `[B]`, 0-d or float.
+        relative: whether it is divided by the mean distance.
+
+    Source: DiffusionOPD, arXiv 2605.15055; the division is that of Flow-Factory's code.
+    """
+    v, v_teacher = match_tensors("scaled_mse", v=v, v_teacher=v_teacher)
+    scale = number("scaled_mse", "scale", scale, v)
+    d = (per_sample(scale, v) if isinstance(scale, Tensor) else scale) * (v - v_teacher.detach())
+    return _mean(d**2) / (_mean(d.detach().abs()) + 1e-8) if relative else _mean(d**2)
+
+
 def matching_loss(
     x0: Samples, correction: Samples, reference: Samples, *, form: MatchForm = "dmd", huber: Scalar = 1e-3
 ) -> PerSample:

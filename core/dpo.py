@@ -1,14 +1,17 @@
-"""Direct preference optimisation (DPO) on pairs of a preferred and another sample: of matching errors, or step by step."""
+"""Preferences: DPO on pairs of a preferred and another sample, MaPO on pairs without a reference, KTO without pairs."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import check_rewards
-from fluvial.core.checks import clip, match_tensors, number
+from fluvial.core.checks import check_choice, clip, match_tensors, number
 from fluvial.core.types import Ids, PerSample, Scalar
+
+Utility = Literal["sigmoid", "log_sigmoid"]
+UTILITIES: tuple[Utility, ...] = ("sigmoid", "log_sigmoid")
 
 
 class DpoInfo(NamedTuple):
@@ -27,6 +30,22 @@ class D3poInfo(NamedTuple):
     margin: Tensor  # that of the preferred step minus that of the other
     accuracy: Tensor  # 1 where the margin is above 0, else 0
     clipped: Tensor  # 1 where the clip sets the gradient of this step to 0, else 0
+
+
+class KtoInfo(NamedTuple):
+    """Diagnostics of KTO, one number per item, without gradient."""
+
+    gain: Tensor  # err_ref - err
+    baseline: Tensor  # gain that the item's is compared with
+    accuracy: Tensor  # 1 where a good sample's gain, or a bad one's loss, is above 0, else 0
+
+
+class MapoInfo(NamedTuple):
+    """Diagnostics of MaPO, one number per pair, without gradient."""
+
+    error: Tensor  # that of the preferred sample
+    margin: Tensor  # T (phi(err_win) - phi(err_lose))
+    accuracy: Tensor  # 1 where the margin is above 0, else 0
 
 
 class BestWorst(NamedTuple):
@@ -72,6 +91,69 @@ def dpo_loss(
     reward, margin = -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
     info = DpoInfo(*(tensor.detach() for tensor in (reward, reward - margin, margin, (margin > 0).to(margin.dtype))))
     return -F.logsigmoid(margin), info
+
+
+def kto_loss(
+    gain: PerSample, baseline: PerSample, label: PerSample, *, beta: Scalar, utility: Utility = "sigmoid"
+) -> tuple[PerSample, KtoInfo]:
+    """Return the loss of samples that are good or bad, without pairs, `[P]`, and diagnostics.
+
+        u = y beta (g - z)
+        sigmoid        1 - sigmoid(u)
+        log_sigmoid    -log sigmoid(u)
+
+    Gradients flow to the gain only.
+
+    Args:
+        gain: g = err_ref - err, the error of the reference minus that of the policy at the same noise, `[P]`.
+        baseline: z, the mean gain of the batch but at least 0, `[P]`.
+        label: y, 1 for a good sample and -1 for a bad one, `[P]`.
+        beta: inverse temperature, > 0.
+        utility: see above.
+
+    Source: Diffusion-KTO, arXiv 2404.04465, and its code.
+    """
+    check_choice("kto_loss", "utility", utility, UTILITIES)
+    gain, baseline, label = match_tensors("kto_loss", gain=gain, baseline=baseline, label=label)
+    beta = number("kto_loss", "beta", beta, gain, low=1e-12)
+    label = label.detach()
+    u = label * beta * (gain - baseline.detach())
+    right = (label * gain > 0).to(gain.dtype)
+    info = KtoInfo(*(tensor.detach() for tensor in (gain, baseline, right)))
+    return torch.sigmoid(-u) if utility == "sigmoid" else -F.logsigmoid(u), info
+
+
+def mapo_loss(
+    err_win: PerSample, err_lose: PerSample, *, beta: Scalar, temperature: Scalar = 1000.0, snr: Scalar = 0.5
+) -> tuple[PerSample, MapoInfo]:
+    """Return the error on the preferred sample and a preference without reference, `[P]`, and diagnostics.
+
+        loss = err_win - beta log sigmoid(T (phi(err_win) - phi(err_lose))),  phi(e) = c e / (exp(c e) - 1)
+
+    phi falls from 1 at e = 0. With beta 0 it is supervised fine-tuning on the preferred samples.
+
+    Args:
+        err_win, err_lose: errors of the policy on the preferred and on the other sample, with the same noise, `[P]`, >= 0.
+        beta: weight of the preference, >= 0.
+        temperature: T, > 0.
+        snr: c, > 0, which the published code has constant.
+
+    Source: MaPO, arXiv 2406.06424, and its code.
+    """
+    err_win, err_lose = match_tensors("mapo_loss", err_win=err_win, err_lose=err_lose)
+    beta = number("mapo_loss", "beta", beta, err_win, low=0)
+    temperature = number("mapo_loss", "temperature", temperature, err_win, low=1e-12)
+    snr = number("mapo_loss", "snr", snr, err_win, low=1e-12)
+    margin = temperature * (_likelihood(snr * err_win) - _likelihood(snr * err_lose))
+    info = MapoInfo(*(tensor.detach() for tensor in (err_win, margin, (margin > 0).to(margin.dtype))))
+    return err_win - beta * F.logsigmoid(margin), info
+
+
+def _likelihood(x: Tensor) -> Tensor:
+    """Return x / (exp(x) - 1), 1 at 0, by its series near 0."""
+    small = x.abs() < 1e-3  # the next term of the series is x^4 / 720
+    far = torch.where(small, 1.0, x)
+    return torch.where(small, 1 - x / 2 + x**2 / 12, far / torch.expm1(far))
 
 
 def clip_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scalar) -> PerSample:

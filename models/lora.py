@@ -3,10 +3,11 @@
 import math
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -153,6 +154,7 @@ def add_lora(
     *,
     adapters: Sequence[str] = ("default",),
     trained: Collection[str] = (),
+    further: Mapping[str, LoraConfig] = MappingProxyType({}),
     seed: int = 0,
 ) -> None:
     """Freeze `module` and add adapters to its linear layers, in place; `default` is trained and active.
@@ -166,6 +168,8 @@ def add_lora(
         targets: suffixes of the names of the layers, used if `config.targets` is None.
         adapters: names of the adapters; `default` is the first.
         trained: names of those that are trained beside `default`; the others are frozen.
+        further: settings of frozen adapters of other rank and alpha on the same layers, by name; a lora may stand beside a
+            dora.
         seed: seed of A.
 
     Raises:
@@ -183,9 +187,12 @@ def add_lora(
         torch.manual_seed(seed)
         for name in adapters:
             peft.inject_adapter_in_model(config.form.peft(config, targets), module, adapter_name=name)
+        for name, own in further.items():
+            peft.inject_adapter_in_model(own.form.peft(own, targets), module, adapter_name=name)
+    lengths = [*(adapters if isinstance(config.form, Dora) else ())]
+    lengths += [name for name, own in further.items() if isinstance(own.form, Dora)]
     for layer in lora_layers(module).values():
-        if isinstance(config.form, Dora):
-            _add_lengths(layer, adapters)
+        _add_lengths(layer, lengths)
         layer.set_adapter("default")  # freezes the others
         lighten(layer, product=config.product)
     for name in adapters[1:]:
@@ -253,7 +260,7 @@ def read_form(module: nn.Module) -> Form:
         configs: Any = module.peft_config
         factor = configs["default"].decompose_factor
         return Lokr(None if factor == -1 else factor)
-    return Dora() if len(layer.lora_magnitude_vector) else LowRank()
+    return Dora() if "default" in layer.lora_magnitude_vector else LowRank()
 
 
 def lora_settings(module: nn.Module) -> dict[str, Any] | None:

@@ -61,6 +61,12 @@ class LoraFile(NamedTuple):
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
+def is_lora(path: Path) -> bool:
+    """Return whether a path is a file, or a folder of an adapter rather than of a model, by the names of its files."""
+    folders = (path, *path.iterdir()) if path.is_dir() else ()
+    return path.is_file() or any((folder / name).is_file() for folder in folders for name in FILES)
+
+
 def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) -> LoraFile:
     """Return the adapter of a file for a module.
 

@@ -115,7 +115,7 @@ class Case:
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":
-            made = with_values(made, {"method.teacher": self.folder / "teacher" / "weights"})
+            made = with_values(made, {"method.teacher": (str(self.folder / "teacher" / "weights"),)})
         if self.recipe == OFFLINE:
             made = with_values(made, {"method.preferences": self.folder / f"preferences-{self.seed}"})
         return made

@@ -6,6 +6,7 @@ named as `@module:name` or declared as an entry point of `fluvial.prompts`.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, permutations, product
 from typing import Any, Literal, TypeVar
 
@@ -177,12 +178,21 @@ def drawbench_like(part: Part) -> Iterator[Record]:
         yield from ({"prompt": text, "tag": tag} for text in _part(part, list(texts), heldout=25, most=250))
 
 
+def handwriting(part: Part, first: str) -> Iterator[Record]:
+    """Codes of the built-in model of handwriting whose first digit is one of `first`."""
+    from fluvial.models.handwriting import codes  # imports torch
+
+    yield from ({"prompt": code} for code in codes(part) if code[0] in first)
+
+
 PROMPT_SETS: dict[str, PromptSet] = {
     "ocr": ocr,
     "geneval": geneval,
     "animals": animals,
     "counting": counting,
     "drawbench-like": drawbench_like,
+    "codes-low": partial(handwriting, first="01234"),
+    "codes-high": partial(handwriting, first="56789"),
 }
 
 

@@ -17,13 +17,15 @@ from fluvial.engines.errors import UsageError, no_effect
 from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "muon", "prodigy", "sgd"]
 # Settings that an optimizer does not have.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (),
     "adamw8bit": (),
     "adamw4bit": (),
     "adafactor": ("betas", "eps"),
+    "muon": (),
+    "prodigy": (),
     "sgd": ("eps",),
 }
 
@@ -117,9 +119,11 @@ class OptimizerConfig:
 
     Args:
         name: Optimizer: adamw; adamw8bit or adamw4bit (AdamW with moments of 8 or 4 bits, which need torchao); adafactor (a
-            factored second moment and no first, arXiv 1804.04235); or sgd.
-        lr: Peak learning rate.
-        betas: Decay per update of Adam's first and second moment; the first one is sgd's momentum.
+            factored second moment and no first, arXiv 1804.04235); muon (steps of matrices are orthogonalised, arXiv
+            2502.16982, and AdamW's for other tensors; nothing published says that it helps adapters); prodigy (AdamW that
+            estimates its step size, arXiv 2306.06101); or sgd.
+        lr: Peak learning rate. Muon's steps have the size of AdamW's; prodigy's is a factor, which is published as 1.
+        betas: Decay per update of Adam's first and second moment; the first one is sgd's momentum. Muon's momentum is 0.95.
         eps: Term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
             shrinks: policy gradients of RMS 5e-9 occur, and 1e-8 then freezes training without an error.
         weight_decay: Decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
@@ -185,6 +189,9 @@ class OptimizerConfig:
                 f"`optimizer.warmup` is {self.warmup} and `optimizer.warmup_ratio` is {self.warmup_ratio:g}: set one "
                 "of the two"
             )
+        if self.name == "prodigy" and self.lr < 0.1:
+            hint = "prodigy estimates the step size, and this is a factor of it"
+            raise UsageError("optimizer.lr", self.lr, "about 1", hint)
         for field in UNUSED[self.name]:
             if getattr(self, field) != defaults[field]:
                 raise UsageError(

@@ -22,7 +22,8 @@ from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
+from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
+from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError

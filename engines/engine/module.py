@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.parallelize import find_blocks, parallelize
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World, current_world
 from fluvial.models.device import has_values, is_accelerator

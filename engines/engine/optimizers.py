@@ -15,17 +15,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 from fluvial.core import random
 from fluvial.core.random import DRAWN_AT_ONCE, Key, bits, fold_in
 from fluvial.engines.engine.config import OptimizerConfig, OptimizerName
+from fluvial.engines.engine.muon import MuonAdamW
+from fluvial.engines.engine.prodigy import Prodigy
+from fluvial.engines.engine.shards import first_row, local, plain, shard_like, sum_over_shards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
 
@@ -78,32 +77,6 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
     else:
         part = torch.zeros(shape, device=shard.device)
     return shard_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
-
-
-def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> Tensor:
-    """Return this rank's part as a tensor that is laid out as `parameter`; the part itself if that is not sharded.
-
-    Args:
-        parameter: sharded parameter whose mesh and placements are used.
-        part: part of this rank.
-        shape: shape over all ranks, by default that of the parameter.
-        replicated: whether each rank holds the whole tensor instead.
-    """
-    if not isinstance(parameter, DTensor):
-        return part
-    spec = parameter._spec
-    if shape is None and not replicated and part.dtype == parameter.dtype:
-        return DTensor(part, spec, requires_grad=False)
-    like = torch.empty(parameter.shape if shape is None else shape, dtype=part.dtype, device="meta")
-    placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
-    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
-    meta = TensorMeta(like.shape, like.stride(), like.dtype)
-    return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, Tensor]:
@@ -192,7 +165,7 @@ class Adafactor(Optimizer):
             squares = [local(p.grad).square() + TINY for p in held]
             # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
             matrices = [i for i, p in enumerate(held) if p.ndim == 2]
-            columns = dict(zip(matrices, _sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
+            columns = dict(zip(matrices, sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
             for i, p in enumerate(held):
                 state = self.state[p]
                 state["step"] += 1
@@ -206,10 +179,10 @@ class Adafactor(Optimizer):
             del squares
             # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
             rows = [local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
-            means = dict(zip(matrices, _sum_over_shards(rows, held), strict=True))
+            means = dict(zip(matrices, sum_over_shards(rows, held), strict=True))
             scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
             norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
-            for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
+            for p, scale, norm in zip(held, scales, sum_over_shards(norms, held), strict=True):
                 clip = (norm / p.numel()).sqrt().clamp(min=1)
                 # Computed again rather than kept for all parameters at once.
                 local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
@@ -247,6 +220,27 @@ def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimiz
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
 
 
+def _muon(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return MuonAdamW(parameters, config)
+
+
+def _prodigy(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return Prodigy(parameters, config)
+
+
+def _adam_moments(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    return {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}
+
+
+def _momentum(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    return {"momentum_buffer": Buffer(shape)} if len(shape) == 2 else _adam_moments(shape, config)
+
+
+def _estimated(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    further = {"sum": Buffer(shape), "first": Buffer(shape), "estimate": Buffer((2,), sharded=False)}
+    return {**_adam_moments(shape, config), **further}
+
+
 def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
     bits: tuple[Bits, Bits] = ("signed8", "unsigned8") if width == 8 else ("signed4", "unsigned4")
     return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
@@ -259,42 +253,16 @@ def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
-    "adamw": OptimizerKind(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
+    "adamw": OptimizerKind(_adamw, _adam_moments, "device", True),
     "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
     "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
     "adafactor": OptimizerKind(_adafactor, _factor, "host"),
+    "muon": OptimizerKind(_muon, _momentum, "device"),
+    "prodigy": OptimizerKind(_prodigy, _estimated, "host"),
     "sgd": OptimizerKind(
         _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),
 }
-
-
-@contextmanager
-def plain(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
-
-    An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
-    """
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        yield
-        return
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    parts = list[nn.Parameter]()
-    try:
-        for group, parameters in groups:
-            group["params"] = []
-            for sharded in parameters:
-                part = nn.Parameter(local(sharded).detach(), requires_grad=sharded.requires_grad)
-                part.grad = None if sharded.grad is None else local(sharded.grad)
-                optimizer.state[part] = {key: local(value) for key, value in optimizer.state[sharded].items()}
-                group["params"].append(part)
-                parts.append(part)
-        yield
-    finally:
-        for group, parameters in groups:
-            group["params"] = parameters
-        for part in parts:
-            optimizer.state.pop(part, None)
 
 
 def frozen_by_eps(
@@ -314,28 +282,6 @@ def frozen_by_eps(
     )
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's, which compiles the step
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
-    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
-    if not parts:
-        return []
-    flat = torch.cat(parts)
-    first = parameters[0]
-    if isinstance(first, DTensor):
-        shard = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
-        if first.device_mesh.size(shard) > 1:
-            dist.all_reduce(flat, group=first.device_mesh.get_group(shard))
-    return list(flat.split([math.prod(part.shape) for part in parts]))
-
-
 def rounding_key(update: int) -> Key:
     """Return the key of an update, counted from 0, in which numbers of parameters and of rows are folded."""
     return fold_in(fold_in(random.key(SEED), Stream.ROUNDING), update)
@@ -353,14 +299,6 @@ def round_stochastically(x: Tensor, words: Tensor) -> Tensor:
     held = x.view(torch.int32)
     rounded = ((held + (words & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
-
-
-def first_row(parameter: nn.Parameter) -> int:
-    """Return the number of this rank's first row of a parameter that is sharded by rows."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0]) if offset else 0
 
 
 @torch.no_grad()

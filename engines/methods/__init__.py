@@ -12,7 +12,9 @@ from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.kto import Kto
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
+from fluvial.engines.methods.mapo import Mapo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
@@ -62,6 +64,8 @@ __all__ = [
     "Guard",
     "Images",
     "KLConfig",
+    "Kto",
+    "Mapo",
     "Method",
     "Needs",
     "Nft",

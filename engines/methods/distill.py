@@ -1,9 +1,8 @@
-"""On-policy distillation: the student samples, the teacher says which step it would have taken."""
+"""On-policy distillation: the student samples, teachers say which step they would have taken."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from fluvial.core import distill
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
-from fluvial.engines.run.declared import Networks, Teacher
+from fluvial.engines.run.declared import Networks, parse_teachers
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
@@ -26,25 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distill(Method, name="distill"):
-    """On-policy distillation: fit the teacher's step at the samples that the student reaches (arXiv 2306.13649).
+    """On-policy distillation: fit a teacher's step at the samples that the student reaches (arXiv 2306.13649, 2605.15055).
+
+    Several teachers share the prompts by their source, and become one student. Each may have guidance that the student does
+    without.
 
     Args:
         sampling: How samples are made.
         trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
         passes: How often a batch is learnt from.
         kl: KL terms that keep the policy near the one that training starts from.
-        teacher: Folder of the teacher's weights, as a run's export writes them.
-        match: What is matched: mean_kl (the KL between the two Gaussian steps, in nats per dimension) or velocity_mse (the
-            mean squared distance of the two predictions, which deterministic steps have too).
+        teacher: The teacher: a folder of weights or of an adapter, as a run's export writes them. Several have a source of
+            prompts each, as SOURCE=FOLDER: the name of a file of `prompts` without its ending, or of a prompt set.
+        guidance: Scale of the teachers' guidance, 4.5 for all, or SOURCE=4.5 for some; by default that of the update.
+        match: What is matched: mean_kl (the KL between the two Gaussian steps, in nats per dimension); or the mean squared
+            distance, which deterministic steps have too, of the predictions (velocity_mse), of the next samples, halved
+            (sample_mse), or of a flow's clean samples that are predicted (clean_mse), also relative to their mean distance
+            (clean_relative).
     """
 
-    needs: ClassVar[Needs] = Needs(rewards=None)
     sampling: SamplingConfig = SamplingConfig()
     trained: Trained = AllRecorded()
     passes: PassesConfig = PassesConfig()
     kl: KLConfig = KLConfig()
-    teacher: Path | None = None
-    match: Literal["mean_kl", "velocity_mse"] = "mean_kl"
+    teacher: tuple[str, ...] = ()
+    guidance: tuple[str, ...] = ()
+    match: Literal["mean_kl", "velocity_mse", "sample_mse", "clean_mse", "clean_relative"] = "mean_kl"
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Learn from no reward; clean samples are those of a flow."""
+        return Needs(prediction="velocity" if self.match.startswith("clean") else None, rewards=None)
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""
@@ -55,12 +66,12 @@ class Distill(Method, name="distill"):
 
     @property
     def rows(self) -> RecordedRows:
-        """Train on recorded steps, in a form that deterministic ones have too if predictions are matched."""
-        return RecordedRows("unscaled" if self.match == "velocity_mse" else "density", trained=self.trained)
+        """Train on recorded steps, in a form that deterministic ones have too unless their KL is matched."""
+        return RecordedRows("density" if self.match == "mean_kl" else "unscaled", trained=self.trained)
 
     def networks(self) -> Networks:
-        """Keep the teacher, and the references of the KL terms."""
-        return {"teacher": Teacher(self.teacher), **self.kl.networks()}
+        """Keep the teachers, and the references of the KL terms."""
+        return {"teacher": parse_teachers(self.teacher, self.guidance), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the teacher's step at each step that the student took."""
@@ -70,6 +81,13 @@ class Distill(Method, name="distill"):
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, ErrorInfo]:
         """Return the distance between the student's and the teacher's step, and the KL terms."""
-        v_teacher, predictions = rows.predictions["teacher"], self.match == "velocity_mse"
-        error = velocity_error(v, v_teacher) if predictions else distill.mean_kl(rows.transition, v, v_teacher)
-        return fit_prediction(error, v, rows, self.kl)
+        return fit_prediction(self._distance(v, rows.predictions["teacher"], rows), v, rows, self.kl)
+
+    def _distance(self, v: Tensor, v_teacher: Tensor, rows: RecordedSteps) -> Tensor:
+        if self.match == "mean_kl":
+            return distill.mean_kl(rows.transition, v, v_teacher)
+        if self.match == "velocity_mse":
+            return velocity_error(v, v_teacher)
+        if self.match == "sample_mse":
+            return distill.scaled_mse(v, v_teacher, rows.transition.b) / 2
+        return distill.scaled_mse(v, v_teacher, rows.level, relative=self.match == "clean_relative")

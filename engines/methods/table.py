@@ -23,6 +23,8 @@ from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.kto import Kto
+from fluvial.engines.methods.mapo import Mapo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
@@ -37,7 +39,8 @@ from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 BUILT_IN: tuple[type[Method], ...] = (
-    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, Spo, Nft, Awm, Dpo, Dgpo, Crd, D3po, Raft, Sft),
+    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, D3po, Spo),
+    *(Nft, Awm, Dgpo, Crd, Raft, Sft, Dpo, Mapo, Kto),
     *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
 )
 METHODS = {kind.method_name: kind for kind in BUILT_IN}

@@ -23,13 +23,13 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.declared import Base, Start, Teacher, Trained
+from fluvial.engines.run.declared import Base, BySource, Start, Teacher, Trained
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.method import Preferences
+from fluvial.engines.run.method import Images, Preferences
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -50,10 +50,10 @@ from fluvial.engines.scoring.registry import check_records, check_rewards, selec
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
-from fluvial.models import Schedule, is_recorded
+from fluvial.models import LoraConfig, Schedule, is_recorded
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
-from fluvial.models.lora import LowRank, adapter_names, add_lora
+from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
 from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
@@ -101,6 +101,8 @@ def build_parts(
         # What is wrong with the job is found before anything is computed.
         rewards, job = _rewards(config, job, world)
         job.check_prompts()
+        _check_sources(config, job)
+        _check_column(config, job)
         _check_order(config, job)
         if config.rollout.is_served:
             check_files(job.prompts)
@@ -277,12 +279,18 @@ def _networks(
             frozen[name] = _frozen(config, job, engine.world, weights)
         elif isinstance(network, Trained):
             trained[name] = _trained(config, job, network, engine, weights, adapters.get(name))
-        elif isinstance(network, Teacher):
+        elif isinstance(network, Teacher) and not network.is_adapter:
             assert network.weights is not None
             taught = job.with_weights(network.weights)
             frozen[name] = _frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
     continues = config.lora.weights is not None
     return BuiltNetworks(config.networks, engine, trained, frozen, job.model, continues=continues)
+
+
+def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:
+    """Return the files of the teachers that are adapters of the policy's module, by network."""
+    teachers = {name: network for name, network in config.networks.items() if isinstance(network, Teacher)}
+    return {name: each.weights for name, each in teachers.items() if each.weights is not None and each.is_adapter}
 
 
 def _trained(
@@ -449,6 +457,34 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
             raise UsageError(f"sampling.guidance.negative: {error}") from error
 
 
+def _check_sources(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError unless each source of prompts has a teacher, and each teacher has prompts, if they have sources."""
+    known = [*dict.fromkeys(prompt.source for prompt in job.prompts)]
+    for name, network in config.method.networks().items():
+        taught = [*network.teachers] if isinstance(network, BySource) else known
+        for source in known:
+            if source not in taught:
+                raise UsageError(
+                    f"prompts of the source {source!r} have no {name}: add {source}=FOLDER to those of {', '.join(taught)}"
+                )
+        for source in taught:
+            if source not in known:
+                raise UsageError(f"`{name}` names the source {source!r}, expected a source of prompts: {', '.join(known)}")
+
+
+def _check_column(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError unless each given image has the column that the method reads."""
+    source = config.method.source
+    column = source.column if isinstance(source, Images) else None
+    missing = [prompt for prompt in job.prompts if column is not None and column not in prompt.metadata]
+    if missing:
+        has = ", ".join(missing[0].metadata) or "none"
+        raise UsageError(
+            f"{config.method.method_name} learns from images with a column {column}, and the record of {missing[0].text!r} "
+            f"has {has}"
+        )
+
+
 def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
@@ -464,6 +500,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     module = _network(config, job)
     folder = config.lora.weights  # of an adapter that the run continues from
     found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
+    taught = _list_adapted_teachers(config)
+    teachers = {name: read_adapter(path, job, module, "teacher") for name, path in taught.items()}
+    for path in taught.values() if config.train == "full" else ():
+        raise UsageError(f"`teacher` names {path}, an adapter, and `train` is full: train lora, or merge the adapter")
     if config.train == "lora":
         learn = [name for name, network in config.networks.items() if isinstance(network, Trained)]
         adapters: tuple[str, ...] = ("default", *config.followers, *learn)
@@ -474,18 +514,29 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
             settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
             adapters, targets = (*adapters, START), found.layers
+        for name, each in teachers.items():
+            if each.form.kind != settings.form.kind and "lokr" in (each.form.kind, settings.form.kind):
+                problem = f"an adapter of the form {each.form.kind} beside {settings.form.kind}: set lora.form"
+                raise UsageError(f"`teacher` names {taught[name]}, {problem}")
+        further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
         try:
-            add_lora(module, settings, targets, adapters=adapters, trained=learn, seed=config.seed)
+            add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        if found is not None:
-            behind = {name for name, follower in config.followers.items() if follower.network in learn}
-            for name in (name for name in adapters if name not in {*learn, *behind}):
-                try:
-                    load_lora(module, found.tensors, name)
-                except ValueError as error:
-                    raise UsageError(f"`lora.weights`: {error}") from error
-    return module, "" if found is None else f" {digest(found)}"
+        layers = {*lora_layers(module)}
+        for name, each in teachers.items():
+            if differing := layers ^ {*each.layers}:
+                whose = "it" if min(differing) in each.layers else "the policy"
+                problem = f"{whose} alone adapts {min(differing)}: set lora.targets to the layers of the teacher"
+                raise UsageError(f"`teacher` names {taught[name]}, and {problem}")
+        behind = {name for name, follower in config.followers.items() if follower.network in learn}
+        start = {} if found is None else dict.fromkeys([name for name in adapters if name not in {*learn, *behind}], found)
+        for name, each in {**start, **teachers}.items():
+            try:
+                load_lora(module, each.tensors, name)
+            except ValueError as error:
+                raise UsageError(f"`{'teacher' if name in teachers else 'lora.weights'}`: {error}") from error
+    return module, "".join(f" {digest(each)}" for each in (*([] if found is None else [found]), *teachers.values()))
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

@@ -11,7 +11,7 @@ from fluvial.engines.choices import BARE
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
-from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers
+from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import (
     CheckpointConfig,
@@ -269,8 +269,8 @@ class TrainConfig:
 
     @property
     def networks(self) -> Networks:
-        """Networks beside the policy, by name."""
-        return self.method.networks()
+        """Networks beside the policy, by name; teachers of several sources have names of their own."""
+        return list_single(self.method.networks())
 
     @property
     def followers(self) -> dict[str, Follower]:

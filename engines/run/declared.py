@@ -1,7 +1,7 @@
 """Declarations of a method: the networks beside the policy."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,6 +11,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.models.lora_files import is_lora
 
 # (v, rows) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
 Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -63,12 +64,32 @@ class Teacher:
     """Another model of the same architecture, without gradient.
 
     Args:
-        weights: folder of its weights.
+        weights: folder of its weights, or file or folder of an adapter of the weights that training starts from.
         guidance: its own scale of classifier-free guidance; None is that of the update.
     """
 
     weights: Path | None
     guidance: float | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter of the policy's module, rather than a module of its own."""
+        return self.weights is not None and is_lora(self.weights)
+
+
+@dataclass(frozen=True)
+class BySource:
+    """One prediction by several teachers, each at the samples whose prompts come from its source.
+
+    Args:
+        teachers: teacher of each source.
+    """
+
+    teachers: Mapping[str, Teacher]
+
+    def name_members(self, name: str) -> dict[str, str]:
+        """Return the name of each teacher as a network of its own, by source; `name` is that of their prediction."""
+        return {source: f"{name}_{number}" for number, source in enumerate(self.teachers)}
 
 
 @dataclass(frozen=True)
@@ -107,7 +128,7 @@ class SameNetwork:
     guidance: float
 
 
-Network = Follower | Start | Before | Base | Teacher | Trained | SameNetwork
+Network = Follower | Start | Before | Base | Teacher | BySource | Trained | SameNetwork
 Networks = dict[str, Network]  # by the name under which rows hold their predictions
 
 
@@ -183,6 +204,57 @@ class LinearOld:
 
 
 OldPolicy = NoOld | LinearOld
+
+
+def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher | BySource:
+    """Return the teacher of a folder, or those of several sources from `SOURCE=FOLDER` each.
+
+    Args:
+        folders: as `Teacher` takes them.
+        guidance: scale of all, or `SOURCE=SCALE` of some.
+
+    Raises:
+        UsageError: a source stands twice or beside a folder without one, or a scale is not a number or of no teacher.
+    """
+    by_source, scales = _split("teacher", folders), dict[str, float]()
+    for source, word in _split("guidance", guidance).items():
+        try:
+            scales[source] = float(word)
+        except ValueError:
+            scales[source] = math.nan
+        if not 0 <= scales[source] < math.inf:
+            raise UsageError("guidance", word, "a scale, or SOURCE=SCALE, from 0 on")
+        if source and source not in by_source:
+            raise UsageError("guidance", source, f"a source of a teacher: {', '.join(filter(None, by_source)) or 'none'}")
+    if "" in by_source and len(by_source) > 1:
+        raise UsageError("teacher", by_source[""], "SOURCE=FOLDER, as the others")
+    teachers = {source: Teacher(Path(folder), scales.get(source, scales.get(""))) for source, folder in by_source.items()}
+    if teachers and "" not in teachers:
+        return BySource(teachers)
+    return teachers.get("", Teacher(None))
+
+
+def _split(field: str, words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each source, that of a word without one under an empty name."""
+    found = dict[str, str]()
+    for word in words:
+        source, separator, value = ("", "", "") if Path(word).exists() else word.partition("=")
+        source, value = (source, value) if separator else ("", word)
+        if source in found:
+            raise UsageError(field, word, "one for all, or SOURCE=VALUE once per source")
+        found[source] = value
+    return found
+
+
+def list_single(networks: Networks) -> Networks:
+    """Return the networks with the teachers of each source under names of their own."""
+    single: Networks = {}
+    for name, network in networks.items():
+        if isinstance(network, BySource):
+            single |= {member: network.teachers[source] for source, member in network.name_members(name).items()}
+        else:
+            single[name] = network
+    return single
 
 
 def find_followers(networks: Networks) -> dict[str, Follower]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.run.declared import Base, Follower, Networks, SameNetwork, Start, Trained, find_followers
+from fluvial.engines.run.declared import Base, Follower, Networks, SameNetwork, Start, Teacher, Trained, find_followers
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -23,8 +23,8 @@ class BuiltNetworks:
     """The networks of a run, opened by name.
 
     With LoRA the reference is the module without its adapters, or with the adapter that training started from, and a
-    follower, or a second network that learns, is another adapter: none needs a copy. A teacher, and the reference of full
-    fine-tuning, are sharded modules without an optimizer.
+    follower, a second network that learns, or a teacher that is one, is another adapter: none needs a copy. A teacher with
+    weights of its own, and the reference of full fine-tuning, are sharded modules without an optimizer.
 
     Args:
         declared: networks that the method declares.
@@ -85,7 +85,7 @@ class BuiltNetworks:
     def _use_adapter(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which the policy's module computes as a network that is no module of its own."""
         network = self.declared.get(name)
-        if name in self.separate or not isinstance(network, Start | Base | Follower | Trained):
+        if name in self.separate or not isinstance(network, Start | Base | Follower | Teacher | Trained):
             return nullcontext()
         adapter = self.start if isinstance(network, Start) else None if isinstance(network, Base) else name
         return use_adapter(self.engine.module, adapter)

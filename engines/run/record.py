@@ -101,6 +101,12 @@ def _path(value: Any, _: Any) -> Path:
     return Path(value)
 
 
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str | list | tuple) or not all(isinstance(word, str) for word in value):
+        raise ValueError(f"is {value!r}, expected a list of texts")
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def _is_literal(kind: Any) -> bool:
     origin: Any = get_origin(kind)
     return origin is Literal
@@ -110,6 +116,8 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_unstructure_hook(Path, str)
     converter.register_structure_hook(Path, _path)
+    # A text alone is a tuple of one, as the teacher of older records.
+    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _words(value))
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
     worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])
@@ -135,6 +143,14 @@ def _of_word(text: str, move: Move) -> str | None:
     return moved
 
 
+def _of_teacher(text: str, move: Move) -> str | None:
+    """Move the path of a folder, or of a source's folder."""
+    source, separator, folder = text.partition("=")
+    if (moved := move(text)) is not None or not separator:
+        return moved
+    return None if (moved := move(folder)) is None else f"{source}={moved}"
+
+
 def _of_options(text: str, move: Move) -> str | None:
     """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
     return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda found: move(found[0]) or found[0], text)
@@ -151,6 +167,7 @@ TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "checkpoint.folder": lambda text, move: move(text),
     "checkpoint.resume_from": lambda text, move: move(text),
     "rollout.source": _of_source,
+    "method.teacher": _of_teacher,
     **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _of_word),
     **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
 }
@@ -206,7 +223,8 @@ class Finder:
 
     def same(self, name: str, recorded: Any, now: Any) -> bool:
         """Return whether a recorded setting names the same paths as the absolute ones of a run."""
-        if isinstance(recorded, list) and isinstance(now, list):
+        if isinstance(now, list):
+            recorded = recorded if isinstance(recorded, list) else [recorded]  # of a field that was a single text
             return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
         if not isinstance(recorded, str):
             return bool(recorded == now)

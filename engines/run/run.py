@@ -18,7 +18,7 @@ from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, renoise, return_to
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.declared import Before, Loss
+from fluvial.engines.run.declared import Before, BySource, Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
@@ -38,6 +38,7 @@ from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
+from fluvial.models.host_values import to_device
 from fluvial.models.routing import Routed
 
 ADVANTAGE, ALL_RECORDED = AdvantageConfig(), AllRecorded()
@@ -287,14 +288,18 @@ class Run:
     # networks
 
     def predict(self, items: Items, *names: str) -> Items:
-        """Return items with the predictions of those of the named networks that the method declares."""
-        declared, known = self.networks.declared, items.rows.predictions
+        """Return items with the predictions of those of the named networks that the method declares.
+
+        Teachers of several sources make one prediction together, each at the rows of its prompts.
+        """
+        declared, known = self.config.method.networks(), items.rows.predictions
         todo = [name for name in names if name in declared and name not in known and name not in self._before]
         # Modules of their own come first, so that they and the engine's are not gathered at the same time.
         for name in sorted(todo, key=lambda name: name not in self.networks.separate):
-            cond = self._condition(name, items)
-            with self.networks.open(name) as module:
-                items = items.with_predictions(**{name: self._predictions(module, items, cond)})
+            network = declared[name]
+            by_source = network.name_members(name) if isinstance(network, BySource) else None
+            v = self._predict_with(name, items) if by_source is None else self._predict_by_source(by_source, items)
+            items = items.with_predictions(**{name: v})
         return items
 
     def measure(self, items: Items, function: Callable[[Tensor, Any], Any]) -> Any:
@@ -418,6 +423,30 @@ class Run:
         compared, prediction = sampling.window.count_compared(sampling.group), self.job.model.prediction
         return Batch(plan, share, share.numbers, compared, prediction, **fields)
 
+    def _predict_with(self, network: str, items: Items) -> Tensor:
+        """Return a network's prediction at each row, `[P, ...]`."""
+        with self.networks.open(network) as module:
+            return self._predictions(module, items, self._condition(network, items))
+
+    def _predict_by_source(self, networks: Mapping[str, str], items: Items) -> Tensor:
+        """Return at each row the prediction of the network of its prompt's source, `[P, ...]`.
+
+        A rank takes part in the passes of every source that any rank has rows of.
+        """
+        batch, sources = items.batch, [*networks]
+        number = torch.tensor([sources.index(batch.prompt(place).source) for place in range(batch.share.batch)])
+        sample = (host_values.read(items.rows.place) // items.used.shape[1]).clamp(max=batch.share.batch - 1)
+        of_row = number[sample]
+        counts = torch.tensor(self.world.gather_items(torch.bincount(of_row, minlength=len(sources)).tolist()))
+        index, found = list[Tensor](), list[Tensor]()
+        for source, most in enumerate(counts.amax(0).tolist()):
+            if most:
+                rows = select(items.rows, of_row == source)
+                part = replace(items, rows=rows if len(rows.level) else _first_row(items.rows), pad_to=most)
+                index.append(torch.nonzero(of_row == source).flatten())
+                found.append(self._predict_with(networks[sources[source]], part)[: len(index[-1])])
+        return torch.cat(found)[to_device(torch.cat(index).argsort(), self.world.device)]
+
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
         """Return this rank's part of an update: the used items, as many on each rank as passes are saved by it."""
         share, ranks = items.batch.share, self.world.data_size
@@ -433,8 +462,7 @@ class Run:
             longest = max(held)
         real = len(rows.level)
         if not real:  # a rank without items still takes part in the collectives
-            first = optree.tree_map(lambda tensor: tensor[:1].clone(), items.rows)
-            rows = first._replace(weight=torch.zeros_like(first.weight))
+            rows = _first_row(items.rows)
         return replace(items, rows=rows, cond=cond, used=used, count=count, pad_to=max(longest, 1), real=real, dealt=True)
 
     def _terms(
@@ -497,6 +525,12 @@ class Run:
     def _pass_sizes(self, count: int) -> tuple[int, ...]:
         """Return the items per pass of `count` items; none is smaller than a rollout's rows, which have its bits."""
         return self.config.pass_sizes(count, self.pairs)
+
+
+def _first_row(rows: Rows) -> Rows:
+    """Return the first row, which does not count, for a rank without rows."""
+    first: Rows = optree.tree_map(lambda tensor: tensor[:1].clone(), rows)
+    return first._replace(weight=torch.zeros_like(first.weight))
 
 
 def _with(rows: Any, predictions: Mapping[str, Tensor]) -> Any:

@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from fluvial.core.distill import mean_kl, velocity_mse
+from fluvial.core.distill import mean_kl, scaled_mse, velocity_mse
 from fluvial.core.transitions import ode
 
 
@@ -38,6 +38,23 @@ def test_the_mean_square_is_the_formula(seed: int, batch: int) -> None:
     for i in range(batch):
         squares = [(p - q) ** 2 for p, q in zip(v[i].flatten().tolist(), teacher[i].flatten().tolist(), strict=True)]
         assert got[i].item() == pytest.approx(sum(squares) / 12, rel=1e-13)
+
+
+@given(seed=st.integers(0, 10_000), level=st.floats(0.1, 1.0), change=st.floats(0.01, 0.1), relative=st.booleans())
+def test_distances_of_samples_are_those_of_predictions(seed: int, level: float, change: float, relative: bool) -> None:
+    """MSE(x_next) = dt^2 MSE(v), MSE(x0) = s^2 MSE(v); relative ones have the factor once, and a gradient of its size."""
+    x, v, teacher = normals(seed, 3, 2, 3, 4)
+    next_samples = [x - change * u for u in (v, teacher)]
+    clean = [x - level * u for u in (v, teacher)]
+    for (one, other), scale in ((next_samples, change), (clean, level)):
+        got = scaled_mse(v, teacher, torch.full((2,), scale, dtype=v.dtype), relative=relative)
+        d = one - other
+        expected = (d**2).mean((1, 2)) / ((d.abs().mean((1, 2)) + 1e-8) if relative else 1)
+        assert_close(got, expected, rtol=1e-9, atol=1e-12)
+        gradient = torch.func.grad(lambda u, s=scale: scaled_mse(u, teacher, s, relative=relative).sum())(v)
+        size = d.abs().mean((1, 2), keepdim=True) + 1e-8 if relative else 1
+        assert_close(gradient, 2 * scale**2 * (v - teacher) / size / 12, rtol=1e-9, atol=1e-12)
+    assert scaled_mse(v, v, 0.5, relative=relative).eq(0).all()
 
 
 def test_a_deterministic_step_has_no_kl_but_a_distance() -> None:

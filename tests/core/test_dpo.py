@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.dpo import DpoInfo, best_and_worst, dpo_loss
+from fluvial.core.dpo import UTILITIES, DpoInfo, Utility, best_and_worst, dpo_loss, kto_loss, mapo_loss
 
 errors = st.floats(0, 10)
 betas = st.floats(0.01, 5000)
@@ -58,6 +58,59 @@ def test_the_gradient_lowers_one_error_and_raises_the_other() -> None:
     assert torch.equal(wins, -loses)
     assert not any(tensor.requires_grad for tensor in info)
     assert all(tensor.shape == (7,) for tensor in info)
+
+
+@pytest.mark.parametrize("utility", UTILITIES)
+@given(gain=st.floats(-2, 2), baseline=st.floats(0, 2), good=st.booleans(), beta=st.floats(0.01, 50))
+def test_the_loss_of_labels_is_the_formula(utility: Utility, gain: float, baseline: float, good: bool, beta: float) -> None:
+    """Its gradient has the sign of the label, and both may be shifted alike; where policy and reference agree it is 1/2."""
+    label, u = (1.0 if good else -1.0), (1 if good else -1) * beta * (gain - baseline)
+    g, z, y = double(gain, baseline, label)
+    got, info = kto_loss(g.requires_grad_(), z.requires_grad_(), y, beta=beta, utility=utility)
+    lower = 1 / (1 + math.exp(u)) if u < 500 else 0.0
+    assert got.item() == pytest.approx(
+        lower if utility == "sigmoid" else max(-u, 0) + math.log1p(math.exp(-abs(u))), rel=1e-9
+    )
+    (slope,) = torch.autograd.grad(got.sum(), g)
+    factor = lower * (1 - lower) if utility == "sigmoid" else lower
+    assert slope.item() == pytest.approx(-label * beta * factor, rel=1e-9, abs=1e-12)
+    assert_close(kto_loss(g + 1, z + 1, y, beta=beta, utility=utility)[0], got, rtol=1e-9, atol=1e-12)
+    same = kto_loss(*double(0.0, 0.0, label), beta=beta, utility=utility)[0].item()
+    assert same == pytest.approx(0.5 if utility == "sigmoid" else math.log(2))
+    assert [tensor.item() for tensor in info] == [gain, baseline, float(label * gain > 0)]
+    refuses("beta", kto_loss, g, z, y, beta=0.0, utility=utility)
+
+
+@given(win=errors, lose=errors, beta=st.floats(0, 2), temperature=st.floats(0.1, 100), snr=st.floats(0.01, 3))
+def test_preferences_without_a_reference(win: float, lose: float, beta: float, temperature: float, snr: float) -> None:
+    """The formula; log 2 where both errors are equal, the error of the preferred alone at beta 0; likelihoods fall."""
+
+    def phi(error: float) -> float:
+        return snr * error / math.expm1(snr * error) if error else 1.0
+
+    asked: Any = {"temperature": temperature, "snr": snr}
+    z = temperature * (phi(win) - phi(lose))
+    one, other = (tensor.requires_grad_() for tensor in double(win, lose))
+    got, info = mapo_loss(one, other, beta=beta, **asked)
+    want = win + beta * (max(-z, 0.0) + math.log1p(math.exp(-abs(z))))
+    assert got.item() == pytest.approx(want, rel=1e-7, abs=1e-9)
+    assert info.margin.item() == pytest.approx(z, rel=1e-6, abs=1e-7 * temperature)
+    up, down = torch.autograd.grad(got.sum(), (one, other))
+    assert up.item() >= 1
+    assert down.item() <= 0
+    assert mapo_loss(one, other, beta=0.0, **asked)[0].item() == win
+    assert mapo_loss(one, one, beta=beta, **asked)[0].item() == pytest.approx(win + beta * math.log(2))
+
+
+@given(error=st.floats(1e-9, 0.01))
+def test_the_likelihood_of_a_small_error_is_its_series(error: float) -> None:
+    """1 - c e / 2 and its slope, on both sides of where the series begins."""
+    one, zero = double(error, 0.0)
+    margin = -mapo_loss(zero, one.requires_grad_(), beta=1.0, temperature=1.0, snr=0.5)[1].margin
+    assert margin.item() == pytest.approx(-error / 4 + error**2 / 48, rel=1e-6, abs=1e-15)
+    loss = mapo_loss(zero, one, beta=1.0, temperature=1.0, snr=0.5)[0]
+    (slope,) = torch.autograd.grad(loss.sum(), one)
+    assert slope.item() == pytest.approx(-(0.25 - error / 24) / (1 + math.exp(-margin.item())), rel=1e-3)
 
 
 def test_extreme_margins_are_linear_on_one_side_and_vanish_on_the_other() -> None:

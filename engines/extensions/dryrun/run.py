@@ -24,6 +24,7 @@ from fluvial.engines.extensions.simulate.simulation import Simulation, replace_a
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import BySource
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.trainer import Trainer
@@ -76,9 +77,11 @@ def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | No
         config = replace(config, rollout=replace(config.rollout, source=""))
     needs = config.model not in MODELS and not config.prompts and not config.data.images
     if needs and not isinstance(config.method.source, Preferences):
-        file = folder / "prompts.txt"
-        file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
-        config = replace(config, prompts=(str(file),))
+        by_source = [each for each in config.method.networks().values() if isinstance(each, BySource)]
+        files = [folder / f"{source}.txt" for source in (by_source[0].teachers if by_source else ["prompts"])]
+        for number, file in enumerate(files):  # as many of each, none twice
+            file.write_text("\n".join(PROMPTS[number :: len(files)]) + "\n", encoding="utf-8")
+        config = replace(config, prompts=tuple(map(str, files)))
         if job is None and not config.rewards and config.method.is_scored and config.method.needs.rewards is not None:
             notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
             config = replace(config, rewards=("jpeg",))

@@ -24,7 +24,7 @@ from fluvial.engines.extensions.plan.plan import (
 )
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.declared import Base, Start, Trained
+from fluvial.engines.run.declared import Base, Start, Teacher, Trained
 from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.log.progress import table
 from fluvial.models.shapes import FRAMES, text_encoder_bytes
@@ -165,6 +165,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),
+        teachers=sum(isinstance(each, Teacher) and not each.is_adapter for each in config.networks.values()),
         learners=1 + sum(isinstance(network, Trained) for network in config.networks.values()),
         guidance=config.is_guided,
         samples=math.ceil(config.method.sampling.batch / ranks),

@@ -42,7 +42,7 @@ class Accounting(NamedTuple):
     buffers: int  # on every rank; of quantised weights their codes and scales
     moments: int  # state of the optimizer, sharded
     average: int  # float32, sharded
-    reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
+    reference: int  # frozen copies of the parameters, in the dtype of the computation, sharded
     gradients: int  # in the dtype of the masters, sharded
     gathered: int  # parameters, unsharded, in the dtype of the computation
     unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
@@ -68,7 +68,7 @@ def account(
     activations: Sequence[Stretch],
     trajectory: int = 0,
     micro_batches: int = 2,
-    reference: bool = False,
+    frozen: int = 0,
     learners: int = 1,
     phase: Phase = "update",
 ) -> Accounting:
@@ -100,7 +100,7 @@ def account(
         activations: see `activations`.
         trajectory: bytes of the tensors that a rollout stored.
         micro_batches: number of micro-batches per update and rank.
-        reference: whether a frozen copy is kept for a KL term, as in full fine-tuning.
+        frozen: number of frozen copies: the reference of a KL term in full fine-tuning, and teachers.
         learners: number of networks that learn, each with trained parameters and moments of its own; they take turns.
         phase: "update", or "rollout" for forward passes without gradient.
 
@@ -115,20 +115,21 @@ def account(
     trained = [p for p in module.parameters() if p.requires_grad]
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     codes = _measure_quantised(module, blocks, engine)
-    frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
+    still = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
     sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
     learnt = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained)
     parameters = sum(size * _count_sharded([p], shards) for p, size in sizes_of.items()) + (learners - 1) * learnt
-    parameters += compute * _count_sharded(frozen, shards)
+    parameters += compute * _count_sharded(still, shards)
     row = OPTIMIZERS[optimizer.name]
     moments = learners * sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = learnt if update else 0
+    base = [p for name, p in module.named_parameters() if not (is_adapter(name) or p in codes)]
     held = {
         "parameters": parameters,
         "moments": moments,
         "average": average,
-        "reference": compute * _count_sharded(module.parameters(), shards) if reference else 0,
+        "reference": frozen * compute * _count_sharded(base, shards),
         "gradients": gradients,
     }
     in_phases = () if update else ("moments", "average", "reference")
@@ -179,7 +180,7 @@ def account(
     return Accounting(
         **here,
         **parts,
-        buffers=sum(buffer.nbytes for buffer in module.buffers()) + sum(codes.values()),
+        buffers=sum(buffer.nbytes for buffer in module.buffers()) + (1 + frozen) * sum(codes.values()),
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         trajectory=trajectory,
         host=sum(held[kind] for kind in away),

@@ -39,6 +39,7 @@ class PlanConfig:
         micro_batch: Number of samples per forward pass; by default the model's.
         micro_batches: Number of micro-batches per update, on each GPU.
         reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
+        teachers: Number of teachers with weights of their own, each a frozen copy; adapters of the policy's module are none.
         learners: Number of networks that learn: 2 with the fake of DMD2 and TDM. Each further one has adapters, or with full
             fine-tuning weights, and moments of its own.
         guidance: Put both halves of classifier-free guidance through each forward pass.
@@ -62,6 +63,7 @@ class PlanConfig:
     micro_batch: int | None = None
     micro_batches: int = 4
     reference: bool = False
+    teachers: int = 0
     learners: int = 1
     guidance: bool = False
     samples: int = 16
@@ -87,6 +89,7 @@ class PlanConfig:
             steps=least_1,
             micro_batch=least_1,
             learners=least_1,
+            teachers=(0, math.inf),
             memory_gib=(0, math.inf),
             reserve_gib=(0, math.inf),
         )
@@ -255,7 +258,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
             # The sample before and after each step, and its conditioning once, in float32.
             trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
             micro_batches=config.micro_batches,
-            reference=config.reference and config.train == "full",
+            frozen=(config.reference and config.train == "full") + config.teachers,
             learners=config.learners,
             phase=kind,
         )

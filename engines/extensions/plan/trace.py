@@ -87,9 +87,10 @@ def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> t
         add_lora(module, config.lora, model.lora_targets, adapters=("default", *others), trained=others)
         engine = engine_of(module, [*adapter_names(module, "default").values()])
         names = (adapter_names(module, name).values() for name in others)
-        return engine, [Engine(engine.sharded, config=config.optimizer, parameters=[*each]) for each in names]
-    engine, more = engine_of(module), list[Any](engine_of(built()) for _ in others)
-    if config.reference:
+        more: list[Any] = [Engine(engine.sharded, config=config.optimizer, parameters=[*each]) for each in names]
+    else:
+        engine, more = engine_of(module), [engine_of(built()) for _ in others]
+    for _ in range((config.reference and config.train == "full") + config.teachers):
         frozen = built().requires_grad_(False)
         more.append(ShardedModule(frozen, blocks(model, frozen), world, sharding, weights=UNREAD))
     return engine, more

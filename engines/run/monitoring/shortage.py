@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.errors import RunError, out_of_memory
 
 ACTIVATIONS = "activations"

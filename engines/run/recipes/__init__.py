@@ -6,7 +6,6 @@ Each has settings for large models and others for the built-in ones, which train
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
@@ -22,6 +21,8 @@ from fluvial.engines.methods import (
     Grpo,
     Guard,
     KLConfig,
+    Kto,
+    Mapo,
     Nft,
     Raft,
     Sft,
@@ -45,14 +46,12 @@ from fluvial.engines.run.recipes.base import (
 from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, tdm_r1
 from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import (
-    AllSteps,
-    RandomRecorded,
-    RandomWindow,
-)
+from fluvial.engines.sampling.window import AllSteps, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
 
 
@@ -197,6 +196,48 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
+def mapo(model: str = HANDWRITING) -> TrainConfig:
+    """MaPO (arXiv 2406.06424): fit the preferred of two samples and make it likelier than the other, without a reference.
+
+    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, LoRA of rank 8 (its alpha is assumed),
+    learning rate 1e-5; name a folder of pairs (preferences). On handwriting the pairs come from the rollout, and the
+    temperature is 100.
+    """
+    return of_model(
+        model,
+        Mapo(sampling=SamplingConfig(prompts=16, sampler=Ode()), noising=NoisingConfig(each=1, levels=AutoLevels())),
+        tuned={
+            **ONE_UPDATE,
+            "method": Mapo(temperature=100.0, sampling=ODE, noising=NoisingConfig(each=8)),
+            "optimizer.lr": 5e-4,
+            "optimizer.ema_decay": 0.9,
+            "lora": LoraConfig(),
+        },
+        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0, "lora": LoraConfig(rank=8, alpha=8.0)},
+    )
+
+
+def kto(model: str = HANDWRITING) -> TrainConfig:
+    """Diffusion-KTO (arXiv 2404.04465): fit images that are labelled good, and fit bad ones less, without pairs.
+
+    Numbers of large models are those of its code's run on SD 1.5, which trains all weights with 8 images per GPU (8 GPUs are
+    assumed here) and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels (data.images). It drops a
+    fifth of the captions, which is not offered. On handwriting images of a rollout are good if their reward is above the
+    mean of their group.
+    """
+    return of_model(
+        model,
+        Kto(sampling=SamplingConfig(prompts=64, group=1, sampler=Ode()), noising=NoisingConfig(each=1, levels=AutoLevels())),
+        tuned={
+            **ONE_UPDATE,
+            "train": "lora",
+            "method": Kto(labels="reward", beta=100.0, sampling=ODE, noising=NoisingConfig(each=8)),
+            "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
+        },
+        **{"train": "full", "optimizer": OptimizerConfig(lr=1e-7, warmup=200)},
+    )
+
+
 def dgpo(model: str = HANDWRITING) -> TrainConfig:
     """DGPO (arXiv 2510.08425): a preference between the good and the bad samples of a group, on samples with noise on them.
 
@@ -309,7 +350,7 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
-def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
+def distill(model: str = HANDWRITING, *, teacher: str = "runs/grpo/weights") -> TrainConfig:
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
 
     The teacher is a folder of weights (teacher), by default what `fluvial train grpo` exports. Rewards are
@@ -317,8 +358,39 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     """
     return of_model(
         model,
-        Distill(teacher=teacher, sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
-        tuned={**ONE_UPDATE, "method": Distill(teacher=teacher, sampling=replace(NOISIEST, prompts=128, group=1))},
+        Distill(teacher=(teacher,), sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
+        tuned={**ONE_UPDATE, "method": Distill(teacher=(teacher,), sampling=replace(NOISIEST, prompts=128, group=1))},
+    )
+
+
+def opd(model: str = HANDWRITING) -> TrainConfig:
+    """DiffusionOPD (arXiv 2605.15055): teachers of several tasks, each for prompts of its own, become one student.
+
+    Numbers of large models are those of its run on SD3.5, whose three teachers have guidance of their own. Name yours by the
+    files of prompts, e.g. prompts ocr.txt geneval.jsonl with teacher ocr=FOLDER geneval=FOLDER; folders hold weights or
+    adapters. On handwriting two runs of grpo teach codes with a low and with a high first digit: make them with prompts
+    @codes-low and out runs/low, and with @codes-high and runs/high. Rewards are measured, not learnt from.
+    """
+    tasks, codes = ("pickscore", "ocr", "geneval"), {"@codes-low": "low", "@codes-high": "high"}
+    return of_model(
+        model,
+        Distill(
+            teacher=tuple(f"{task}=runs/{task}/weights" for task in tasks),
+            guidance=("pickscore=4.5", "ocr=4.5", "geneval=1"),
+            sampling=SamplingConfig(prompts=72, group=1, sampler=Ode(), guidance=Guidance(4.5)),
+            trained=FirstRecorded(0.99),
+            match="sample_mse",
+        ),
+        tuned={
+            **ONE_UPDATE,
+            "method": Distill(
+                teacher=tuple(f"{source}=runs/{run}/weights" for source, run in codes.items()),
+                sampling=replace(ODE, prompts=128, group=1),
+                match="velocity_mse",
+            ),
+            "prompts": tuple(codes),
+            "optimizer.ema_decay": 0.9,
+        },
     )
 
 
@@ -353,37 +425,9 @@ def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        *(
-            grpo,
-            dance,
-            cps,
-            guard,
-            dppo,
-            ddpo,
-            nft,
-            awm,
-            dpo,
-            dgpo,
-            crd,
-            tempflow,
-            densegrpo,
-            tpgrpo,
-            branchgrpo,
-            d3po,
-            spo,
-            lpo,
-            alignprop,
-            adjoint,
-            raft,
-            sft,
-            distill,
-            dmd2,
-            rtdmd,
-            tdm,
-            tdm_r1,
-            refl,
-            srpo,
-        ),
+        *(grpo, dance, cps, guard, dppo, ddpo, tempflow, densegrpo, tpgrpo, branchgrpo, d3po, spo, lpo),
+        *(nft, awm, dgpo, crd, raft, sft, dpo, mapo, kto),
+        *(alignprop, adjoint, refl, srpo, distill, opd, dmd2, rtdmd, tdm, tdm_r1),
         *(handwriting, words, edit_words),
     )
 }

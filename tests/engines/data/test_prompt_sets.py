@@ -21,6 +21,8 @@ CONTENTS = {
     "animals": (585, 130, "24687d5ad2d22915"),
     "counting": (1725, 200, "30581c816dfc7e3c"),
     "drawbench-like": (1882, 200, "b962fca2668174b3"),
+    "codes-low": (4026, 974, "f4ba8e821902a430"),
+    "codes-high": (4001, 999, "50fe4b73fa804278"),
 }
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
 WITH_OBJECTS = ("geneval", "counting")

@@ -17,7 +17,7 @@ from workers import copies
 from fluvial.engines.engine import module, parallelize
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.models.lora import copy_adapter, use_adapter
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 
 

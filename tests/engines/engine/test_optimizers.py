@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,14 +29,16 @@ SHARDS = EngineConfig(offload="always")  # parameters are sharded, even over one
 def engine(one: World, name: Any, *, seed: int = 0, sharding: EngineConfig | None = None, **config: Any) -> Engine:
     """Return an engine over a fresh net."""
     values: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "schedule": "cosine", "warmup": 2, **config}
+    values["lr"] = 1.0 if name == "prodigy" else values["lr"]  # of which it makes a step size
     return Engine(Wide(seed), config=OptimizerConfig(name=name, **values), world=one, updates=8, sharding=sharding)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_optimizer_trains(one: World, name: str) -> None:
-    """The loss falls to a part of what it was."""
+    """The loss falls to a part of what it was; Prodigy has to find its step size first."""
     with real_torchao.available(name):
-        losses = take_updates(engine(one, name, lr=0.05, schedule="constant", warmup=0, ema_decay=0.0), 12)
+        trained = engine(one, name, lr=0.05, schedule="constant", warmup=0, ema_decay=0.0)
+        losses = take_updates(trained, 40 if name == "prodigy" else 12)
     assert losses[-1] < 0.75 * losses[0]
 
 
@@ -84,11 +86,14 @@ def plain(name: str, net: Wide, updates: int) -> dict[str, Tensor]:
 
     kinds: dict[str, Any] = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1),
+        "muon": matrices_and_others,
         "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, weight_decay=0.1),
         "adafactor": lambda p: Adafactor(
             p, lr=0.01, weight_decay=0.1, relative_step=False, scale_parameter=False, warmup_init=False
         ),
     }
+    if name == "prodigy":
+        return estimated(net, updates)
     optimizer = kinds[name](net.parameters())
     items, weight = data(12)
     for _ in range(updates):
@@ -98,8 +103,37 @@ def plain(name: str, net: Wide, updates: int) -> dict[str, Tensor]:
     return net.state_dict()
 
 
+def estimated(net: Wide, updates: int) -> dict[str, Tensor]:
+    """Return the weights after updates with Prodigy's rule, written over one flat vector in float64, at lr 1."""
+    (b1, b2), eps, decay, d, r = (0.8, 0.95), 1e-5, 0.1, 1e-6, 0.0
+    items, weight = data(12)
+    first = torch.nn.utils.parameters_to_vector(net.parameters()).detach().double()
+    w, m, v, s = first, *torch.zeros(3, len(first)).double()
+    for _ in range(updates):
+        net.zero_grad()
+        ((squared(net)(items)[0] * weight).sum() / 12).backward()
+        g = torch.nn.utils.parameters_to_vector([p.grad for p in net.parameters() if p.grad is not None]).double()
+        m, v = b1 * m + (1 - b1) * d * g, b2 * v + (1 - b2) * (d * g) ** 2
+        s, r = b2**0.5 * s + d * d * g / 1e-6, b2**0.5 * r + d * d * float(g @ (first - w)) / 1e-6
+        after = max(d, r / float(s.abs().sum()))
+        w = w * (1 - decay * d) - d * m / (v.sqrt() + after * eps)
+        d = after
+        torch.nn.utils.vector_to_parameters(w.float(), net.parameters())
+    return net.state_dict()
+
+
+def matrices_and_others(parameters: Any) -> Any:
+    """Return torch's Muon with an AdamW for what is no matrix, as one optimizer."""
+    held: list[Tensor] = list(parameters)
+    both: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    others = torch.optim.AdamW([p for p in held if p.ndim != 2], betas=(0.8, 0.95), eps=1e-5, **both)
+    matrices = torch.optim.Muon([p for p in held if p.ndim == 2], adjust_lr_fn="match_rms_adamw", **both)
+    matrices.register_step_post_hook(lambda *_: (others.step(), others.zero_grad())[1])
+    return matrices
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1},
+    **{name: {"betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1} for name in ("adamw", "muon", "prodigy")},
     "sgd": {"betas": (0.8, 0.9), "weight_decay": 0.1},
     "adafactor": {"weight_decay": 0.1},
 }
@@ -107,14 +141,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_optimizer_steps_as_its_library_does(one: World, name: str) -> None:
-    """Betas, eps and weight decay reach it: AdamW and SGD of torch, and transformers' Adafactor."""
+    """Betas, eps and weight decay reach it: AdamW, SGD and Muon of torch, transformers' Adafactor, and Prodigy's rule."""
     trained = engine(one, name, schedule="constant", warmup=0, ema_decay=0.0, max_grad_norm=1e9, **SETTINGS[name])
     take_updates(trained, 4)
     for key, tensor in plain(name, Wide(), 4).items():
         torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", long("adamw4bit"), "sgd"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", long("adamw4bit"), "muon", "prodigy", "sgd"])
 def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
     """Two and three ranks, with rows that do not divide, and a rank without rows."""
     with real_torchao.available(name):
@@ -142,6 +176,21 @@ def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
     shapes = [tuple(p.shape) for p in trained.trainable.values()]
     assert sum(OPTIMIZERS[trained.config.name].nbytes(shape, trained.config, ranks=1) for shape in shapes) == held
     assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit", "adamw4bit"))
+
+
+def test_prodigy_estimates_whatever_the_gradients_scale(one: World) -> None:
+    """d never falls, and with eps far below the gradients neither it nor the weights depend on their scale."""
+    items, weight = data(12)
+    found, plain_steps = list[Any](), {"eps": 1e-30, "max_grad_norm": 1e9, "schedule": "constant", "warmup": 0}
+    for scale in (1.0, 1e-3):
+        trained, estimates = engine(one, "prodigy", **cast(Any, plain_steps)), list[float]()
+        for _ in range(20):
+            trained.update(items, squared(trained.module), weight * scale)
+            estimates.append(float(next(iter(trained.optimizer.state.values()))["estimate"][0]))
+        assert estimates == sorted(estimates)
+        assert estimates[-1] > 100 * estimates[0] > 0
+        found.append((torch.tensor(estimates), dict(trained.weights(average=False))))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 def test_a_buffer_in_8_bits_takes_a_quarter_and_one_in_4_an_eighth() -> None:

@@ -14,7 +14,7 @@ from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import base_tensors, export
 from fluvial.models.handwriting import BASE

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.optimizers import OPTIMIZERS, local
+from fluvial.engines.engine.optimizers import OPTIMIZERS
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.quantised import Base, find_quantised
@@ -36,7 +37,8 @@ QUICK = [name if name == "nf4" or name not in get_args(Base) else long(name) for
 def started(way: str, one: World, *, seeds: tuple[int, ...]) -> Iterator[list[Engine]]:
     """Yield an engine for each seed of its weights, or of its adapters over a quantised base."""
     chosen, sharding = WAYS[way]
-    config = OptimizerConfig(**{"lr": 0.01, "ema_decay": 0.9, "schedule": "cosine", "warmup": 2, **chosen})
+    lr = 1.0 if chosen.get("name") == "prodigy" else 0.01  # of which it makes a step size
+    config = OptimizerConfig(**{"lr": lr, "ema_decay": 0.9, "schedule": "cosine", "warmup": 2, **chosen})
 
     def build(seed: int) -> Engine:
         module = lora_model.adapted(seed=seed) if "base" in sharding else Wide(seed)

@@ -205,7 +205,7 @@ def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> 
 
 def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
     """The student comes near the teacher along its own trajectory."""
-    objective = Distill(teacher=Path("teacher"), match="velocity_mse")
+    objective = Distill(teacher=("teacher",), match="velocity_mse")
     run = Spied(tiny.config(tmp_path, sampling=STEPS, method=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one)
     for _ in range(10):
         run.rollout()

@@ -55,6 +55,8 @@ PUBLISHED: dict[str, str] = {
     "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels "
     "stratified --noising.each 6",
     "dpo": "--sampling.sampler ode --beta 2000",
+    "mapo": "--sampling.prompts 16 --beta 0.1 --temperature 1000 --snr 0.5 --lora.rank 8 --optimizer.lr 1e-5",
+    "kto": "--labels column --beta 1000 --utility sigmoid --train full --optimizer.lr 1e-7 --optimizer.warmup 200",
     "dgpo": DPM
     + "--sampling.guidance.scale 4.5 --sampling.guidance.update conditional --noising.levels.highest 5 --noising.draw "
     "rollout --kl.coef 0.02 --beta 100 --clip-low 0.01 --old-samples-from 500 --optimizer.lr 3e-4 --sampling.group 16",
@@ -86,6 +88,8 @@ PUBLISHED: dict[str, str] = {
     "raft": "--sampling.sampler ode",
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
+    "opd": "--match sample_mse --sampling.sampler ode --sampling.prompts 72 --sampling.group 1 --guidance pickscore=4.5 "
+    "ocr=4.5 geneval=1 --sampling.guidance.scale 4.5 --trained first --trained.fraction 0.99 --optimizer.lr 3e-4",
     "dmd2": "--sampling.steps 4 --guidance 4 --fake-updates 5 --optimizer.lr 1e-5 --optimizer.ema-decay 0",
     "tdm-r1": "--sampling.prompts 48 --sampling.group 24 --sampling.steps 4 --guidance 4.5 --fake.lr 3e-4 --fake-kl 0.02 "
     "--tdm 0.3 --surrogate.optimizer.lr 3e-4 --surrogate.beta 10 --surrogate.clip 1e-3 --optimizer.lr 7.5e-5 --form square",
@@ -118,7 +122,8 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
     assert config.model == OTHER
     assert parse_config(config, "fluvial", PUBLISHED[name].split()) == config
-    assert config.train == ("full" if name in ("dance", "adjoint", "branchgrpo", "refl", "srpo") else "lora")
+    of_all = ("dance", "adjoint", "branchgrpo", "refl", "srpo", "kto")
+    assert config.train == ("full" if name in of_all else "lora")
     assert config.lora.targets is None  # the model's own
     assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
@@ -132,7 +137,7 @@ def test_a_recipe_fits_the_model_that_it_is_made_for(name: str) -> None:
     check_model(config, "epsilon" if config.model == UNET else "velocity")
     assert config.evaluation.final_samples == (500 if name == "ddpo" else 1000)  # as bench/README.md says
     assert RECIPES[name](OTHER).evaluation.final_samples < 100
-    if name in ("dpo", "raft", "sft"):
+    if name in ("dpo", "mapo", "kto", "raft", "sft"):
         check_model(RECIPES[name](UNET), "epsilon")
 
 
@@ -186,7 +191,7 @@ RUNS: list[TrainConfig] = [
             noising=NoisingConfig(3, LogitNormalLevels()),
         ),
     ),
-    TrainConfig(Path("out"), method=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(Path("out"), method=Distill(teacher=("runs/teacher",))),
     TrainConfig(
         Path("out"),
         Grpo(),
@@ -254,6 +259,8 @@ OWN: dict[str, tuple[str, Any]] = {
     "nft": ("--old.cap", 0.9),
     "awm": ("--weighting", "t2"),
     "dpo": ("--preferences", Path("folder")),
+    "mapo": ("--snr", 1.0),
+    "kto": ("--utility", "log_sigmoid"),
     "dgpo": ("--old-samples-from", 7),
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
@@ -267,7 +274,8 @@ OWN: dict[str, tuple[str, Any]] = {
     "adjoint": ("--scale", 7.0),
     "raft": ("--best", 0.5),
     "sft": ("--noising.each", 2),
-    "distill": ("--teacher", Path("folder")),
+    "distill": ("--match", "sample_mse"),
+    "opd": ("--match", "clean_mse"),
     "dmd2": ("--fake.lr", 0.5),
     "tdm": ("--snr-max", 2.0),
     "tdm-r1": ("--surrogate.beta", 2.0),

@@ -127,14 +127,15 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
 # Settings of text that name no file, beside those of `record.TEXTS`.
 NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "method.sampling.guidance.negative"}
 NAMES |= {"rollout.servers.key_env", "rollout.servers.admin_env", "method.advantage.floors"}
-NAMES |= {"lora.targets", "engine.attention", "engine.fit"}
+NAMES |= {"lora.targets", "engine.attention", "engine.fit", "method.guidance"}
 
 
 def test_it_is_known_of_every_text_whether_it_is_a_path() -> None:
     """A new setting of text is either moved with the run or named here."""
     texts = {
         ".".join(path)
-        for path, kind in leaves(RECIPES["grpo"](HANDWRITING))
+        for recipe in ("grpo", "distill")
+        for path, kind in leaves(RECIPES[recipe](HANDWRITING))
         if {str, tuple[str, ...]} & {kind, *get_args(kind)}
     }
     assert texts == NAMES | set(TEXTS)
@@ -171,6 +172,9 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert places.same("data.images", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
     assert not places.same("data.images", ["a/p.txt=2", "b/p.txt"], elsewhere)
     assert places.same("teacher", "weights", record["pipeline"]["weights"])
+    assert places.same("method.teacher", "weights", [f"{home}/weights"])  # of a run before there were several
+    assert places.same("method.teacher", ["one=weights"], [f"one={home}/weights"])
+    assert not places.same("method.teacher", ["one=weights"], [f"two={home}/weights"])
     assert not places.same("optimizer.lr", 0.1, 0.2)
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):

@@ -276,6 +276,17 @@ ROWS = (
     ),
     FunctionCall("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), "a b std v v_teacher", still="a v_teacher"),
     FunctionCall("distill.velocity_mse", distill.velocity_mse, "v v_teacher", still="v_teacher"),
+    *(
+        FunctionCall(
+            f"distill.scaled_mse relative={relative}",
+            partial(distill.scaled_mse, relative=relative),
+            "v v_teacher",
+            {"scale": 0.5},
+            "v_teacher",
+            "the mean distance" if relative else "",
+        )
+        for relative in (False, True)
+    ),
     FunctionCall(
         "dpo.dpo_loss",
         dpo.dpo_loss,
@@ -283,6 +294,20 @@ ROWS = (
         {"beta": 3.0, "lose_weight": 0.7},
         "err_win_ref err_lose_ref",
         INFO,
+    ),
+    *(
+        FunctionCall(
+            f"dpo.kto_loss {utility}",
+            partial(dpo.kto_loss, utility=utility),
+            "gain baseline label",
+            {"beta": 0.5},
+            "baseline label",
+            INFO,
+        )
+        for utility in dpo.UTILITIES
+    ),
+    FunctionCall(
+        "dpo.mapo_loss", dpo.mapo_loss, "err_win err_lose", {"beta": 0.5, "temperature": 2.0, "snr": 0.5}, held=INFO
     ),
     FunctionCall("dpo.clip_log_ratio", dpo.clip_log_ratio, "log_prob log_prob_ref", {"eps": 0.1}),
     FunctionCall(

@@ -93,6 +93,10 @@ def captioned_job() -> Job:
     return job(prompts=tuple(Prompt(code, image=Path(f"{code}-{n}")) for code in CODES for n in range(3)))
 
 
+def job_of_sources() -> Job:
+    return job(prompts=tuple(Prompt(code, source="odd" if int(code) % 2 else "even") for code in CODES))
+
+
 def prepare(folder: Path, models: Collection[str]) -> None:
     """Write what the cases read: preferences, images with captions, prompts, and the tiny pipelines of these names."""
     model = Handwriting(BASE)
@@ -216,7 +220,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "spo": run(o.Spo(beta=100.0, margin=NoiseMargin(0.01, 0.02)), replace(SDE, window=Candidates(4, low=1, high=3))),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
-        "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
+        "distill": run(o.Distill(teacher=(str(BASE),)), replace(SDE, prompts=12, group=1), **FULL),
         "dmd2": run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}),
         "dmd2-full": run(
             o.Dmd2(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL
@@ -227,7 +231,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "rtdmd": run(o.Rtdmd(first=2), replace(SDE, sampler=Stochastic("cps", 0.9)), train="lora"),
         "refl": run(o.Refl(), replace(SINGLE, window=AllSteps(low=1))),
         "srpo": run(o.Srpo(wanted=("",), unwanted=("",), away=(-1.0, -1.0), margin=9.0), SINGLE),
-        "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
+        "distill-mse": run(o.Distill(teacher=(str(BASE),), match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
 
 
@@ -286,6 +290,8 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
         ),
         "dpo-online": run(o.Dpo(beta=100.0), ODE, noising=NOISED),
         "dpo-online-2": run(o.Dpo(beta=100.0), ODE, noising=NOISED, **{"passes.minibatches": 2}),
+        "mapo": run(o.Mapo(), ODE, noising=NOISED),
+        "kto": run(o.Kto(labels="reward", beta=100.0), ODE, noising=NOISED, **{"passes.minibatches": 2}),
         "dpo-file": run(o.Dpo(beta=100.0, preferences=folder / "pairs"), ODE, noising=NOISED, rewards=(), rollouts=3),
         "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
@@ -324,6 +330,7 @@ def machine_cases() -> dict[str, TrainConfig]:
     optimizers: dict[str, Any] = {
         "optimizer-sgd": {"name": "sgd"},
         "optimizer-adafactor": {"name": "adafactor"},
+        "optimizer-muon": {"name": "muon"},
         "optimizer-cosine": {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1, "max_grad_norm": 1e-3},
         "optimizer-average": {"ema_decay": 0.9, "ema_interval": 2, "ema_repeats": 2, "ema_warmup": False},
     }
@@ -402,6 +409,11 @@ def cases(folder: Path) -> dict[str, Case]:
         ),
         "resumed-tdm-r1": Case(run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"), way="resumed"),
         "resumed-adjoint": Case(run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",)), way="resumed"),
+        "resumed-prodigy": Case(grpo(optimizer=OptimizerConfig("prodigy", lr=1.0)), way="resumed"),
+        "distill-sources": Case(
+            run(o.Distill(teacher=(f"even={BASE}", f"odd={BASE}"), guidance=("odd=2",), match="sample_mse"), SINGLE, **KL),
+            job_of_sources,
+        ),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"

@@ -17,6 +17,8 @@ from fluvial.engines.methods.table import (
     Dppo,
     Grpo,
     Guard,
+    Kto,
+    Mapo,
     Nft,
     Raft,
     Refl,
@@ -35,13 +37,14 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.window import AllSteps
 
-TEACHER, GIVEN = Path("teacher"), Path("given")
+TEACHER, GIVEN = "teacher", Path("given")
 OBJECTIVE_ROWS: dict[str, Method] = {
     "clipped": Grpo(),
     "guard": Guard(),
     "dppo": Dppo(),
-    "distill, mean_kl": Distill(teacher=TEACHER),
-    "distill, velocity_mse": Distill(teacher=TEACHER, match="velocity_mse"),
+    "distill, mean_kl": Distill(teacher=(TEACHER,)),
+    "distill, velocity_mse": Distill(teacher=(TEACHER,), match="velocity_mse"),
+    "distill, clean": Distill(teacher=(TEACHER,), match="clean_relative"),
     "nft, none": Nft(old=NoOld()),
     "nft, linear": Nft(),
     "nft, delayed": Nft(old=LinearOld(delay=1)),
@@ -50,6 +53,8 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "sft": Sft(),
     "dpo, online": Dpo(),
     "dpo, offline": Dpo(preferences=GIVEN),
+    "mapo": Mapo(),
+    "kto": Kto(labels="reward"),
     "dgpo": Dgpo(),
     "crd": Crd(),
     "tempflow": TempFlow(),

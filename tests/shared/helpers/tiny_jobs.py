@@ -134,6 +134,13 @@ def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
     return replace(made, **changes)
 
 
+def job_of_sources(**changes: Any) -> Job:
+    """Return a job whose prompts are of two sources; folders of other names than `teacher` hold other weights."""
+    prompts = tuple(Prompt(text, source="even" if int(text) % 2 == 0 else "odd") for text in PROMPTS)
+    seeds = {"student": 0, "teacher": 1, "other": 2}
+    return job(**{"prompts": prompts, "load": lambda folder: Tiny(seed=seeds[folder.name]), **changes})
+
+
 def config(out: Path, /, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {
         "engine.micro_batch": 2,

@@ -11,7 +11,7 @@ from helpers.tiny_models import Net
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 
 

@@ -19,6 +19,8 @@ from fluvial.engines.methods.table import (
     Dmd2,
     Dpo,
     Guard,
+    Kto,
+    Mapo,
     Nft,
     Raft,
     Refl,
@@ -45,9 +47,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
     "dpo": {"method": Dpo(), "sampling": ODE, "noising": NoisingConfig(3)},
     "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
+    "mapo": {"method": Mapo(temperature=10.0), "sampling": ODE, "noising": NoisingConfig(3)},
+    "kto": {"method": Kto(labels="reward", utility="log_sigmoid"), "sampling": ODE, "passes.minibatches": 2, "updates": 2},
     "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
     "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
-    "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
+    "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
+    "distill by source": {"method": Distill(teacher=("even=teacher", "odd=other")), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "tdm-r1": {"method": TdmR1(), "sampling": replace(STEPS, sampler=Ode()), "train": "lora"},
@@ -79,7 +84,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, changes in RUNS.items():
         run = tiny.config(Path(folder), optimizer=OptimizerConfig(weight_decay=0.0), **changes, **{"engine.micro_batch": 4})
-        trained = tiny.Run(run, world)
+        trained = tiny.Run(run, world, tiny.job_of_sources() if "source" in name else None)
         gradients: list[list[float]] = []
         optimize = trained.trainer.engine.update
 

@@ -15,7 +15,7 @@ def updates(world: World, name: Any) -> dict[str, Any]:
     """Return the state after three updates of items that are shared out unevenly."""
     if name in ("adamw8bit", "adamw4bit"):
         real_torchao.load("torchao.optim")
-    config = OptimizerConfig(name=name, lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2)
+    config = OptimizerConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, ema_decay=0.9, schedule="cosine", warmup=2)
     return _updated(Engine(Wide(), config=config, world=world, updates=8), world)
 
 

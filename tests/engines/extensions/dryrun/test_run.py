@@ -19,6 +19,7 @@ from fluvial.engines.extensions.dryrun.run import _complete, dry_run
 from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
+from fluvial.engines.methods import Distill
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
@@ -35,7 +36,12 @@ SMALL = {"engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}
 
 
 def recipe(name: str) -> TrainConfig:
-    return RECIPES[name](teacher=BASE) if name == "distill" else RECIPES[name]()
+    """Return a recipe, whose teachers, which other runs make, are the base model."""
+    config = RECIPES[name]()
+    if not isinstance(config.method, Distill):
+        return config
+    parts = [word.rpartition("=") for word in config.method.teacher]
+    return with_values(config, {"teacher": tuple(f"{source}{sign}{BASE}" for source, sign, _ in parts)})
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

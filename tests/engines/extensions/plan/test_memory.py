@@ -118,13 +118,11 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
 STRETCHES = [Stretch(1, 1000, 960, backward=True, reduces=True), Stretch(0, 990, 900, backward=True, reduces=True)]
 
 
-def on_paper(
-    *, ranks: int = 1, micro_batches: int = 2, reference: bool = False, phase: Any = "update", **lies: Any
-) -> Accounting:
+def on_paper(*, ranks: int = 1, micro_batches: int = 2, frozen: int = 0, phase: Any = "update", **lies: Any) -> Accounting:
     """Return the account of the test's net: two blocks of 9 + 3 weights, and a head of 3 + 1."""
     module = Net()
     kept: dict[str, Any] = {"optimizer": OptimizerConfig(ema_decay=0.9), "device": CPU, "activations": STRETCHES}
-    asked: dict[str, Any] = {"micro_batches": micro_batches, "reference": reference, "phase": phase, "ranks": ranks}
+    asked: dict[str, Any] = {"micro_batches": micro_batches, "frozen": frozen, "phase": phase, "ranks": ranks}
     return account(module, list(module.blocks), engine=EngineConfig(**lies), trajectory=100, **kept, **asked)
 
 
@@ -146,8 +144,8 @@ def test_each_setting_changes_what_it_should() -> None:
         ({"grad_sync": "every"}, {"unsharded_gradients": 0, "communication": 2 * 48 - 40}),
         ({"micro_batches": 1}, {"unsharded_gradients": 0, "communication": 2 * 48 - 40}),
         ({"offload": "phases"}, {}),
-        ({"reference": True}, {"reference": plain.parameters}),
-        ({"reference": True, "offload": "phases"}, {"reference": plain.parameters}),
+        ({"frozen": 1}, {"reference": plain.parameters}),
+        ({"frozen": 1, "offload": "phases"}, {"reference": plain.parameters}),
         (
             {"offload": "always"},
             {
@@ -192,7 +190,7 @@ def test_a_rollout_holds_no_gradients() -> None:
     """With offload in phases neither moments nor average nor a reference."""
     rollout = on_paper(phase="rollout")
     assert (rollout.gradients, rollout.unsharded_gradients, rollout.communication) == (0, 0, 0)
-    phases = on_paper(phase="rollout", offload="phases", reference=True)
+    phases = on_paper(phase="rollout", offload="phases", frozen=1)
     assert phases == rollout._replace(moments=0, average=0, host=rollout.moments + rollout.average + rollout.parameters)
     assert phases.total == rollout.total - rollout.moments - rollout.average
 

@@ -150,6 +150,8 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     full, lora = (plan("handwriting", PlanConfig(train=train, reference=True)).update for train in TRAINS)
     assert 2 * full.reference == full.parameters > 0
     assert lora.reference == 0
+    for train in TRAINS:  # a teacher is a copy of the base whatever is trained
+        assert plan("handwriting", PlanConfig(train=train, teachers=2)).update.reference == 2 * full.reference
     one, both = (plan("handwriting", PlanConfig(guidance=on)).update for on in (False, True))
     assert both.activations == pytest.approx(2 * one.activations, rel=0.02)
     assert both.trajectory - one.trajectory == 16 * 4 * (4 * 14 + 40)

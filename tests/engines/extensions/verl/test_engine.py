@@ -15,7 +15,7 @@ import torch
 from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
-from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor

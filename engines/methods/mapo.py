@@ -1,0 +1,34 @@
+"""MaPO: fit the preferred sample, and make it likelier than the other, without a reference."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fluvial.core.dpo import MapoInfo, mapo_loss
+from fluvial.engines.methods.pairing import Pairing, pair_errors
+from fluvial.engines.sampling.items import Pairs
+
+
+@dataclass(frozen=True)
+class Mapo(Pairing, name="mapo"):
+    """MaPO: fit the preferred of two samples, and make it likelier than the other, without a reference (arXiv 2406.06424).
+
+    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder.
+
+    Args:
+        beta: Weight of the preference beside the error on the preferred sample; 0 is supervised fine-tuning on it.
+        temperature: Factor of the difference of the two likelihoods.
+        snr: Signal-to-noise constant c of an error's likelihood c e / (exp(c e) - 1). That of the published code is for
+            models of epsilon; flows have no published one.
+    """
+
+    bounds: ClassVar = {"beta": (0, math.inf), "temperature": (1e-12, math.inf), "snr": (1e-12, math.inf)}
+    beta: float = 0.1
+    temperature: float = 1000.0
+    snr: float = 0.5
+
+    def loss(self, v: Tensor, rows: Pairs) -> tuple[Tensor, MapoInfo]:
+        """Return `dpo.mapo_loss`; a row holds the preferred sample and the other, `[P, 2, *event]`."""
+        return mapo_loss(*pair_errors(v, rows), beta=self.beta, temperature=self.temperature, snr=self.snr)

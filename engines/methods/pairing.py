@@ -1,0 +1,70 @@
+"""Pairs of a preferred and another sample, of a rollout or given: what the methods that fit them have in common."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fluvial.core.dpo import best_and_worst
+from fluvial.core.random import Key
+from fluvial.engines.run.method import Method, NoisedRows, PassesConfig, Preferences
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import Pairs
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Pairing(Method):
+    """A method of pairs. Online, they are the best and the worst sample of each group; offline, they are read.
+
+    Args:
+        sampling: How samples are made.
+        noising: Noise levels at which clean samples are trained on.
+        passes: How often a batch is learnt from.
+        preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images), or records
+            like those of Pick-a-Pic and HPD; without one the pairs come from the rollout.
+    """
+
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    noising: NoisingConfig = NoisingConfig()
+    passes: PassesConfig = PassesConfig()
+    preferences: Path | None = None
+
+    @property
+    def rows(self) -> NoisedRows:
+        """Train on pairs with the same noise."""
+        return NoisedRows(self.noising, paired=True)
+
+    @property
+    def source(self) -> Preferences | None:
+        """Read pairs where a folder of them is given."""
+        return None if self.preferences is None else Preferences(self.preferences)
+
+    def collect(self, run: "Run", key: Key) -> "Batch":
+        """Sample groups of images, or read pairs."""
+        return run.sample(key) if self.preferences is None else run.read_pairs(key)
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""
+        pairs = batch if batch.paired else self._pair_extremes(run, batch)
+        for part in run.minibatches(run.noise_samples(pairs, self.noising, key), key, self.passes):
+            yield run.update(run.predict(part, *self.networks()), self.loss)
+
+    def _pair_extremes(self, run: "Run", batch: "Batch") -> "Batch":
+        """Return the best and the worst sample of each group as pairs; groups with equal rewards have none."""
+        chosen = best_and_worst(run.reward(batch), batch.group)
+        return run.pair(batch, batch.kept[chosen.win[chosen.valid]], batch.kept[chosen.lose[chosen.valid]])
+
+
+def pair_errors(v: Tensor, rows: Pairs) -> list[Tensor]:
+    """Return the errors of a prediction `[P, 2, *event]` on the preferred sample and on the other, `[P]` each."""
+    return [velocity_error(v[:, side], rows.target[:, side]) for side in (0, 1)]

@@ -1,0 +1,81 @@
+"""KTO on labels: of given images and of rewards, against the mean gain, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, ODE, Spied
+
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods import Kto
+from fluvial.engines.sampling.config import ReadingConfig
+from fluvial.engines.sampling.noising import NoisingConfig
+
+LABELS = {"0": 1, "1": 0, "2": True, "3": False}
+
+
+def run(one: World, tmp_path: Path, given: dict[str, Any], **changes: Any) -> Spied:
+    prompts = tuple(Prompt(text, metadata={"label": label}) for text, label in given.items())
+    settings = {"sampling": replace(ODE, prompts=4, group=1), "noising": NoisingConfig(1), "optimizer": FAST}
+    settings |= {"method": Kto(beta=5.0), "train": "lora"}
+    return Spied(tiny.config(tmp_path, updates=2, **{**settings, **changes}), one, tiny.job(prompts=prompts))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.25)])
+def test_images_are_fitted_by_their_labels(one: World, tmp_path: Path, weights: tuple[float, float]) -> None:
+    """Against the mean gain of the batch if it is above 0; the first update finds the policy to be the reference."""
+    good, bad = weights
+    spied = run(one, tmp_path, LABELS, good_weight=good, bad_weight=bad)
+    assert spied.rollout()["loss"] == pytest.approx((good + bad) / 4)
+    items = spied.updates[0].items
+    assert sorted(items.signal.tolist()) == [-1, -1, 1, 1]
+    assert items.context.eq(0).all()
+    batches = list[Any]()
+    read = spied.trainer.sampler.read_data
+    spied.trainer.sampler.read_data = lambda *given: batches.append(read(*given)) or batches[-1]  # type: ignore
+    spied.rollout()
+    spied.prompts = [prompt.text for prompt in batches[0].prompts]
+    items, policy = spied.updates[1].items, spied.updates[1].policy
+    for name, tensor in spied.trainer.engine.sharded.shards().items():
+        tensor.copy_(policy[name])
+    with torch.no_grad():
+        v = spied.velocity(items)
+    gain = ((items.predictions["ref"] - items.target) ** 2 - (v - items.target) ** 2).mean((1, 2, 3))
+    baseline = gain.mean().clamp(min=0)
+    torch.testing.assert_close(items.context, baseline.expand(len(gain)))
+    losses = torch.sigmoid(-items.signal * 5 * (gain - baseline)) * torch.where(items.signal > 0, good, bad)
+    assert spied.infos[1].loss == pytest.approx(float(losses.mean()), rel=1e-4)
+
+
+def test_rewards_are_labels(one: World, tmp_path: Path) -> None:
+    """Those above the mean of their group are good; a group of equal rewards has none."""
+    spied = run(one, tmp_path, LABELS, sampling=replace(ODE, prompts=3, group=4), labels="reward")
+    spied.rollout()
+    scores = spied.scores[:, 0].view(3, 4)
+    expected = (scores - scores.mean(1, keepdim=True)).sign().flatten()
+    assert torch.equal(spied.updates[0].items.signal, expected)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changes", "words"),
+    [
+        ({"0": 2}, {}, "the image of '0' has the label 2, expected 1 or 0"),
+        ({"0": "good"}, {}, "the image of '0' has the label 'good', expected 1 or 0"),
+        (LABELS, {"labels": "reward"}, "sampling.group is 1, expected at least 2: kto compares"),
+    ],
+)
+def test_what_has_no_meaning(one: World, tmp_path: Path, labels: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(one, tmp_path, labels, **changes).rollout()
+
+
+def test_images_without_labels_are_refused(one: World, tmp_path: Path) -> None:
+    """Before the first update."""
+    config = tiny.config(tmp_path, sampling=ReadingConfig(prompts=4), method=Kto())
+    with pytest.raises(UsageError, match="kto learns from images with a column label, and the record of '0' has none"):
+        Spied(config, one)
