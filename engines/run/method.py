@@ -173,6 +173,12 @@ class Method:
         if compares and sampling.group < 2:
             hint = f"{self.method_name} compares a sample with others of its group"
             yield UsageError("sampling.group", sampling.group, "at least 2", hint)
+        if sampling.groups.kind != "all" and (self.source is not None or self.needs.rewards != "scores"):
+            yield no_effect("sampling.groups", f"with {self.method_name} here, which compares no samples of a rollout")
+        if sampling.groups.kind == "refilled" and (advantage.history or advantage.floors):
+            name = "advantage.history" if advantage.history else "advantage.floors"
+            hint = "with it, samples of equal rewards have an advantage, and `sampling.groups` refilled replaces them"
+            yield UsageError(name, getattr(advantage, name.partition(".")[2]), "its default", hint)
         compared = sampling.window.count_compared(sampling.group)
         if 2 * advantage.extremes > compared:
             yield UsageError("advantage.extremes", advantage.extremes, f"at most half of the {compared} that are compared")
@@ -248,8 +254,8 @@ class Method:
         return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch: here samples of the policy."""
-        return run.sample(key)
+        """Return the next batch: here samples of the policy, of the groups that `sampling.groups` chooses."""
+        return self.sampling.groups.collect(run, key)
 
     def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
         """Yield each update on a batch: `passes.updates` of them."""

@@ -15,17 +15,29 @@ from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, renoise, return_to
+from fluvial.engines.run.batch import (
+    Batch,
+    Items,
+    RolloutPlan,
+    make_batch,
+    noise_samples,
+    record_steps,
+    renoise,
+    replace_groups,
+    return_to,
+)
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Before, Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.sampling.generate import SampleBatch, Sampling
+from fluvial.engines.sampling.groups import AllGroups
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
 from fluvial.engines.sampling.noising import Levels, NoisingConfig, knows_its_schedule_only
 from fluvial.engines.sampling.window import AllRecorded, Trained
-from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
+from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Scoring, gather_rewards
 from fluvial.engines.scoring.gradients import weighted_sum
@@ -38,7 +50,7 @@ from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 
-ADVANTAGE, ALL_RECORDED = AdvantageConfig(), AllRecorded()
+ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
 
 
 class Memory(Protocol):
@@ -102,17 +114,62 @@ class Run:
 
     # samples
 
-    def sample(self, key: Key) -> Batch:
-        """Return samples of the next prompts, of the network that makes rollouts now; they are scored meanwhile."""
-        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
-        if self.config.engine.offload == "phases":
-            self.engine.offload(parameters=False)
-            self.networks.offload()
-        self.sampler.source.push(self.engine, self.engine.updates)
-        # From elsewhere one rank may fail where no collective tells the others.
-        failing = self.world.agreed if self.config.rollout.source else nullcontext
-        samples = self.sampler.generate_verified(plan, self.runners, self.networks.open_sampler, self.world, failing=failing)
-        return self._batch(plan, made=make_batch(samples), scoring=Scoring(self.runners), version=self.engine.updates)
+    def sample(
+        self, key: Key, *, group: int | None = None, steps: int | None = None, starts: Sequence[int] | None = None
+    ) -> Batch:
+        """Return samples of the next prompts, of the network that makes rollouts now; they are scored meanwhile.
+
+        Args:
+            group: number of samples per prompt, by default the method's; others are scored, and not learnt from.
+            steps: number of steps of these.
+            starts: index of each sample's initial noise, `[B]`, by default its own.
+        """
+        sampling, draft, runners = self.config.method.sampling, None, self.runners
+        if group is not None:
+            draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)
+            runners = self.runners.apart(group)
+        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
+        samples = self._generate(plan, runners)
+        return self._batch(plan, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
+
+    def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
+        """Return a batch with samples of other prompts in place of groups that are flat; the last of these are skipped.
+
+        Args:
+            key: key of the batch.
+            rounds: largest number of times that flat groups are replaced.
+            floor: a group is flat if the standard deviation of its weighted reward is no larger.
+        """
+        batch, replaced = self.score(batch), 0
+        flat = self._find_flat(batch, floor)
+        for number in range(1, rounds + 1):
+            if not flat:
+                break
+            plan = self.sampler.replan(batch.plan, flat, key, self.clock, number)
+            samples = self._generate(plan, self.runners)
+            scoring = Scoring(self.runners)
+            scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
+            held = batch.made.result()
+            if plan.sampling.text_tokens != batch.plan.sampling.text_tokens:
+                held = held._replace(cond=self._encode(plan.sampling, held.prompts))
+            batch = self.score(replace_groups(batch, plan, samples, scoring, flat, held))
+            replaced, flat = replaced + len(flat), self._find_flat(batch, floor)
+        skipped = torch.zeros(len(batch.plan.asked), dtype=torch.bool)
+        skipped[flat] = True
+        self.log(refill={"replaced": replaced, "flat": len(flat)})
+        return replace(batch, skipped=skipped.repeat_interleave(batch.plan.group))
+
+    def find_extremes(self, batch: Batch, count: int) -> list[int]:
+        """Return the indices of the `count` best and the `count` worst samples of each group by reward, in their order.
+
+        Samples without a valid reward stand in the middle.
+        """
+        assert batch.rewards is not None
+        by_group = (batch.rewards.scores @ self.runners.weights).unflatten(0, (-1, batch.plan.group))
+        reward = torch.where(by_group.isnan(), by_group.nanmedian(1, keepdim=True).values, by_group).nan_to_num().flatten()
+        chosen = extreme(reward, torch.arange(len(reward)) // batch.plan.group, count)
+        places: list[int] = torch.nonzero(chosen).flatten().tolist()
+        return places
 
     def read(self, key: Key, *, scored: bool = False) -> Batch:
         """Return clean samples of the job's data, whose images the rewards score if `scored`."""
@@ -153,10 +210,9 @@ class Run:
         assert batch.scoring is not None
         if config.engine.offload == "phases" and config.method.source is None:
             self.engine.offload()
-        sampling = config.method.sampling
-        own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
+        own = batch.scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=sampling.group, max_invalid=config.rollout.max_invalid, world=self.world
+            own, stop=self.stop(), group=batch.plan.group, max_invalid=config.rollout.max_invalid, world=self.world
         )
         self.engine.onload()
         self.networks.onload()
@@ -326,10 +382,35 @@ class Run:
     def _before(self) -> list[str]:
         return [name for name, network in self.networks.declared.items() if isinstance(network, Before)]
 
+    def _generate(self, plan: RolloutPlan, runners: RewardRunners) -> SampleBatch:
+        """Return samples of the network that makes rollouts now, which the rewards score meanwhile."""
+        if self.config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            self.networks.offload()
+        self.sampler.source.push(self.engine, self.engine.updates)
+        # From elsewhere one rank may fail where no collective tells the others.
+        failing = self.world.agreed if self.config.rollout.source else nullcontext
+        return self.sampler.generate_verified(plan, runners, self.networks.open_sampler, self.world, failing=failing)
+
+    def _encode(self, sampling: Sampling, prompts: Sequence[Prompt]) -> Cond:
+        """Return the conditioning of prompts, computed in the rollout's own passes."""
+        size = self.config.samples_per_pass
+        parts = [sampling.encode(self.job.model, prompts[i : i + size]) for i in range(0, len(prompts), size)]
+        cond: Cond = optree.tree_map(host_values.join, *parts)
+        return cond
+
+    def _find_flat(self, batch: Batch, floor: float) -> list[int]:
+        """Return the groups all of whose samples that are compared have equal weighted rewards."""
+        assert batch.rewards is not None
+        reward = (batch.rewards.scores @ self.runners.weights).double()
+        spread = reward.unflatten(0, (-1, batch.plan.group // batch.compared, batch.compared)).std(2).amax(1)
+        flat: list[int] = torch.nonzero(spread <= floor).flatten().tolist()
+        return flat
+
     def _batch(self, plan: RolloutPlan, **fields: Any) -> Batch:
         sampling, slots = self.config.method.sampling, len(plan.requests.ids)
-        share = Share(self.world.data_rank * slots, slots, sampling.batch)
-        compared, prediction = sampling.window.count_compared(sampling.group), self.job.model.prediction
+        share = Share(self.world.data_rank * slots, slots, sampling.batch // sampling.group * plan.group)
+        compared, prediction = sampling.window.count_compared(plan.group), self.job.model.prediction
         return Batch(plan, share, share.numbers, compared, prediction, **fields)
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:

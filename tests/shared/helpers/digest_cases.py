@@ -24,6 +24,7 @@ from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
@@ -227,6 +228,7 @@ def sampling_cases() -> dict[str, TrainConfig]:
         "window-tail": replace(SDE, steps=6, window=flash),
         "window-scattered": replace(SDE, window=ScatteredSteps(2, high=3, draw="call")),
         "window-moving": replace(SDE, window=MovingWindow(1, high=3)),
+        "groups-refilled": replace(SDE, groups=RefilledGroups()),
         "window-branches": replace(SDE, group=8, window=Branches(size=1, samples=4, high=2)),
         "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7)),
         "sampler-dance": replace(SDE, sampler=Stochastic("dance_sde", 0.3)),
@@ -253,6 +255,7 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
     coupled = replace(ODE, guidance=Guidance(3.0, update="conditional"))
     averaged = {"kl.coef": 0.1, "kl.ema_coef": 1.0, "kl.ema_rise": 0.1}
     return {
+        "groups-scouted": nft(replace(ODE, groups=ScoutedGroups(9, 2))),
         "nft": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
         "nft-kl": nft(**KL, **{"passes.minibatches": 1}),
         "nft-delayed": run(o.Nft(old=LinearOld(rise=0.2, delay=1, unit="updates")), ODE, noising=NOISED, rollouts=3),

@@ -12,6 +12,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllRecorded, RandomRecorded
@@ -33,6 +34,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "refilled": {"sampling": replace(STEPS, prompts=2, group=6, groups=RefilledGroups(2, 0.1))},
+    "scouted": {"method": Nft(), "sampling": replace(ODE, groups=ScoutedGroups(9, 2)), "train": "lora"},
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 
@@ -55,6 +58,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
         record = trained.rollout()
         result[name] = {
             "reward": record.get("reward"),
+            "refill": record.get("refill"),
             "pairs": record["pairs"],
             "correction": record.get("correction", {}),
             "gradients": gradients,
