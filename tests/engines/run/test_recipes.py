@@ -51,6 +51,8 @@ PUBLISHED: dict[str, str] = {
     "dppo": "--sampling.sampler flow_sde --kl-threshold 1e-5",
     "ddpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5",
     "nft": DPM + "--beta 1 --old linear --old.unit updates --noising.each 9 --kl.coef 1e-4",
+    "sol-rl": DPM + "--beta 1 --sampling.prompts 48 --sampling.group 24 --sampling.groups scouted --sampling.groups.scouts 96 "
+    "--sampling.groups.steps 6 --sampling.steps 10 --noising.each 6 --kl.coef 1e-4 --advantage.scale batch",
     "awm": "--weighting ghuber --clip-low 1 --sampling.steps 14 --sampling.prompts 72 --kl.coef 1e-3 --kl.ema-coef 1 "
     "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels "
     "stratified --noising.each 6",
