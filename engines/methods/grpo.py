@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
 from fluvial.core.gaussian import Form, Reduction
-from fluvial.core.policy import PolicyInfo
+from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
@@ -21,7 +21,7 @@ from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
 
 
@@ -61,10 +61,14 @@ class PolicyGradient(Method):
         steps = run.record_steps(
             batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
         )
-        steps = correct(run, steps, self.correction, self.log_prob)
+        steps = correct(run, self.weigh(run, steps), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, *self.networks())
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
+
+    def weigh(self, run: "Run", steps: "Items") -> "Items":
+        """Return the steps with weights in their advantages: here as they are."""
+        return steps
 
     def log_prob(self, v: Tensor, rows: RecordedSteps) -> Tensor:
         """Return the log-probability of each recorded step under a prediction, `[P]`."""
@@ -82,6 +86,8 @@ class Grpo(PolicyGradient, name="grpo"):
         form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
             sum (nats).
+        weighting: Weight of each step's surrogate: none, std_over_b (Flash-GRPO, arXiv 2605.15980: gradients of equal size)
+            or std (GARDO), see `core.policy.step_scale`; their mean over the steps that are learnt from is 1.
     """
 
     bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
@@ -90,6 +96,14 @@ class Grpo(PolicyGradient, name="grpo"):
     clip_high: float = 1e-3
     form: Form = "density"  # type: ignore[misc]
     reduction: Reduction = "mean"  # type: ignore[misc]
+    weighting: Literal["none", "std_over_b", "std"] = "none"
+
+    def weigh(self, run: "Run", steps: "Items") -> "Items":
+        """Return the steps with the weights of `weighting` in their advantages."""
+        if self.weighting == "none":
+            return steps
+        scale = step_scale(steps.rows.transition, by=self.weighting)
+        return steps.with_rows(signal=steps.rows.signal * scale / run.mean(steps, scale))
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""

@@ -47,6 +47,7 @@ from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Cond, decoded, host_values, is_recorded
+from fluvial.models.host_values import to_device
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 
@@ -333,6 +334,11 @@ class Run:
         table = values.new_zeros(items.used.numel() + 1)  # the last entry is that of repeats
         table[items.rows.place[: items.real]] = values[: items.real]
         return self.world.gather_data(table[None, :-1].contiguous()).sum(0).view(items.used.shape)
+
+    def mean(self, items: Items, values: Tensor) -> Tensor:
+        """Return the mean of a number per row over the items of all ranks that are used, 0-d; of none it is 0."""
+        used = to_device(items.used, values.device).to(values.dtype)
+        return (self.gather(items, values) * used).sum() / used.sum().clamp(min=1)
 
     def update(self, items: Items, loss: Loss, *, network: str = "policy", split_guidance: bool = False) -> UpdateInfo:
         """Take one optimizer step on the mean of a loss over the items of all ranks.

@@ -43,6 +43,9 @@ DPM = "--sampling.sampler ode --sampling.sampler.solver dpmpp_2m "
 # What the papers and their published code have, of each recipe.
 PUBLISHED: dict[str, str] = {
     "grpo": FLOW_GRPO + "--passes.minibatches 2",
+    "flash": "--sampling.sampler wan_sde --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 4.5 "
+    "--sampling.group 4 --sampling.window random --sampling.window.size 1 --sampling.window.high 10 --sampling.window.draw "
+    "group --clip-low 1e-3 --kl.coef 0 --advantage.scale batch --advantage.clip 5 --weighting std_over_b --optimizer.lr 1e-4",
     "dance": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.group 12 --sampling.shared-noise "
     "--kl.coef 0 --trained random --trained.fraction 0.6 --sampling.window all --sampling.window.high 15 --train full "
     "--optimizer.lr 1e-5",

@@ -343,6 +343,10 @@ ROWS = (
     FunctionCall(
         "policy.noise_weighted_surrogate", policy.noise_weighted_surrogate, f"{PAIRS} std", CLIPS | {"scale": 1.7}, held=INFO
     ),
+    *(
+        FunctionCall(f"policy.step_scale {by}", _step(partial(policy.step_scale, by=by)), "a b std", still=still)
+        for by, still in (("std", "a b"), ("std_over_b", "a"))
+    ),
     FunctionCall(
         "policy.guard_surrogate",
         _policy(policy.guard_surrogate, "v", "v_old", "dt"),

@@ -170,6 +170,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
     half = {"rollout.autocast": True}
     return {
         "grpo": grpo(),
+        "grpo-weighting": grpo(replace(SDE, window=RandomWindow(1, high=3, draw="group")), weighting="std_over_b"),
         "grpo-epochs": run(
             o.Grpo(clip_low=1e-4, clip_high=1e-4),
             SDE,

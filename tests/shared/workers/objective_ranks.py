@@ -9,13 +9,13 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm
+from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Grpo, Guard, Nft, Raft, Sft, Tdm
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, RandomRecorded
+from fluvial.engines.sampling.window import AllRecorded, RandomRecorded, RandomWindow
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -34,6 +34,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "flash": {
+        "sampling": replace(STEPS, window=RandomWindow(1, draw="group")),
+        "method": Grpo(weighting="std_over_b"),
+        "passes.minibatches": 2,
+        "updates": 2,
+    },
     "refilled": {"sampling": replace(STEPS, prompts=2, group=6, groups=RefilledGroups(2, 0.1))},
     "scouted": {"method": Nft(), "sampling": replace(ODE, groups=ScoutedGroups(9, 2)), "train": "lora"},
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
