@@ -41,7 +41,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -208,6 +208,27 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_published(
         "grpo_guard/sd3.5-medium/ocr", model, method=Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO)
+    )
+
+
+def pref_grpo(model: str = HANDWRITING) -> TrainConfig:
+    """Pref-GRPO (arXiv 2508.20751): the reward is how often a sample wins against the others of its group (`win_rate`).
+
+    Numbers of large models are those of the authors' run on FLUX.1-dev: GRPO-Guard's ratio, 25 steps from one noise per
+    group of 8, the first 60 % trained on, and rewards normalised one by one, `--rewards win_rate:url=URL=0.4 clipscore=0.6`;
+    prompts per rollout are assumed. On handwriting samples are compared by the characters that the recogniser reads.
+    """
+    sampling = SamplingConfig(64, 8, 25, shared_noise=True, sampler=Stochastic(eta=0.7))
+    advantage = AdvantageConfig(combine="gdpo")
+    return of_model(
+        model,
+        Guard(clip=1e-4, sampling=sampling, trained=FirstRecorded(0.6), advantage=advantage),
+        tuned={
+            "method": Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO),
+            "optimizer.lr": 5e-4,
+            "rewards": ("pairwise:judge=characters",),
+        },
+        **{"optimizer.lr": 1e-5},
     )
 
 
@@ -521,6 +542,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             dance,
             cps,
             guard,
+            pref_grpo,
             dppo,
             ddpo,
             nft,

@@ -24,7 +24,7 @@ from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.gaming import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
-from fluvial.engines.run.record import Finder, as_record, with_absolute_paths
+from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
@@ -194,6 +194,9 @@ class Saver:
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
         saved, run = checkpoint.settings(path, world=self.world)
         saved = flat(migrate(saved))
+        if newer := fingerprint.keys() - saved.keys():  # settings that the run that saved it could not have changed
+            then = flat(as_record(with_absolute_paths(read_record(run))))
+            saved |= {name: then[name] for name in newer & then.keys()}
         places = Finder(Path(run["out"]), self.config.out)
         known = {name: saved[name] for name, value in fingerprint.items() if name in saved and saved[name] != value}
         fingerprint |= {name: value for name, value in known.items() if places.same(name, value, fingerprint[name])}

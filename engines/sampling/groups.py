@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
-
-if TYPE_CHECKING:
-    from fluvial.engines.sampling.config import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class AllGroups:
 
     kind: ClassVar[str] = "all"
 
-    def problems(self, sampling: "SamplingConfig") -> Iterator[UsageError]:
+    def problems(self, sampling: Any) -> Iterator[UsageError]:
         """Yield what has no meaning with the other settings of the samples."""
         yield from ()
 
@@ -45,7 +42,7 @@ class RefilledGroups:
     def __post_init__(self) -> None:
         check_fields(self, "sampling.groups", rounds=(1, 1024), floor=(0, 1e30))
 
-    def problems(self, sampling: "SamplingConfig") -> Iterator[UsageError]:
+    def problems(self, sampling: Any) -> Iterator[UsageError]:
         """Yield what has no meaning with the other settings of the samples."""
         if sampling.group < 2:
             yield UsageError("sampling.group", sampling.group, "at least 2", "a single sample is always flat")
@@ -76,7 +73,7 @@ class ScoutedGroups:
     def __post_init__(self) -> None:
         check_fields(self, "sampling.groups", scouts=(2, 2**31), steps=(1, 2**31))
 
-    def problems(self, sampling: "SamplingConfig") -> Iterator[UsageError]:
+    def problems(self, sampling: Any) -> Iterator[UsageError]:
         """Yield what has no meaning with the other settings of the samples."""
         if sampling.group % 2 or sampling.group > self.scouts:
             expected = f"an even number, at most the {self.scouts} of `sampling.groups.scouts`"

@@ -51,6 +51,8 @@ PUBLISHED: dict[str, str] = {
     "--optimizer.lr 1e-5",
     "cps": "--sampling.sampler cps --sampling.sampler.eta 0.8 --sampling.window.size 3 --form unscaled --kl.coef 0",
     "guard": "--sampling.sampler flow_sde --trained first --clip 2e-6 --optimizer.lr 1e-4 --advantage.scale group",
+    "pref-grpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 25 --sampling.group 8 --clip 1e-4 "
+    "--sampling.shared-noise --trained first --trained.fraction 0.6 --advantage.combine gdpo --kl.coef 0 --optimizer.lr 1e-5",
     "dppo": "--sampling.sampler flow_sde --kl-threshold 1e-5",
     "ddpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5",
     "nft": DPM + "--beta 1 --old linear --old.unit updates --noising.each 9 --kl.coef 1e-4",
@@ -228,12 +230,15 @@ def test_help_lists_the_recipes_with_their_papers(fluvial: Any) -> None:
 
 OWN: dict[str, tuple[str, Any]] = {
     "grpo": ("--clip-low", 0.2),
+    "flash": ("--weighting", "std"),
     "dance": ("--trained.fraction", 0.5),
     "cps": ("--form", "unscaled"),
     "guard": ("--clip", 0.3),
+    "pref-grpo": ("--clip", 0.3),
     "dppo": ("--kl-threshold", 0.1),
     "ddpo": ("--sampling.sampler.eta", 0.5),
     "nft": ("--old.cap", 0.9),
+    "sol-rl": ("--sampling.groups.scouts", 32),
     "awm": ("--weighting", "t2"),
     "dpo": ("--preferences", Path("folder")),
     "dgpo": ("--old-samples-from", 7),
