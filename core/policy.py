@@ -1,6 +1,6 @@
 """Policy-gradient objectives over stored (sample, step) pairs: one loss per pair and diagnostics; the caller reduces."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -10,10 +10,6 @@ from fluvial.core import checks, gaussian
 from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, match_tensors, number
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
-
-
-ScaledBy = Literal["std", "std_over_b"]
-SCALED_BY: tuple[ScaledBy, ...] = ("std", "std_over_b")
 
 
 class PolicyInfo(NamedTuple):
@@ -85,26 +81,19 @@ def noise_weighted_surrogate(
     return scale * std.to(loss.dtype) * loss, info
 
 
-def step_scale(transition: Transition, *, by: ScaledBy) -> Tensor:
-    """Return the size of a step's noise that a surrogate is weighted by, `[B]` or 0-d as the transition is.
+def step_scale(transition: Transition) -> Tensor:
+    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d as the transition is.
 
-        std           lambda = std
-        std_over_b    lambda = std / |b|
-
-    Weights are lambda / mean(lambda) over a batch. The gradient of a plain surrogate in v is |b| / std times a
-    standard-normal draw; with std_over_b it has the same size at every step.
+    The gradient of a plain surrogate in v is |b| / std times a standard-normal draw; times this it has the same size at
+    every step. Weights are the scale divided by its mean over a batch.
 
     Args:
         transition: coefficients of each pair's step, b not 0.
-        by: see above.
 
-    Source: std_over_b is that of Flash-GRPO, arXiv 2605.15980, whose code has a table of one schedule; std is that of
-    GARDO's code, arXiv 2512.24138.
+    Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code has a table of it for one schedule.
     """
-    checks.check_choice("step_scale", "by", by, SCALED_BY)
     dtype = compute_dtype("step_scale", b=transition.b, std=transition.std)
-    std = transition.std.to(dtype)
-    return std if by == "std" else std / transition.b.to(dtype).abs()
+    return transition.std.to(dtype) / transition.b.to(dtype).abs()
 
 
 def guard_surrogate(

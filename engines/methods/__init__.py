@@ -8,6 +8,8 @@ from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.gardo import Gardo
+from fluvial.engines.methods.gates import Doubt, Everywhere
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
 from fluvial.engines.methods.nft import Nft
@@ -42,10 +44,13 @@ __all__ = [
     "Dgpo",
     "Distill",
     "Dmd2",
+    "Doubt",
     "Dpo",
     "Dppo",
     "EpochsConfig",
     "ErrorInfo",
+    "Everywhere",
+    "Gardo",
     "Grpo",
     "Guard",
     "Images",

@@ -86,8 +86,8 @@ class Grpo(PolicyGradient, name="grpo"):
         form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
             sum (nats).
-        weighting: Weight of each step's surrogate: none, std_over_b (Flash-GRPO, arXiv 2605.15980: gradients of equal size)
-            or std (GARDO), see `core.policy.step_scale`; their mean over the steps that are learnt from is 1.
+        weighting: Weight of each step's surrogate: none, or std_over_b (gradients of equal size, as in Flash-GRPO, arXiv
+            2605.15980, see `core.policy.step_scale`), whose mean over the steps that are learnt from is 1.
     """
 
     bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
@@ -96,13 +96,13 @@ class Grpo(PolicyGradient, name="grpo"):
     clip_high: float = 1e-3
     form: Form = "density"  # type: ignore[misc]
     reduction: Reduction = "mean"  # type: ignore[misc]
-    weighting: Literal["none", "std_over_b", "std"] = "none"
+    weighting: Literal["none", "std_over_b"] = "none"
 
     def weigh(self, run: "Run", steps: "Items") -> "Items":
         """Return the steps with the weights of `weighting` in their advantages."""
         if self.weighting == "none":
             return steps
-        scale = step_scale(steps.rows.transition, by=self.weighting)
+        scale = step_scale(steps.rows.transition)
         return steps.with_rows(signal=steps.rows.signal * scale / run.mean(steps, scale))
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:

@@ -19,6 +19,7 @@ from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.gardo import Gardo
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
@@ -30,7 +31,25 @@ from fluvial.engines.run.method import Method, explain_no_method
 
 METHODS: dict[str, type[Method]] = {
     kind.method_name: kind
-    for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill, Dmd2, Tdm)
+    for kind in (
+        Grpo,
+        Guard,
+        Dppo,
+        TempFlow,
+        Gardo,
+        Nft,
+        Awm,
+        Dpo,
+        Dgpo,
+        Crd,
+        D3po,
+        AlignProp,
+        Raft,
+        Sft,
+        Distill,
+        Dmd2,
+        Tdm,
+    )
 }
 
 

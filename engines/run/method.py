@@ -117,12 +117,14 @@ class Needs:
         ratio: the loss compares the policy with that of the rollout, so that both must compute the same numbers. On recorded
             steps it is a ratio of densities, and the steps need noise. Diagnostics have a field `log_ratio`.
         off_schedule: networks are evaluated at noise levels off the sampling schedule, whatever the rows.
+        least_rewards: number of rewards without which it cannot learn.
         rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
     """
 
     prediction: Prediction | None = None
     ratio: bool = False
     off_schedule: bool = False
+    least_rewards: int = 0
     rewards: Literal["scores", "gradients"] | None = "scores"
 
 

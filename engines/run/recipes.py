@@ -20,14 +20,17 @@ from fluvial.engines.methods import (
     Dgpo,
     Distill,
     Dmd2,
+    Doubt,
     Dpo,
     Dppo,
+    Gardo,
     Grpo,
     Guard,
     KLConfig,
     Nft,
     Raft,
     Sft,
+    StepKLConfig,
     Tdm,
     TempFlow,
 )
@@ -152,7 +155,7 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
 
 
 def flash(model: str = HANDWRITING) -> TrainConfig:
-    """Flash-GRPO (arXiv 2605.15980): GRPO on one stochastic step, the same of all samples of a prompt, weighted by its noise.
+    """Flash-GRPO (arXiv 2605.15980): GRPO on one step, the same of all samples of a prompt, weighted by its noise.
 
     Numbers of large models are those of the authors' run on Wan 2.1 1.3B: one of the first 10 of 20 steps, guidance 4.5, 96
     samples. Its group of 4 is called effectively 2 in their code. On handwriting it is one of the six noisiest steps.
@@ -385,6 +388,24 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
+def gardo(model: str = HANDWRITING) -> TrainConfig:
+    """GARDO (arXiv 2512.24138): diverse good samples count for more, and a KL holds those whose reward is doubted.
+
+    The first reward is learnt from; others, of which there is at least one, say where it is doubted. Numbers of large models
+    are those of the authors' run gardo/sd3.5-medium/ocr, whose features are DINOv3's, and here thumbnails (features). On
+    handwriting a second reward is a density of real digits.
+    """
+    method = Gardo(
+        sampling=SamplingConfig(48, 24, guidance=Guidance(4.5), sampler=Stochastic(eta=0.7)),
+        trained=FirstRecorded(0.89),
+        passes=TWO,
+        kl=StepKLConfig(coef=0.04, weight="exact"),
+        gate=Doubt(),
+    )
+    tuned = replace(method, sampling=NOISIEST, trained=AllRecorded(), clip_low=1e-3, clip_high=1e-3)
+    return of_model(model, method, tuned={"method": tuned, "rewards": ("characters", "likeness"), "optimizer.lr": 5e-4})
+
+
 def d3po(model: str = UNET) -> TrainConfig:
     """D3PO (arXiv 2311.13231): a preference between the best and the worst of a group, as one between each pair of steps.
 
@@ -552,6 +573,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             dgpo,
             crd,
             tempflow,
+            gardo,
             d3po,
             alignprop,
             raft,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, uniform
+from fluvial.engines import plugins
 from fluvial.engines.data.preferences import Preference
-from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
@@ -47,8 +48,9 @@ from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Cond, decoded, host_values, is_recorded
-from fluvial.models.host_values import to_device
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
+from fluvial.models.host_values import to_device
+from fluvial.models.lora import copy_adapter
 from fluvial.models.routing import Routed
 
 ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
@@ -58,6 +60,7 @@ class Memory(Protocol):
     """What a run remembers between batches; a checkpoint holds it."""
 
     rewards: dict[str, list[float]]  # last rewards of each prompt
+    state: dict[str, list[float]]  # numbers of the method's own
     multipliers: dict[str, float]  # of rewards that have a floor
 
 
@@ -95,6 +98,9 @@ class Run:
         self.config, self.job, self.networks, self.sampler = config, job, networks, sampler
         self.rewards, self.runners, self.memory, self.stop = rewards, runners, memory, stop
         self.check_loss, self.pairs = check_loss, tuple(pairs)
+        if len(rewards) < (least := config.method.needs.least_rewards):
+            hint = f"{config.method.method_name} compares the first one with the others"
+            raise UsageError("rewards", config.rewards, f"at least {least}", hint)
         self.engine: Engine = networks.engine
         self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
         self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
@@ -108,6 +114,11 @@ class Run:
     def clock(self) -> int:
         """Number of updates before those on the batch that is collected."""
         return self.engine.updates
+
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """Numbers that the method remembers between batches, by name; a checkpoint holds them."""
+        return self.memory.state
 
     def log(self, **values: Any) -> None:
         """Add values to the record of this batch."""
@@ -241,6 +252,27 @@ class Run:
         self.log(advantage=found.advantage.clone())  # what a method does to its own changes no record
         return found
 
+    def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
+        """Return features of each sample that is learnt from, `[N, D]`, the same on every rank.
+
+        Args:
+            name: thumbnails (its pixels, averaged), or a function of (images, prompts) as module:name, of whose result each
+                row is one sample's.
+        """
+        samples = batch.made.result()
+        found = samples.thumbnails
+        if name != "thumbnails":
+            function = plugins.load(name, "features", plugins.callable_with("images", "prompts"), field="features")
+            size, parts = self.config.samples_per_pass, []
+            for i in range(0, len(samples.prompts), size):
+                prompts = samples.prompts[i : i + size]
+                with torch.no_grad():
+                    images = decoded(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
+                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1))
+            found = torch.cat(parts).to(self.world.device)
+        assert found is not None
+        return self.world.gather_data(found.contiguous())[: batch.share.batch].cpu()[batch.kept]
+
     # items
 
     def record_steps(
@@ -368,6 +400,10 @@ class Run:
             record = {"loss": info.loss, "grad_norm": info.grad_norm, "lr": info.lr, "objective": info.mean}
             self.log(networks={**self.notes.get("networks", {}), network: record})
         return info
+
+    def copy_policy(self, name: str) -> None:
+        """Copy the policy to a network that follows it."""
+        copy_adapter(self.engine.module, "default", name)
 
     def forward(self, items: Items, rows: Rows) -> Tensor:
         """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""

@@ -49,6 +49,7 @@ class Progress:
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
+    state: dict[str, list[float]] = field(default_factory=dict)  # numbers of the method's own
     evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `scoring.floors`
@@ -226,7 +227,7 @@ class Saver:
         if changed:
             self._say(f"resumed with {', '.join(changed)}: bits may differ")
         self._say(f"resumed {path} after update {self.engine.updates}")
-        known = {name: meta[name] for name in asdict(Progress())}
+        known = {name: meta[name] for name in asdict(Progress()) if name in meta}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
     def state(self) -> dict[str, Tensor]:

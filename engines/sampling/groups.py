@@ -26,7 +26,7 @@ class AllGroups:
 
 @dataclass(frozen=True)
 class RefilledGroups:
-    """Flat groups, whose samples have equal rewards and teach nothing, are sampled again with other prompts (DAPO, 2503.14476).
+    """Flat groups, whose samples have equal rewards, are sampled again with other prompts (DAPO, arXiv 2503.14476).
 
     Groups that are flat after the last round add nothing to the loss, whose denominator stays.
 
@@ -85,7 +85,7 @@ class ScoutedGroups:
             yield UsageError("sampling.groups.steps", self.steps, f"at most the {sampling.steps} of `sampling.steps`")
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch of a run, from the initial noises whose scouts are the best and the worst of their prompt."""
+        """Return the next batch of a run, from those initial noises whose scouts are the best and the worst."""
         scouts = run.score(run.sample(key, group=self.scouts, steps=self.steps))
         return run.sample(key, starts=run.find_extremes(scouts, run.config.method.sampling.group // 2))
 

@@ -50,7 +50,8 @@ class Scoring:
             replaced: which samples, of all ranks, bool `[B]`.
         """
         old, new = self.collected, other.collected
-        assert old is not None and new is not None
+        assert old is not None
+        assert new is not None
         parts = {
             name: {place: value for place, value in values.items() if not replaced[place]}
             for name, values in old.parts.items()

@@ -23,8 +23,8 @@ Judge = Callable[[Tensor, Tensor, Sequence[str]], Any]
 class Pairwise:
     """Wins of a sample over the number of its comparisons, in [0, 1]; a tie is half a win.
 
-    Each two samples of a group are compared once, the earlier one first, in one call per group. Win rates of a group have the
-    mean 1/2, whatever the samples are worth, and with groups of two they are 0, 1/2 or 1.
+    Each two samples of a group are compared once, the earlier one first, in one call per group. The win rates of a group
+    have the mean 1/2, whatever its samples are worth; in a group of two they are 0, 1/2 or 1.
 
     Args:
         judge: Function `(first, second, prompts)` that returns 1 for each pair whose first image is better, 0 for the
@@ -40,7 +40,9 @@ class Pairwise:
     def __call__(self, images: Tensor, prompts: Sequence[str], group: int) -> Tensor:
         """Return the win rate of each sample of a group, `[G]`; NaN for one without a verdict."""
         if len(images) < 2:
-            raise RunError("pairwise compares the samples of a group, and a group has one: set `sampling.group` to 2 or more")
+            raise RunError(
+                "pairwise compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
+            )
         first, second = map(list, zip(*combinations(range(len(images)), 2), strict=True))
         won = self.judge(images[first], images[second], [prompts[place] for place in first])
         return win_rates(torch.as_tensor(won).cpu(), len(images))
@@ -64,7 +66,9 @@ def compare_scores(reward: Reward) -> Judge:
     signature = signature_of(reward)
 
     def judge(first: Tensor, second: Tensor, prompts: Sequence[str]) -> Tensor:
-        scores = [torch.as_tensor(signature.call(reward, Samples(images, as_prompts(prompts)))) for images in (first, second)]
+        scores = [
+            torch.as_tensor(signature.call(reward, Samples(images, as_prompts(prompts)))) for images in (first, second)
+        ]
         better, worse = scores
         return torch.where(better.isnan() | worse.isnan(), torch.nan, ((better - worse).sign() + 1) / 2)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core import gaussian
-from fluvial.core.policy import PolicyInfo, ScaledBy, clipped_surrogate, noise_weighted_surrogate, step_scale
+from fluvial.core.policy import PolicyInfo, clipped_surrogate, noise_weighted_surrogate, step_scale
 from fluvial.core.sigmas import shifted
 from fluvial.core.transitions import bind
 
@@ -117,22 +117,21 @@ def test_the_noise_weighted_surrogate_is_the_clipped_one_times_the_noise(
     assert float(new.grad) == pytest.approx(0.0 if held else -scale * std * advantage * ratio, rel=1e-9, abs=1e-300)
 
 
-@pytest.mark.parametrize(("by", "power"), [("std_over_b", 0), ("std", 1)])
-def test_a_scale_takes_the_noise_of_a_step_out_of_its_gradient(by: ScaledBy, power: int) -> None:
-    """In v that is scale |b| / std times the step's own draw: the draw itself, or times |b|; the last levels as the first."""
+def test_a_scale_takes_the_noise_of_a_step_out_of_its_gradient() -> None:
+    """Which is then the step's own draw, at the last levels as at the first."""
     levels = shifted(12, 3.0).double()
     step, z = bind("flow_sde", 0.7, levels)(levels[:-1], levels[1:]), normals(1, 12, 5)
     x, v = normals(2, 12, 5), normals(3, 12, 5).requires_grad_()
     x_next = (step.a[:, None] * x + step.b[:, None] * v + step.std[:, None] * z).detach()
     log_prob = gaussian.log_prob(step, x, v, x_next)
     loss, _ = clipped_surrogate(log_prob, log_prob.detach(), torch.ones(12).double(), clip_low=1, clip_high=1)
-    (gradient,) = torch.autograd.grad((step_scale(step, by=by) * loss).sum(), v)
-    assert_close(gradient.abs(), (step.b.abs()[:, None] ** power * z.abs() / 5))
+    (gradient,) = torch.autograd.grad((step_scale(step) * loss).sum(), v)
+    assert_close(gradient.abs(), z.abs() / 5)
 
 
 def test_the_scale_is_that_of_the_table_of_flash_grpo() -> None:
     """Of the first ten of 20 steps at shift 3, whose grid ends a little apart."""
     levels = shifted(20, 3.0).double()
-    scale = step_scale(bind("wan_sde", 1.0, levels)(levels[:-1], levels[1:]), by="std_over_b")
+    scale = step_scale(bind("wan_sde", 1.0, levels)(levels[:-1], levels[1:]))
     assert (scale[1:] < scale[:-1])[:9].all()
     assert_close(scale[[0, 1, 9]], torch.tensor([7.477, 7.041, 3.775]).double(), rtol=2e-3, atol=0)

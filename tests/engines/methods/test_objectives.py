@@ -123,6 +123,7 @@ PARTS: dict[str, str] = {
     **dict.fromkeys(("raft", "sft"), "sampling noising passes kl"),
     "dpo": "sampling noising passes",
     "d3po": "sampling trained passes",
+    "gardo": "sampling trained passes kl",
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
     **dict.fromkeys(("dmd2", "tdm"), "sampling trained form"),

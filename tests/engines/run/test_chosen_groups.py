@@ -29,7 +29,9 @@ def flat(images: Tensor, prompts: list[str]) -> Tensor:
     return torch.full((len(images),), 0.5)
 
 
-def run(folder: Path, one: World, groups: Groups, reward: Any = mostly_flat, job: Job | None = None, **changes: Any) -> Spied:
+def run(
+    folder: Path, one: World, groups: Groups, reward: Any = mostly_flat, job: Job | None = None, **changes: Any
+) -> Spied:
     method = changes.get("method", Grpo())
     sampling = changes.pop("sampling", STEPS if isinstance(method, Grpo) else ODE)
     changes = {"engine.micro_batch": 2, "seed": 1, **changes, "sampling": replace(sampling, groups=groups)}
@@ -127,13 +129,18 @@ def test_scouts_take_their_own_steps(one: World, tmp_path: Path) -> None:
     assert spied.trainer.sampler._drafts[1].of(tiny.SHAPE)[0].levels.tolist() == [1.0, 0.0]
 
 
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"sampling.groups": ScoutedGroups(8)}, "sampling.sampler is 'flow_sde', expected ode: the initial noise"),
-        ({"sampling": replace(ODE, steps=9), "method": Nft(), "sampling.groups": ScoutedGroups(2)}, "group is 4, expected an"),
-        ({"sampling": ODE, "method": Nft(), "sampling.groups": ScoutedGroups(8)}, "groups.steps is 6, expected at most the 4"),
+        (
+            {"sampling": replace(ODE, steps=9), "method": Nft(), "sampling.groups": ScoutedGroups(2)},
+            "group is 4, expected an",
+        ),
+        (
+            {"sampling": ODE, "method": Nft(), "sampling.groups": ScoutedGroups(8)},
+            "groups.steps is 6, expected at most the 4",
+        ),
         ({"rollout.ahead": 1, "correction.mode": "truncate", "sampling.groups": REFILLED}, "rollout.ahead is 1, expected 0"),
         ({"sampling.groups": REFILLED, "advantage.history": 20}, "advantage.history is 20, expected its default"),
         ({"sampling.groups": REFILLED, "advantage.floors": ("reward=0.5",)}, "advantage.floors is .* expected its default"),

@@ -45,18 +45,21 @@ PUBLISHED: dict[str, str] = {
     "grpo": FLOW_GRPO + "--passes.minibatches 2",
     "flash": "--sampling.sampler wan_sde --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 4.5 "
     "--sampling.group 4 --sampling.window random --sampling.window.size 1 --sampling.window.high 10 --sampling.window.draw "
-    "group --clip-low 1e-3 --kl.coef 0 --advantage.scale batch --advantage.clip 5 --weighting std_over_b --optimizer.lr 1e-4",
+    "group --clip-low 1e-3 --kl.coef 0 "
+    "--advantage.scale batch --advantage.clip 5 --weighting std_over_b --optimizer.lr 1e-4",
     "dance": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.group 12 --sampling.shared-noise "
     "--kl.coef 0 --trained random --trained.fraction 0.6 --sampling.window all --sampling.window.high 15 --train full "
     "--optimizer.lr 1e-5",
     "cps": "--sampling.sampler cps --sampling.sampler.eta 0.8 --sampling.window.size 3 --form unscaled --kl.coef 0",
     "guard": "--sampling.sampler flow_sde --trained first --clip 2e-6 --optimizer.lr 1e-4 --advantage.scale group",
     "pref-grpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 25 --sampling.group 8 --clip 1e-4 "
-    "--sampling.shared-noise --trained first --trained.fraction 0.6 --advantage.combine gdpo --kl.coef 0 --optimizer.lr 1e-5",
+    "--sampling.shared-noise --trained first --trained.fraction 0.6 --advantage.combine gdpo --kl.coef 0 "
+    "--optimizer.lr 1e-5",
     "dppo": "--sampling.sampler flow_sde --kl-threshold 1e-5",
     "ddpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5",
     "nft": DPM + "--beta 1 --old linear --old.unit updates --noising.each 9 --kl.coef 1e-4",
-    "sol-rl": DPM + "--beta 1 --sampling.prompts 48 --sampling.group 24 --sampling.groups scouted --sampling.groups.scouts 96 "
+    "sol-rl": DPM
+    + "--beta 1 --sampling.prompts 48 --sampling.group 24 --sampling.groups scouted --sampling.groups.scouts 96 "
     "--sampling.groups.steps 6 --sampling.steps 10 --noising.each 6 --kl.coef 1e-4 --advantage.scale batch",
     "awm": "--weighting ghuber --clip-low 1 --sampling.steps 14 --sampling.prompts 72 --kl.coef 1e-3 --kl.ema-coef 1 "
     "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels "
@@ -69,6 +72,10 @@ PUBLISHED: dict[str, str] = {
     "--passes.minibatches 2 --sampling.group 24",
     "tempflow": "--sampling.group 216 --sampling.window branches --sampling.window.size 1 --sampling.window.samples 6 "
     "--sampling.window.high 9 --kl.coef 0.004 --kl.weight exact --scale 1.73",
+    "gardo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.guidance.scale 4.5 "
+    "--sampling.prompts 48 --sampling.group 24 --trained first --trained.fraction 0.89 --passes.minibatches 2 "
+    "--clip-low 1e-4 --kl.coef 0.04 --kl.weight exact --gate doubt --gate.share 0.1 --gate.window 20 --gate.least 0.02 "
+    "--gate.most 0.2 --reset-kl 3e-4 --reset-after 15 --adv-clip 5 --optimizer.lr 3e-4",
     "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
@@ -230,7 +237,7 @@ def test_help_lists_the_recipes_with_their_papers(fluvial: Any) -> None:
 
 OWN: dict[str, tuple[str, Any]] = {
     "grpo": ("--clip-low", 0.2),
-    "flash": ("--weighting", "std"),
+    "flash": ("--weighting", "none"),
     "dance": ("--trained.fraction", 0.5),
     "cps": ("--form", "unscaled"),
     "guard": ("--clip", 0.3),
@@ -244,6 +251,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "dgpo": ("--old-samples-from", 7),
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
+    "gardo": ("--gate.doubted", "underrated"),
     "d3po": ("--eps", 0.2),
     "alignprop": ("--last", 3),
     "raft": ("--best", 0.5),

@@ -15,6 +15,7 @@ from fluvial.core.random import key
 from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.methods import Doubt
 from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
@@ -207,6 +208,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
             o.Dppo(), SDE, **half, correction=wide, **{"rollout.max_log_ratio": 1e3, "passes.minibatches": 2}
         ),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
+        "gardo": run(o.Gardo(gate=Doubt(), reset_after=1), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
@@ -383,6 +385,9 @@ def cases(folder: Path) -> dict[str, Case]:
         "resumed-grpo-full": Case(grpo(**KL, **FULL), way="resumed"),
         "resumed-dmd2": Case(
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
+        ),
+        "resumed-gardo": Case(
+            run(o.Gardo(gate=Doubt(window=2), reset_after=2), SDE, rollouts=4, **{"passes.minibatches": 2}), way="resumed"
         ),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(

@@ -9,7 +9,8 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Grpo, Guard, Nft, Raft, Sft, Tdm
+from fluvial.engines.methods import Doubt
+from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Gardo, Grpo, Guard, Nft, Raft, Sft, Tdm
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
@@ -38,6 +39,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "sampling": replace(STEPS, window=RandomWindow(1, draw="group")),
         "method": Grpo(weighting="std_over_b"),
         "passes.minibatches": 2,
+        "updates": 2,
+    },
+    "gardo": {
+        "sampling": STEPS,
+        "method": Gardo(gate=Doubt(share=0.2)),
+        "rewards": ("brightness", "contrast"),
+        "train": "lora",
+        "passes.epochs": 2,
         "updates": 2,
     },
     "refilled": {"sampling": replace(STEPS, prompts=2, group=6, groups=RefilledGroups(2, 0.1))},
