@@ -109,12 +109,12 @@ class Gardo(Method, name="gardo"):
         """Return `kernels.policy_loss` of the recorded steps, with the KL of the chosen samples."""
         share, rule = rows.context, self.sampling.sampler.rule
         assert share is not None
-        kl = {"v_ref": rows.predictions["ref"], "kl_coef": self.kl.coef * share, "dt": rows.dt}
+        kl: dict[str, Any] = {"v_ref": rows.predictions["ref"], "kl_coef": self.kl.coef * share, "dt": rows.dt}
         clips: dict[str, Any] = {
             "clip_low": self.clip_low,
             "clip_high": self.clip_high,
             "kl_weight": self.kl.weight_of(rule),
         }
-        pairs = {"log_prob_old": rows.log_prob_old, "advantage": rows.signal}
+        pairs: dict[str, Any] = {"log_prob_old": rows.log_prob_old, "advantage": rows.signal}
         loss, info = policy_loss(rows.transition, rows.x, v, rows.x_next, **pairs, **clips, **kl)
         return self.kl.add_ema_of_steps(loss, v, rows, rule, "mean"), info._replace(kl_ref=info.kl_ref * share)

@@ -138,7 +138,7 @@ class Run:
         """
         sampling, draft, runners = self.config.method.sampling, None, self.runners
         if group is not None:
-            draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)
+            draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)  # type: ignore[call-arg]
             runners = self.runners.apart(group)
         plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
         samples = self._generate(plan, runners)

@@ -385,7 +385,7 @@ class Sampler:
         return self._drafts.setdefault(draft.steps, made)
 
     def _sampling(
-        self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None
+        self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
     ) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, record = self.config, self.config.rollout, self.method.recorded if draft is None else None

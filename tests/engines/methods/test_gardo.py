@@ -48,9 +48,8 @@ def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: s
 
 def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a standard deviation; the reference is the policy before training, and stays it."""
-    import test_gardo
-
-    monkeypatch.setattr(test_gardo, "red", lambda images, prompts: torch.ones(len(images), 2))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("test_gardo.red", lambda images, prompts: torch.ones(len(images), 2))
     common: dict[str, Any] = {"kl": StepKLConfig(3.0), "clip_low": 1e-3, "clip_high": 1e-3}
     gardo = Gardo(features="test_gardo:red", **common, **NEVER)
     grpo = Grpo(advantage=AdvantageConfig(scale="none"), **common)

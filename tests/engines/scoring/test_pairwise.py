@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
     assert by_score[1] == 0.5
     assert signature_of(by_score[0]).takes("group")
     values = images(0.1, 0.9, 0.3, 0.2, 0.0)
-    assert torch.equal(by_score[0](values, PROMPTS, group=0), Pairwise(brighter)(values, PROMPTS, 0))
+    found: Any = by_score[0](values, PROMPTS, group=0)
+    assert torch.equal(found, Pairwise(brighter)(values, PROMPTS, 0))
     with pytest.raises(UsageError, match=r"judge 'helpers\.tiny_jobs:brightness' has the signature"):
         select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
     with pytest.raises(UsageError, match="needs the option judge"):
