@@ -66,7 +66,7 @@ def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
         select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
     with pytest.raises(UsageError, match="needs the option judge"):
         select({}, ["pairwise"])
-    with pytest.raises(RunError, match=r"set `sampling\.group` to 2 or more"):
+    with pytest.raises(RunError, match=r"set sampling.group to 2 or more"):
         Pairwise(brighter)(values[:1], PROMPTS[:1], 0)
     sampling = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS)
     record = tiny.Run(tiny.config(tmp_path, sampling=sampling, rewards=("pairwise:judge=brightness",)), one).rollout()
