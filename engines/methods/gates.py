@@ -31,8 +31,8 @@ class Doubt:
         share: Share q of them that has the KL, at first.
         rise: Factor of q if their mean doubt is above that of the last `window` batches.
         fall: Factor of q if it is below.
-        least: Smallest q.
-        most: Largest q.
+        least: Smallest share q.
+        most: Largest share q.
         window: Number of batches.
     """
 

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from fluvial.core.gaussian import Form, Reduction
-from fluvial.core.policy import PolicyInfo, step_scale
+from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.methods.losses import StepKLConfig, correct
+from fluvial.engines.methods.losses import StepKLConfig, Weighting, correct, weigh
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -21,7 +21,7 @@ from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.batch import Batch
     from fluvial.engines.run.run import Run
 
 
@@ -47,6 +47,7 @@ class PolicyGradient(Method):
     needs: ClassVar[Needs] = Needs(ratio=True)
     form: ClassVar[Form] = "density"
     reduction: ClassVar[Reduction] = "mean"
+    weighting: ClassVar[Weighting] = "none"
     records_velocity: ClassVar[bool] = False
     splits_guidance: ClassVar[bool] = False  # whether the loss combines the halves of guidance itself
 
@@ -61,14 +62,10 @@ class PolicyGradient(Method):
         steps = run.record_steps(
             batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
         )
-        steps = correct(run, self.weigh(run, steps), self.correction, self.log_prob)
+        steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, *self.networks())
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
-
-    def weigh(self, run: "Run", steps: "Items") -> "Items":
-        """Return the steps with weights in their advantages: here as they are."""
-        return steps
 
     def log_prob(self, v: Tensor, rows: RecordedSteps) -> Tensor:
         """Return the log-probability of each recorded step under a prediction, `[P]`."""
@@ -96,14 +93,7 @@ class Grpo(PolicyGradient, name="grpo"):
     clip_high: float = 1e-3
     form: Form = "density"  # type: ignore[misc]
     reduction: Reduction = "mean"  # type: ignore[misc]
-    weighting: Literal["none", "std_over_b"] = "none"
-
-    def weigh(self, run: "Run", steps: "Items") -> "Items":
-        """Return the steps with the weights of `weighting` in their advantages."""
-        if self.weighting == "none":
-            return steps
-        scale = step_scale(steps.rows.transition)
-        return steps.with_rows(signal=steps.rows.signal * scale / run.mean(steps, scale))
+    weighting: Weighting = "none"  # type: ignore[misc]
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""

@@ -557,31 +557,8 @@ def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        *(
-            grpo,
-            flash,
-            dance,
-            cps,
-            guard,
-            pref_grpo,
-            dppo,
-            ddpo,
-            nft,
-            sol_rl,
-            awm,
-            dpo,
-            dgpo,
-            crd,
-            tempflow,
-            gardo,
-            d3po,
-            alignprop,
-            raft,
-            sft,
-            distill,
-            dmd2,
-            tdm,
-        ),
+        *(grpo, flash, dance, cps, guard, pref_grpo, dppo, ddpo, nft, sol_rl, awm, dpo, dgpo, crd, tempflow, gardo, d3po),
+        *(alignprop, raft, sft, distill, dmd2, tdm),
         *(handwriting, words, edit_words),
     )
 }

@@ -42,7 +42,7 @@ RUN: dict[str, Sequence[Any]] = {
     "correction.mode": ("none", "truncate"),
     "passes.minibatches": (1, 2),
 }
-FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd")  # with policies that lag behind, which are LoRA adapters
+FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd", "gardo")  # with policies that lag behind, which are LoRA adapters
 Options = tuple[Any, ...]  # a method, a value of each of SAMPLING, then of each of RUN
 
 
