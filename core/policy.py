@@ -81,6 +81,21 @@ def noise_weighted_surrogate(
     return scale * std.to(loss.dtype) * loss, info
 
 
+def step_scale(transition: Transition) -> Tensor:
+    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d as the transition is.
+
+    The gradient of a plain surrogate in v is |b| / std times a standard-normal draw; times this it has the same size at
+    every step. Weights are the scale divided by its mean over a batch.
+
+    Args:
+        transition: coefficients of each pair's step, b not 0.
+
+    Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code has a table of it for one schedule.
+    """
+    dtype = compute_dtype("step_scale", b=transition.b, std=transition.std)
+    return transition.std.to(dtype) / transition.b.to(dtype).abs()
+
+
 def guard_surrogate(
     log_prob: PerSample,
     log_prob_old: PerSample,

@@ -4,7 +4,8 @@ Randomness is drawn from explicit keys (`core.random`). A key is split by foldin
 drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
 
     rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION,
-                                                          RENOISING, BACKPROP
+                                                          RENOISING, BACKPROP, REFILL; the round is folded into REFILL, and
+                                                          PROMPTS, SAMPLES into that
       sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
       noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
     evaluation    key(evaluate.SEED)                      EVALUATION_*
@@ -50,6 +51,7 @@ class Stream(IntEnum):
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
     RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
+    REFILL = "rollout", 14  # samples in place of others
     BACKPROP = "rollout", 20  # where the gradient of a reward flows: through how many of the last steps, or at which levels
     INITIAL = "sample", 0  # initial noise
     STEPS = "sample", 1  # noise of the steps
@@ -62,6 +64,7 @@ class Stream(IntEnum):
     PREFERENCE_PROMPTS = "preferences", 0
     PREFERENCE_SAMPLES = "preferences", 1
     EPOCHS = "order", 0
+    FURTHER = "order", 2  # the order of prompts that take the place of others
     SIZES = "order", 1  # the order of the prompts of one size; the number of the size is folded in
     PRETRAIN_PROMPTS = "pretraining", 0
     PRETRAIN_IMAGES = "pretraining", 1

@@ -148,7 +148,11 @@ class BatchOrder:
     def batch(self, number: int, count: int) -> list[int]:
         """Return the indices of the `count` prompts of a batch, whose number is from 0 on."""
         [(size, before)] = self.turns.after(number, 1)
-        return [self.members[size][place] for place in self.orders[size].places(before * count, count)]
+        return self.of_size(size, before * count, count)
+
+    def of_size(self, size: Size | None, first: int, count: int) -> list[int]:
+        """Return the indices of `count` prompts of a size, from number `first` of their order on."""
+        return [self.members[size][place] for place in self.orders[size].places(first, count)]
 
 
 def draw_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:

@@ -11,6 +11,8 @@ from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.gardo import Gardo
+from fluvial.engines.methods.gates import Doubt, Everywhere
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.kto import Kto
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
@@ -56,10 +58,13 @@ __all__ = [
     "Dgpo",
     "Distill",
     "Dmd2",
+    "Doubt",
     "Dpo",
     "Dppo",
     "EpochsConfig",
     "ErrorInfo",
+    "Everywhere",
+    "Gardo",
     "Grpo",
     "Guard",
     "Images",

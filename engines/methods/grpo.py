@@ -10,7 +10,7 @@ from torch import Tensor
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.methods.losses import StepKLConfig, correct
+from fluvial.engines.methods.losses import StepKLConfig, Weighting, correct, weigh
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -47,6 +47,7 @@ class PolicyGradient(Method):
     needs: ClassVar[Needs] = Needs(ratio=True)
     form: ClassVar[Form] = "density"
     reduction: ClassVar[Reduction] = "mean"
+    weighting: ClassVar[Weighting] = "none"
     records_velocity: ClassVar[bool] = False
     splits_guidance: ClassVar[bool] = False  # whether the loss combines the halves of guidance itself
 
@@ -64,7 +65,7 @@ class PolicyGradient(Method):
         steps = run.record_steps(
             batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
         )
-        steps = correct(run, steps, self.correction, self.log_prob)
+        steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, *self.networks())
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
@@ -85,6 +86,8 @@ class Grpo(PolicyGradient, name="grpo"):
         form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
             sum (nats).
+        weighting: Weight of each step's surrogate: none, or std_over_b (gradients of equal size, as in Flash-GRPO, arXiv
+            2605.15980, see `core.policy.step_scale`), whose mean over the steps that are learnt from is 1.
     """
 
     bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
@@ -93,6 +96,7 @@ class Grpo(PolicyGradient, name="grpo"):
     clip_high: float = 1e-3
     form: Form = "density"  # type: ignore[misc]
     reduction: Reduction = "mean"  # type: ignore[misc]
+    weighting: Weighting = "none"  # type: ignore[misc]
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""

@@ -12,7 +12,7 @@ from fluvial.core import gaussian
 from fluvial.core.checks import check_fields
 from fluvial.core.correction import rollout_weights
 from fluvial.core.gaussian import Reduction
-from fluvial.core.policy import PolicyInfo
+from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.step import KLWeight, kl_factor
 from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Follower, Networks, Start
@@ -24,6 +24,8 @@ from fluvial.kernels import velocity_error
 if TYPE_CHECKING:
     from fluvial.engines.run.batch import Items
     from fluvial.engines.run.run import Run
+
+Weighting = Literal["none", "std_over_b"]  # of the surrogate of a recorded step
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,14 @@ def correct(
     factor, info = rollout_weights(computed, known, mode=config.mode, threshold=config.threshold, level=config.level)
     run.log(correction=info)
     return steps.with_rows(log_prob_old=own, signal=steps.rows.signal * steps.look_up(factor))
+
+
+def weigh(run: "Run", steps: "Items", weighting: Weighting) -> "Items":
+    """Return recorded steps with the weights of a weighting in their signals, whose mean over the steps is 1."""
+    if weighting == "none":
+        return steps
+    scale = step_scale(steps.rows.transition)
+    return steps.with_rows(signal=steps.rows.signal * scale / run.mean(steps, scale))
 
 
 def fit_prediction(error: Tensor, v: Tensor, rows: Rows, kl: KLConfig) -> tuple[Tensor, ErrorInfo]:

@@ -50,7 +50,7 @@ class Raft(Method, name="raft"):
 
     def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read images that are compared with others of their caption, or with any."""
-        return run.sample(key) if self.compare == "rollout" else run.read(key, scored=True)
+        return super().collect(run, key) if self.compare == "rollout" else run.read(key, scored=True)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the best of each group."""

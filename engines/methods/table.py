@@ -22,6 +22,7 @@ from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.gardo import Gardo
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.kto import Kto
 from fluvial.engines.methods.mapo import Mapo
@@ -39,7 +40,7 @@ from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 BUILT_IN: tuple[type[Method], ...] = (
-    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, D3po, Spo),
+    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, Gardo, D3po, Spo),
     *(Nft, Awm, Dgpo, Crd, Raft, Sft, Dpo, Mapo, Kto),
     *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
 )

@@ -59,6 +59,7 @@ class Batch:
         version: number of updates of the weights that make them.
         rewards: rewards of all samples, once they are gathered.
         paired: whether the samples are pairs.
+        skipped: samples that add nothing to a loss that is averaged over them, bool `[B]` on the host; None skips none.
     """
 
     plan: RolloutPlan
@@ -71,6 +72,7 @@ class Batch:
     version: int = 0
     rewards: Rewards | None = None
     paired: bool = False
+    skipped: Tensor | None = None
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -281,6 +283,8 @@ class _Weights(NamedTuple):
         signal = batch.spread(ones if signal is None else signal)
         counted = batch.spread(ones if keep is None else keep).reshape(batch.share.batch, -1)
         computed = counted * (signal != 0).to(counted.dtype).reshape(len(counted), -1) if skip_zero else counted
+        if batch.skipped is not None:
+            computed = computed * ~batch.skipped[:, None]
         device = batch.trajectory.final.device
         weight, own = (to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal))
         return cls(weight, own, computed, counted)
@@ -304,6 +308,39 @@ def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, 
         own = own // batch.plan.group
         return fold_in(root, own), fold_in(root, torch.zeros_like(own))
     return fold_in(root, own), fold_in(root, own // batch.plan.per_pass) if noising.draw == "call" else None
+
+
+def replace_groups(
+    batch: Batch, plan: RolloutPlan, samples: SampleBatch, scoring: Scoring, groups: Sequence[int], held: SampleBatch
+) -> Batch:
+    """Return a batch with other samples of some groups in their slots, and their scores in place of the earlier ones.
+
+    Args:
+        plan: how these samples are made.
+        samples: this rank's samples of these groups, with repeats after them.
+        scoring: their scores, which are there.
+        groups: indices of the groups.
+        held: this rank's samples of the batch, whose conditioning is as long as that of `samples`.
+    """
+    slots, prompts = batch.share.slots, list(held.prompts)
+    slot_of = {number: slot for slot, number in enumerate(batch.plan.numbers)}
+    index = torch.arange(slots)
+    for row, number in enumerate(plan.numbers):
+        if number >= 0:
+            prompts[slot_of[number]], index[slot_of[number]] = samples.prompts[row], slots + row
+    places = to_device(index, held.trajectory.final.device)
+    tensors = [(each.cond, each.trajectory, each.thumbnails) for each in (held, samples)]
+    merged = optree.tree_map(lambda old, new: host_values.rows(host_values.join(old, new), places), *tensors)
+    assert batch.scoring is not None
+    replaced = torch.zeros(len(plan.asked), dtype=torch.bool)
+    replaced[list(groups)] = True
+    return replace(
+        batch,
+        plan=plan._replace(requests=batch.plan.requests._replace(prompts=prompts), numbers=batch.plan.numbers),
+        made=make_batch(SampleBatch(prompts, *merged)),
+        scoring=batch.scoring.replace(scoring, replaced.repeat_interleave(plan.group)),
+        rewards=None,
+    )
 
 
 def make_batch(samples: SampleBatch) -> Future[SampleBatch]:

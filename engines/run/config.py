@@ -21,7 +21,7 @@ from fluvial.engines.run.jobs.settings import (
     PipelineConfig,
 )
 from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_method
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import LoraConfig
 
@@ -141,6 +141,14 @@ class TrainConfig:
         if rollout.ahead and self.takes_ratios and not corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
+        groups = method.sampling.groups.kind
+        if rollout.ahead and groups != "all":
+            hint = f"`sampling.groups` {groups} waits for the rewards of a rollout before it makes the next samples"
+            yield UsageError("rollout.ahead", rollout.ahead, "0", hint)
+        if groups == "scouted" and (rollout.store is not None or rollout.source.startswith(REPLAYED)):
+            name, value = ("store", rollout.store) if rollout.store is not None else ("source", rollout.source)
+            hint = "a rollout is stored by its key, which scouts share with the samples that start as they do"
+            yield UsageError(f"rollout.{name}", value, "its default", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
         for field, network in self.networks.items():

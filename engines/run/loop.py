@@ -1,5 +1,6 @@
 """The loop of a run: collect a batch, score it, learn from it, and record what happened."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -67,9 +68,8 @@ class Loop:
         root = fold_in(key(self.config.seed), self.engine.updates)
         seconds: dict[str, float] = {}
         known = self.progress
-        lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
-        copies = replace(known, rewards=lists, multipliers={**known.multipliers}, numbers={**known.numbers})
-        self.finished = self.run.networks.updates, copies
+        copied = copy.deepcopy({name: getattr(known, name) for name in ("rewards", "multipliers", "state")})
+        self.finished = self.run.networks.updates, replace(known, **copied)
         self.run.notes = {}
         with self.time(seconds, "rollout"), naming_errors(self.method, "collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()

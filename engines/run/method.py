@@ -121,6 +121,7 @@ class Needs:
         candidates: samples need not go on from the states that are recorded (the window candidates).
         conditional: recorded steps may be trained on without the guidance that they were made with.
         off_schedule: networks are evaluated at noise levels off the sampling schedule, whatever the rows.
+        least_rewards: number of rewards without which it cannot learn.
         rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
     """
 
@@ -129,6 +130,7 @@ class Needs:
     candidates: bool = False
     conditional: bool = False
     off_schedule: bool = False
+    least_rewards: int = 0
     rewards: Literal["scores", "gradients"] | None = "scores"
 
 
@@ -182,6 +184,12 @@ class Method:
         if compares and sampling.group < 2:
             hint = f"{self.method_name} compares a sample with others of its group"
             yield UsageError("sampling.group", sampling.group, "at least 2", hint)
+        if sampling.groups.kind != "all" and (self.source is not None or self.needs.rewards != "scores"):
+            yield no_effect("sampling.groups", f"with {self.method_name} here, which compares no samples of a rollout")
+        if sampling.groups.kind == "refilled" and (advantage.history or advantage.floors):
+            name = "advantage.history" if advantage.history else "advantage.floors"
+            hint = "with it, samples of equal rewards have an advantage, and `sampling.groups` refilled replaces them"
+            yield UsageError(name, getattr(advantage, name.partition(".")[2]), "its default", hint)
         compared = sampling.window.count_compared(sampling.group)
         if 2 * advantage.extremes > compared:
             yield UsageError("advantage.extremes", advantage.extremes, f"at most half of the {compared} that are compared")
@@ -257,8 +265,8 @@ class Method:
         return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch: here samples of the policy."""
-        return run.sample(key)
+        """Return the next batch: here samples of the policy, of the groups that `sampling.groups` chooses."""
+        return self.sampling.groups.collect(run, key)
 
     def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
         """Yield each update on a batch: `passes.updates` of them."""

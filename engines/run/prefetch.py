@@ -23,7 +23,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
+from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError, UsageError
 from fluvial.engines.run.batch import Batch, RolloutPlan
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
@@ -60,12 +60,22 @@ class RunAhead(Run):
         """Number of updates before those on the batch that is collected."""
         return self.number * self.config.updates_per_rollout
 
-    def sample(self, key: Key) -> Batch:
+    def sample(self, key: Key, **chosen: Any) -> Batch:
         """Return samples that are made on the thread: reading them waits for it."""
+        if chosen:
+            raise self._refuse()
         plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
         batch = self._batch(plan, made=Future(), scoring=Scoring(self.runners.apart()), version=self.version)
         self.ask(batch)
         return batch
+
+    def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
+        """Raise UsageError: rewards are not waited for."""
+        raise self._refuse()
+
+    def _refuse(self) -> UsageError:
+        hint = "samples that rewards choose cannot be asked for ahead of them"
+        return UsageError("rollout.ahead", self.config.rollout.ahead, "0", hint)
 
 
 class Ahead:

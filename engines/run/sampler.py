@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import optree
@@ -21,7 +22,7 @@ from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import Images
-from fluvial.engines.sampling.config import Schedules
+from fluvial.engines.sampling.config import ReadingConfig, Schedules
 from fluvial.engines.sampling.diversity import thumbnails
 from fluvial.engines.sampling.generate import (
     Chunk,
@@ -90,7 +91,10 @@ class Sampler:
             self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
         seed = config.seed if config.data.seed is None else config.data.seed
         by_epoch = config.data.order == "epochs"
-        self._order = BatchOrder(self._known, order_key(seed), job.source_weights) if by_epoch else None
+        keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of those in their place
+        orders = [BatchOrder(self._known, key, job.source_weights) if by_epoch else None for key in keys]
+        self._order, self._further = orders
+        self._drafts: dict[int, Schedules] = {}  # by their number of steps
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
@@ -202,14 +206,24 @@ class Sampler:
             check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
         return found
 
-    def plan(self, root: Key, asked: list[Prompt], updates: int) -> RolloutPlan:
+    def plan(
+        self,
+        root: Key,
+        asked: list[Prompt],
+        updates: int,
+        *,
+        draft: ReadingConfig | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> RolloutPlan:
         """Return what to ask of the source for a rollout; every rank must take part.
 
         Args:
             asked: prompt of each group, or of each sample.
             updates: number of updates before those on this rollout.
+            draft: how samples are made that are scored alone, by default as the method's.
+            starts: index of each sample's initial noise, by default its own or that of its group.
         """
-        asked_for, sizes = self.method.sampling, self.job.sizes
+        asked_for, sizes = self.method.sampling if draft is None else draft, self.job.sizes
         ids, real = slots(asked_for.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // asked_for.batch] for i in ids]
@@ -218,14 +232,54 @@ class Sampler:
         padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *negative])
         trunk = asked_for.window.trunk(asked_for.steps, asked_for.group)
         initial_ids = [i // trunk for i in ids] if asked_for.shared_noise or asked_for.window.shares_start else None
+        initial_ids = initial_ids if starts is None else [starts[i] for i in ids]
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         shape = self.job.shape if size is None else sizes[size]
-        sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates)
+        sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
         levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
         transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
         per_pass = self.config.samples_per_pass
         return RolloutPlan(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
+
+    def replan(self, plan: RolloutPlan, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutPlan:
+        """Return what to ask for in place of some groups of a rollout, with other prompts; every rank must take part.
+
+        Each rank asks for its own samples, and fills up with repeats to as many as any rank has.
+
+        Args:
+            plan: the rollout, whose windows of noise stay.
+            groups: indices of the groups.
+            root: key of the rollout.
+            updates: number of updates before those on this rollout.
+            number: number of times that groups of this rollout have been replaced, with this one.
+        """
+        config, size, group = self.config, self.config.samples_per_pass, plan.group
+        root = fold_in(fold_in(root, Stream.REFILL), number)
+        asked = list(plan.asked)
+        prompts = self._further_prompts(root, asked[0].size, len(groups), updates, number)
+        for place, prompt in zip(groups, prompts, strict=True):
+            asked[place] = prompt
+        everyone = [place * group + i for place in groups for i in range(group)]
+        slots, rank = len(plan.numbers), self.world.data_rank
+        by_rank = [[i for i in everyone if i // slots == each] for each in range(self.world.data_size)]
+        count = -(-max(map(len, by_rank)) // size) * size
+        ids = [*by_rank[rank], *everyone[:1] * (count - len(by_rank[rank]))]
+        wanted = [asked[i // group] for i in ids]
+        own_starts = None
+        if plan.requests.initial_ids is not None:
+            trunk = self.method.sampling.window.trunk(self.method.sampling.steps, group)
+            own_starts = [i // trunk for i in ids]
+        requests = Requests(wanted, ids, fold_in(root, Stream.SAMPLES), own_starts)
+        padding, sampling = plan.padding, plan.sampling
+        if padding is not None:
+            negative = [config.method.sampling.guidance.negative] if self._guides else []
+            wider = self.texts.padding([*config.method.sampling.guidance.texts(self.job.model, wanted), *negative])
+            assert wider is not None
+            padding = max(padding, wider, key=lambda each: each.tokens)
+            sampling = replace(sampling, text_tokens=padding.tokens)
+        numbers = [*by_rank[rank], *[-1] * (count - len(by_rank[rank]))]
+        return plan._replace(asked=asked, requests=requests, sampling=sampling, numbers=numbers, padding=padding)
 
     def generate(
         self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
@@ -310,12 +364,35 @@ class Sampler:
         batch = draw_batch if config.data.order == "draws" else distinct_batch
         return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
 
-    def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
+    def _further_prompts(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
+        """Return prompts of a size that take the place of others, the same on every rank; for the rest see `replan`."""
+        config, sampling = self.config, self.method.sampling
+        if self._further is not None:
+            rounds = updates // config.updates_per_rollout * getattr(sampling.groups, "rounds", 1) + number - 1
+            return [self._known[place] for place in self._further.of_size(size, rounds * sampling.prompts, count)]
+        drawn = root
+        if config.data.seed is not None:
+            drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)
+        known = [prompt for prompt in self._known if prompt.size == size]
+        batch = draw_batch if config.data.order == "draws" else distinct_batch
+        return [known[place] for place in batch(known, fold_in(drawn, Stream.PROMPTS), count)]
+
+    def _schedules(self, draft: ReadingConfig | None) -> Schedules:
+        """Return the schedules of the method's samples, or of those that are scored alone."""
+        if draft is None or draft.steps == self.method.sampling.steps:
+            return self.schedules
+        made = Schedules(self.job.model, draft, self.world.device)
+        return self._drafts.setdefault(draft.steps, made)
+
+    def _sampling(
+        self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
+    ) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
-        config, rollout, asked, record = self.config, self.config.rollout, self.method.sampling, self.method.recorded
+        config, rollout, record = self.config, self.config.rollout, self.method.recorded if draft is None else None
+        asked = self.method.sampling if draft is None else draft
         stochastic, done = None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
-        schedule, sampler = self.schedules.of(shape)
+        schedule, sampler = self._schedules(draft).of(shape)
         if record is not None or not asked.sampler.is_deterministic:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(

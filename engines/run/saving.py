@@ -24,7 +24,7 @@ from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.gaming import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
-from fluvial.engines.run.record import Finder, as_record, with_absolute_paths
+from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
@@ -49,10 +49,10 @@ class Progress:
     max_log_ratio: float = 0.0  # largest |log ratio| of a first pass
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
+    state: dict[str, list[float]] = field(default_factory=dict)  # numbers of the method's own
     evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `scoring.floors`
-    numbers: dict[str, float] = field(default_factory=dict)  # moving averages of the method, see `Run.average`
 
 
 class Saver:
@@ -195,6 +195,9 @@ class Saver:
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
         saved, run = checkpoint.settings(path, world=self.world)
         saved = flat(migrate(saved))
+        if newer := fingerprint.keys() - saved.keys():  # settings that the run that saved it could not have changed
+            then = flat(as_record(with_absolute_paths(read_record(run))))
+            saved |= {name: then[name] for name in newer & then.keys()}
         places = Finder(Path(run["out"]), self.config.out)
         known = {name: saved[name] for name, value in fingerprint.items() if name in saved and saved[name] != value}
         fingerprint |= {name: value for name, value in known.items() if places.same(name, value, fingerprint[name])}
@@ -224,7 +227,7 @@ class Saver:
         if changed:
             self._say(f"resumed with {', '.join(changed)}: bits may differ")
         self._say(f"resumed {path} after update {self.engine.updates}")
-        known = {name: meta[name] for name in asdict(Progress())}
+        known = {name: meta[name] for name in asdict(Progress()) if name in meta}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
     def state(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.method import NoisedRows
+from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.tail import Tail
@@ -32,6 +33,9 @@ def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool =
         raise UsageError("method", method.method_name, "one that trains on recorded steps", own_levels)
     if recorded and config.evaluation_steps != sampling.steps:
         raise UsageError("evaluation.steps", config.evaluation.steps, "that of the rollout", own_levels)
+    groups = sampling.groups
+    if on_schedule and isinstance(groups, ScoutedGroups) and groups.steps != sampling.steps:
+        raise UsageError("sampling.groups.steps", groups.steps, f"that of the rollout, {sampling.steps}", own_levels)
     if recorded and config.evaluation_guidance != sampling.guidance:
         raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
     if on_schedule and sampling.window.tail != Tail():

@@ -14,6 +14,7 @@ from fluvial.engines import plugins
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.groups import AllGroups, Groups
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, Stochastic, isolate
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
@@ -78,6 +79,7 @@ class ReadingConfig:
     shared_noise: ClassVar[bool] = False
     sampler: ClassVar[SamplerChoice] = Ode()
     window: ClassVar[Window] = AllSteps()
+    groups: ClassVar[Groups] = AllGroups()
 
     def __post_init__(self) -> None:
         count = (1, 2**31)
@@ -111,17 +113,20 @@ class SamplingConfig(ReadingConfig):
         sampler: How steps are taken: `Stochastic`, `Ode` or `SaSolver`.
         window: Which steps take noise: `AllSteps`, `RandomWindow`, `ScatteredSteps`, `MovingWindow` or `Branches`; the
             others are ODE steps.
+        groups: Which groups are learnt from: `AllGroups`, `RefilledGroups` or `ScoutedGroups`.
     """
 
     group: int = 16
     shared_noise: bool = False  # type: ignore[misc]
     sampler: SamplerChoice = Stochastic()  # type: ignore[misc]
     window: Window = AllSteps()  # type: ignore[misc]
+    groups: Groups = AllGroups()  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_variant(self.sampler, SamplerChoice, "sampling.sampler")
         check_variant(self.window, Window, "sampling.window")
+        check_variant(self.groups, Groups, "sampling.groups")
         self.window.check(self.steps, self.group)
         sampler, window = self.sampler, self.window
         same = self.shared_noise and self.group > 1 and not sampler.eta
@@ -132,6 +137,8 @@ class SamplingConfig(ReadingConfig):
             raise UsageError("sampling.window", window.kind, "all", f"{sampler.kind} has no stochastic steps")
         if self.shared_noise and window.is_tree:
             raise no_effect("sampling.shared_noise", f"with `sampling.window` {window.kind}")
+        for problem in self.groups.problems(self):
+            raise problem
 
 
 @dataclass(frozen=True)

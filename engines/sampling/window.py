@@ -16,7 +16,7 @@ from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.tail import Tail
 
 # Scope of one draw of the steps.
-Draw = Literal["rollout", "call", "sample", "run"]
+Draw = Literal["rollout", "call", "group", "sample", "run"]
 # Stochastic steps: one set for all samples, or `[B, S]`, those of each sample.
 Steps = Collection[int] | Tensor
 # (ids of samples that are generated together) -> their stochastic steps
@@ -133,7 +133,7 @@ class _Drawn(_Range):
 
         if self.draw == "call":
             return lambda ids: torch.tensor([place(key, ids[0])] * len(ids))
-        root, size = (run, group) if self.draw == "run" else (key, 1)
+        root, size = run if self.draw == "run" else key, 1 if self.draw == "sample" else group
         return lambda ids: torch.tensor([place(root, i // size) for i in ids])
 
 
@@ -170,8 +170,8 @@ class RandomWindow(_Drawn):
         low: Index of the first step that the window may cover.
         high: Index after the last one; None is the end of the schedule.
         draw: Scope of one draw of the place: rollout (all samples), call (the `micro_batch` samples that are generated
-            together, as in Flow-GRPO-Fast's code), sample (verl-omni) or run (once per group, and kept for the whole run; an
-            older Flow-GRPO-Fast draws it once per GPU).
+            together, as in Flow-GRPO-Fast's code), group (Flash-GRPO), sample (verl-omni) or run (once per group, and kept
+            for the whole run; an older Flow-GRPO-Fast draws it once per GPU).
         share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
             the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
         tail: How the deterministic steps after the window are taken.
@@ -201,7 +201,7 @@ class ScatteredSteps(_Drawn):
         low: Index of the first step that may be drawn.
         high: Index after the last one; None is the end of the schedule.
         draw: Scope of one draw of the steps: rollout (all samples), call (the `micro_batch` samples that are generated
-            together), sample, or run (once per group, and kept for the whole run).
+            together), group, sample, or run (once per group, and kept for the whole run).
     """
 
     kind: ClassVar[str] = "scattered"

@@ -43,6 +43,31 @@ class Scoring:
                 self.collected = self.runners.collect(batch=batch, **({} if stop is None else {"stop": stop}))
         return self.collected
 
+    def replace(self, other: "Scoring", replaced: Tensor) -> "Scoring":
+        """Return scores with those of other samples in place of some; both are there.
+
+        Args:
+            replaced: which samples, of all ranks, bool `[B]`.
+        """
+        old, new = self.collected, other.collected
+        assert old is not None
+        assert new is not None
+        parts = {
+            name: {place: value for place, value in values.items() if not replaced[place]}
+            for name, values in old.parts.items()
+        }
+        for name, values in new.parts.items():
+            parts.setdefault(name, {}).update(values)
+        collected = Collected(
+            torch.where(replaced[:, None], new.scores, old.scores),
+            parts,
+            [*old.problems, *new.problems],
+            old.computed + new.computed,
+            old.waited + new.waited,
+            old.abandoned or new.abandoned,
+        )
+        return Scoring(self.runners, collected)
+
 
 class Rewards(NamedTuple):
     """The rewards of a rollout of B samples."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fluvial.engines import plugins
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.scoring.options import from_factory, make_reward, parse
+from fluvial.engines.scoring.pairwise import Pairwise
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import parse_weight
 from fluvial.engines.scoring.signature import CONDITIONS, find_condition, reward_problem, signature_of
@@ -29,7 +31,7 @@ def select(
             is no number.
     """
     found: dict[str, tuple[Reward, float]] = {}
-    makers = built_in()
+    makers = built_in(rewards)
     for text in names or list(rewards)[:1]:
         name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
         if name in found:
@@ -51,11 +53,14 @@ def select(
     return found
 
 
-def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
+def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
     """Return how each reward that is made of options is made, `(label, options) -> reward`, by name.
 
     A reward model is imported when it is made. Others are those of the tables that entry points of `fluvial.reward_makers`
     name, such as the clients of servers.
+
+    Args:
+        rewards: rewards of the job, which others may be made of.
     """
     from fluvial.models.rewards.table import REWARD_MODELS
 
@@ -70,7 +75,14 @@ def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
             raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{found.install}'")
         return from_factory(label, found.make, options)
 
+    def pairwise(label: str, options: Mapping[str, str]) -> Any:
+        def make(judge: str) -> Pairwise:
+            return Pairwise(judge, rewards)
+
+        return from_factory(label, make, options)
+
     return {
+        "pairwise": pairwise,
         **{name: partial(model, name) for name in REWARD_MODELS},
         **{name: partial(other, make) for table in plugins.load_all("reward_makers") for name, make in table.items()},
     }

@@ -232,13 +232,17 @@ class RewardRunners:
             runner.waiting = []
         self._begin()
 
-    def apart(self) -> Self:
+    def apart(self, group: int | None = None) -> Self:
         """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
 
         They are used on one thread at a time, but on another than these.
+
+        Args:
+            group: samples per group, by default as many as here.
         """
         other = copy.copy(self)
         other.runners = [runner.apart() for runner in self.runners]
+        other.group = self.group if group is None else group
         other._begin()
         return other
 

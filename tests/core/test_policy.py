@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.policy import PolicyInfo, clipped_surrogate, noise_weighted_surrogate
+from fluvial.core import gaussian
+from fluvial.core.policy import PolicyInfo, clipped_surrogate, noise_weighted_surrogate, step_scale
+from fluvial.core.sigmas import shifted
+from fluvial.core.transitions import bind
 
 advantages = st.floats(-5, 5).filter(lambda a: abs(a) > 1e-3)
 clips = st.floats(1e-3, 0.9)
@@ -112,3 +115,23 @@ def test_the_noise_weighted_surrogate_is_the_clipped_one_times_the_noise(
     held = (advantage > 0 and ratio > 1 + 2e-3) or (advantage < 0 and ratio < 1 - 1e-3)
     assert new.grad is not None
     assert float(new.grad) == pytest.approx(0.0 if held else -scale * std * advantage * ratio, rel=1e-9, abs=1e-300)
+
+
+def test_a_scale_takes_the_noise_of_a_step_out_of_its_gradient() -> None:
+    """Which is then the step's own draw, at the last levels as at the first."""
+    levels = shifted(12, 3.0).double()
+    step, z = bind("flow_sde", 0.7, levels)(levels[:-1], levels[1:]), normals(1, 12, 5)
+    x, v = normals(2, 12, 5), normals(3, 12, 5).requires_grad_()
+    x_next = (step.a[:, None] * x + step.b[:, None] * v + step.std[:, None] * z).detach()
+    log_prob = gaussian.log_prob(step, x, v, x_next)
+    loss, _ = clipped_surrogate(log_prob, log_prob.detach(), torch.ones(12).double(), clip_low=1, clip_high=1)
+    (gradient,) = torch.autograd.grad((step_scale(step) * loss).sum(), v)
+    assert_close(gradient.abs(), z.abs() / 5)
+
+
+def test_the_scale_is_that_of_the_table_of_flash_grpo() -> None:
+    """Of the first ten of 20 steps at shift 3, whose grid ends a little apart."""
+    levels = shifted(20, 3.0).double()
+    scale = step_scale(bind("wan_sde", 1.0, levels)(levels[:-1], levels[1:]))
+    assert (scale[1:] < scale[:-1])[:9].all()
+    assert_close(scale[[0, 1, 9]], torch.tensor([7.477, 7.041, 3.775]).double(), rtol=2e-3, atol=0)

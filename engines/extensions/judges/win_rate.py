@@ -3,7 +3,6 @@
 Source: Pref-GRPO, arXiv 2508.20751, and its repository's `fastvideo/rewards`; the VLM judge there is UnifiedReward-Think.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from itertools import combinations
@@ -17,6 +16,7 @@ from fluvial.engines.extensions.judges import images as wire
 from fluvial.engines.extensions.judges.batches import check_positive, in_batches
 from fluvial.engines.extensions.judges.vlm import FRAMES, PLACE, Chat, question_of
 from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.scoring.pairwise import win_rates
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Kind of sample by the name of its built-in question, as the VLM judge names it.
@@ -73,13 +73,7 @@ class WinRate:
             return [verdict(self.chat.ask(shown, question, max_tokens=self.max_tokens).text, KINDS[name])]
 
         won = in_batches(torch.arange(len(pairs)), [question] * len(pairs), compare, server=self.chat.server, batch=1)
-        wins, counts = torch.zeros(len(images)), torch.zeros(len(images))
-        for (first, second), value in zip(pairs, won.tolist(), strict=True):
-            if not math.isnan(value):
-                wins[first] += value
-                wins[second] += 1 - value
-                counts[[first, second]] += 1
-        return wins / counts  # NaN for 0 / 0
+        return win_rates(won, len(images))
 
 
 def verdict(text: str, kind: str) -> float:

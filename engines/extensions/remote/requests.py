@@ -196,6 +196,8 @@ def check_sglang(sampling: ReadingConfig, prediction: Prediction, *, autocast: b
     problem = next((f"{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
     if window.is_tree:
         problem = f"sampling.window is {window.kind}"
+    if sampling.groups.kind == "scouted":
+        problem = "sampling.groups is scouted"
     if sampling.sampler.kind not in SDE_TYPES:
         problem = f"sampling.sampler is {sampling.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
     if prediction != "velocity":

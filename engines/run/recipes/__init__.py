@@ -16,8 +16,10 @@ from fluvial.engines.methods import (
     D3po,
     Dgpo,
     Distill,
+    Doubt,
     Dpo,
     Dppo,
+    Gardo,
     Grpo,
     Guard,
     KLConfig,
@@ -26,6 +28,7 @@ from fluvial.engines.methods import (
     Nft,
     Raft,
     Sft,
+    StepKLConfig,
     TempFlow,
 )
 from fluvial.engines.named_models import MODELS
@@ -47,9 +50,10 @@ from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, 
 from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllSteps, FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -65,6 +69,20 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
     return of_published("flow_grpo/sd3.5-medium/ocr", model, method=Grpo(sampling=NOISIEST, advantage=BATCH, passes=TWO))
+
+
+def flash(model: str = HANDWRITING) -> TrainConfig:
+    """Flash-GRPO (arXiv 2605.15980): GRPO on one step, the same of all samples of a prompt, weighted by its noise.
+
+    Numbers of large models are those of the authors' run on Wan 2.1 1.3B: one of the first 10 of 20 steps, guidance 4.5, 96
+    samples. Its group of 4 is called effectively 2 in their code. On handwriting it is one of the six noisiest steps.
+    """
+    wan = SamplingConfig(
+        24, 4, 20, Guidance(4.5), sampler=Stochastic("wan_sde", eta=1.0), window=RandomWindow(1, high=10, draw="group")
+    )
+    method = Grpo(sampling=wan, advantage=AdvantageConfig(scale="batch", clip=5.0), weighting="std_over_b")
+    tuned = replace(method, sampling=replace(NOISIEST, window=RandomWindow(1, high=6, draw="group")), passes=TWO)
+    return of_model(model, method, tuned={"method": tuned, "optimizer.lr": 5e-4}, **{"optimizer.lr": 1e-4})
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -110,6 +128,27 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_published(
         "grpo_guard/sd3.5-medium/ocr", model, method=Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO)
+    )
+
+
+def pref_grpo(model: str = HANDWRITING) -> TrainConfig:
+    """Pref-GRPO (arXiv 2508.20751): the reward is how often a sample wins against the others of its group (`win_rate`).
+
+    Numbers of large models are those of the authors' run on FLUX.1-dev: GRPO-Guard's ratio, 25 steps from one noise per
+    group of 8, the first 60 % trained on, and rewards normalised one by one, `--rewards win_rate:url=URL=0.4 clipscore=0.6`;
+    prompts per rollout are assumed. On handwriting samples are compared by the characters that the recogniser reads.
+    """
+    sampling = SamplingConfig(64, 8, 25, shared_noise=True, sampler=Stochastic(eta=0.7))
+    advantage = AdvantageConfig(combine="gdpo")
+    return of_model(
+        model,
+        Guard(clip=1e-4, sampling=sampling, trained=FirstRecorded(0.6), advantage=advantage),
+        tuned={
+            "method": Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO),
+            "optimizer.lr": 5e-4,
+            "rewards": ("pairwise:judge=characters",),
+        },
+        **{"optimizer.lr": 1e-5},
     )
 
 
@@ -164,6 +203,26 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
         model,
         **ONE_UPDATE,
         method=Nft(beta=1.0, sampling=replace(ODE, sampler=Ode("dpmpp_2m")), advantage=BATCH, noising=NoisingConfig(each=4)),
+    )
+
+
+def sol_rl(model: str = HANDWRITING) -> TrainConfig:
+    """Sol-RL (arXiv 2604.06916): DiffusionNFT on the best and the worst of many initial noises, which quick scouts chose.
+
+    Numbers of large models are those of the authors' code for Sana: 96 scouts per prompt of 6 steps, 24 samples of 10 steps,
+    6 levels per sample. Their scouts compute in 4 bits, and these as the rollout does; learning rate and solver are assumed.
+    On handwriting 24 scouts of 4 steps choose 8 samples.
+    """
+    method = Nft(
+        beta=1.0,
+        sampling=SamplingConfig(48, 24, sampler=Ode("dpmpp_2m"), groups=ScoutedGroups()),
+        advantage=BATCH,
+        noising=NoisingConfig(each=6),
+        kl=KLConfig(coef=1e-4),
+    )
+    sampling = replace(method.sampling, prompts=16, group=8, groups=ScoutedGroups(24, 4))
+    return of_model(
+        model, method, tuned={**ONE_UPDATE, "method": replace(method, sampling=sampling, noising=NoisingConfig(each=4))}
     )
 
 
@@ -286,6 +345,24 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
             sampling=SamplingConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)), passes=TWO
         ),
     )
+
+
+def gardo(model: str = HANDWRITING) -> TrainConfig:
+    """GARDO (arXiv 2512.24138): diverse good samples count for more, and a KL holds those whose reward is doubted.
+
+    The first reward is learnt from; others, of which there is at least one, say where it is doubted. Numbers of large models
+    are those of the authors' run gardo/sd3.5-medium/ocr, whose features are DINOv3's, and here thumbnails (features). On
+    handwriting a second reward is a density of real digits.
+    """
+    method = Gardo(
+        sampling=SamplingConfig(48, 24, guidance=Guidance(4.5), sampler=Stochastic(eta=0.7)),
+        trained=FirstRecorded(0.89),
+        passes=TWO,
+        kl=StepKLConfig(coef=0.04, weight="exact"),
+        gate=Doubt(),
+    )
+    tuned = replace(method, sampling=NOISIEST, trained=AllRecorded(), clip_low=1e-3, clip_high=1e-3)
+    return of_model(model, method, tuned={"method": tuned, "rewards": ("characters", "likeness"), "optimizer.lr": 5e-4})
 
 
 def d3po(model: str = UNET) -> TrainConfig:
@@ -425,8 +502,9 @@ def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        *(grpo, dance, cps, guard, dppo, ddpo, tempflow, densegrpo, tpgrpo, branchgrpo, d3po, spo, lpo),
-        *(nft, awm, dgpo, crd, raft, sft, dpo, mapo, kto),
+        *(grpo, flash, dance, cps, guard, pref_grpo, dppo, ddpo, tempflow, densegrpo, tpgrpo, branchgrpo, gardo),
+        *(d3po, spo, lpo),
+        *(nft, sol_rl, awm, dgpo, crd, raft, sft, dpo, mapo, kto),
         *(alignprop, adjoint, refl, srpo, distill, opd, dmd2, rtdmd, tdm, tdm_r1),
         *(handwriting, words, edit_words),
     )

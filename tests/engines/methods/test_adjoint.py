@@ -94,7 +94,7 @@ def test_the_largest_losses_add_nothing(one: World) -> None:
     records = [trained.rollout(), trained.rollout()]
     sizes = [table.sqrt().flatten() for table in seen]
     first, second = (size.quantile(0.5) for size in sizes)
-    assert trained.trainer.progress.numbers == pytest.approx({"adjoint": float(0.9 * first + 0.1 * second)})
+    assert trained.trainer.progress.state == {"adjoint": [pytest.approx(float(0.9 * first + 0.1 * second))]}
     for size, bound, info in zip(sizes, (first, 0.9 * first + 0.1 * second), trained.infos, strict=True):
         assert info.loss == pytest.approx(float((size**2 * (size < bound)).mean()), rel=1e-4)
     assert [record["pairs"] for record in records] == [24, 24]

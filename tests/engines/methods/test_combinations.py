@@ -42,7 +42,8 @@ RUN: dict[str, Sequence[Any]] = {
     "correction.mode": ("none", "truncate"),
     "passes.minibatches": (1, 2),
 }
-FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd", "tdm-r1")  # with policies that lag behind, which are LoRA adapters
+# With policies that lag behind, which are LoRA adapters.
+FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd", "tdm-r1", "gardo")
 Options = tuple[Any, ...]  # a method, a value of each of SAMPLING, then of each of RUN
 
 

@@ -126,6 +126,7 @@ PARTS: dict[str, str] = {
     **dict.fromkeys(("raft", "sft"), "sampling noising passes kl"),
     **dict.fromkeys(("dpo", "mapo", "kto"), "sampling noising passes"),
     **dict.fromkeys(("d3po", "spo"), "sampling trained passes"),
+    "gardo": "sampling trained passes kl",
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
     "adjoint": "sampling trained passes",

@@ -139,6 +139,23 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
         assert torch.equal(update.items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
 
 
+def test_steps_are_weighted_by_their_noise(one: World, tmp_path: Path) -> None:
+    """Relative to the mean over those that are learnt from, in their advantages."""
+    rollout = replace(STEPS, prompts=4, group=2, window=RandomWindow(1, draw="group"))
+    plain, weighted = (
+        Spied(
+            tiny.config(tmp_path, sampling=rollout, method=Grpo(weighting=each), seed=3, **{"engine.micro_batch": 8}),
+            one,
+        )
+        for each in ("none", "std_over_b")
+    )
+    plain.rollout(), weighted.rollout()
+    before, after = plain.updates[0].items, weighted.updates[0].items
+    scale = after.transition.std / after.transition.b.abs()
+    torch.testing.assert_close(after.signal, before.signal * scale / scale.mean())
+    assert len(scale.unique()) > 1
+
+
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
     run = Spied(
@@ -248,10 +265,12 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
     """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
     one, two = (launch.on_ranks(size, "workers.objective_ranks:rollouts", tmp_path)[0] for size in (1, 2))
     assert list(one) == list(two)
-    assert len(one) == 25
+    assert len(one) == 29
+    assert one["refilled"]["refill"]["replaced"] > one["refilled"]["refill"]["flat"] > 0
     for name, alone in one.items():
         both = two[name]
         assert alone["reward"] == both["reward"], name
+        assert alone["refill"] == both["refill"], name
         assert alone["pairs"] == both["pairs"], name
         assert alone["correction"] == pytest.approx(both["correction"], rel=1e-5), name
         for first, second in zip(alone["gradients"], both["gradients"], strict=True):

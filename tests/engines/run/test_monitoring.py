@@ -57,8 +57,8 @@ def row(values: Tensor, parts: Tensor | None, *, pad: int = 0, micro_batch: int 
     found = Diagnostics(real, parts)
     for start in range(0, held + pad, micro_batch):
         rows = slice(start, start + micro_batch)
-        found.add(Info(*filled[:, rows]), rows)
-    return found, found.row(torch.tensor(0.5), [100.0, 200.0]).tolist()
+        found.add(Info(*filled[:, rows]), rows, torch.tensor(0.5 * (start == 0)), 0)
+    return found, found.row([100.0, 200.0]).tolist()
 
 
 def test_diagnostics_by_part_are_those_of_the_loop_one_would_write() -> None:

@@ -43,14 +43,24 @@ DPM = "--sampling.sampler ode --sampling.sampler.solver dpmpp_2m "
 # What the papers and their published code have, of each recipe.
 PUBLISHED: dict[str, str] = {
     "grpo": FLOW_GRPO + "--passes.minibatches 2",
+    "flash": "--sampling.sampler wan_sde --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 4.5 "
+    "--sampling.group 4 --sampling.window random --sampling.window.size 1 --sampling.window.high 10 --sampling.window.draw "
+    "group --clip-low 1e-3 --kl.coef 0 "
+    "--advantage.scale batch --advantage.clip 5 --weighting std_over_b --optimizer.lr 1e-4",
     "dance": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.group 12 --sampling.shared-noise "
     "--kl.coef 0 --trained random --trained.fraction 0.6 --sampling.window all --sampling.window.high 15 --train full "
     "--optimizer.lr 1e-5",
     "cps": "--sampling.sampler cps --sampling.sampler.eta 0.8 --sampling.window.size 3 --form unscaled --kl.coef 0",
     "guard": "--sampling.sampler flow_sde --trained first --clip 2e-6 --optimizer.lr 1e-4 --advantage.scale group",
+    "pref-grpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 25 --sampling.group 8 --clip 1e-4 "
+    "--sampling.shared-noise --trained first --trained.fraction 0.6 --advantage.combine gdpo --kl.coef 0 "
+    "--optimizer.lr 1e-5",
     "dppo": "--sampling.sampler flow_sde --kl-threshold 1e-5",
     "ddpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5",
     "nft": DPM + "--beta 1 --old linear --old.unit updates --noising.each 9 --kl.coef 1e-4",
+    "sol-rl": DPM
+    + "--beta 1 --sampling.prompts 48 --sampling.group 24 --sampling.groups scouted --sampling.groups.scouts 96 "
+    "--sampling.groups.steps 6 --sampling.steps 10 --noising.each 6 --kl.coef 1e-4 --advantage.scale batch",
     "awm": "--weighting ghuber --clip-low 1 --sampling.steps 14 --sampling.prompts 72 --kl.coef 1e-3 --kl.ema-coef 1 "
     "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels "
     "stratified --noising.each 6",
@@ -78,6 +88,10 @@ PUBLISHED: dict[str, str] = {
     "lpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 5 --beta 500 "
     "--eps 0.1 --sampling.window candidates --sampling.window.samples 4 --sampling.window.low 0 --margin noise "
     "--margin.low 0.35 --margin.high 0.5 --optimizer.lr 6e-5 --lora.rank 4",
+    "gardo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.guidance.scale 4.5 "
+    "--sampling.prompts 48 --sampling.group 24 --trained first --trained.fraction 0.89 --passes.minibatches 2 "
+    "--clip-low 1e-4 --kl.coef 0.04 --kl.weight exact --gate doubt --gate.share 0.1 --gate.window 20 --gate.least 0.02 "
+    "--gate.most 0.2 --reset-kl 3e-4 --reset-after 15 --adv-clip 5 --optimizer.lr 3e-4",
     "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
@@ -251,12 +265,15 @@ def test_help_lists_the_recipes_with_their_papers(fluvial: Any) -> None:
 
 OWN: dict[str, tuple[str, Any]] = {
     "grpo": ("--clip-low", 0.2),
+    "flash": ("--weighting", "none"),
     "dance": ("--trained.fraction", 0.5),
     "cps": ("--form", "unscaled"),
     "guard": ("--clip", 0.3),
+    "pref-grpo": ("--clip", 0.3),
     "dppo": ("--kl-threshold", 0.1),
     "ddpo": ("--sampling.sampler.eta", 0.5),
     "nft": ("--old.cap", 0.9),
+    "sol-rl": ("--sampling.groups.scouts", 32),
     "awm": ("--weighting", "t2"),
     "dpo": ("--preferences", Path("folder")),
     "mapo": ("--snr", 1.0),
@@ -269,6 +286,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "branchgrpo": ("--sampling.window.children", 4),
     "spo": ("--margin.size", 0.2),
     "lpo": ("--margin.low", 0.2),
+    "gardo": ("--gate.doubted", "underrated"),
     "d3po": ("--eps", 0.2),
     "alignprop": ("--last", 3),
     "adjoint": ("--scale", 7.0),

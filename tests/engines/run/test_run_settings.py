@@ -125,14 +125,14 @@ def test_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     assert any(b - a > 1 for a, b in (batch.trajectory.steps[0].tolist() for batch in made))
 
 
-@pytest.mark.parametrize("draw", ["call", "sample"])
-def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
-    """Samples that are generated together share a window, or none do."""
+@pytest.mark.parametrize(("draw", "size"), [("call", 4), ("sample", 4), ("group", 4), ("group", 2)])
+def test_windows_of_a_call_of_a_group_or_of_a_sample(one: World, tmp_path: Path, draw: Any, size: int) -> None:
+    """Samples that are generated together share a window, or those of a prompt, or none do."""
     rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
-    made = rollouts(one, tmp_path, sampling=rollout, updates=4, **{"engine.micro_batch": 4})
+    made = rollouts(one, tmp_path, sampling=rollout, updates=4, **{"engine.micro_batch": size})
     steps = torch.cat([batch.trajectory.steps for batch in made]).unflatten(0, (-1, 4))
     assert len(steps.unique()) > 1
-    assert ((steps == steps[:, :1]).all()) == (draw == "call")
+    assert ((steps == steps[:, :1]).all()) == (draw != "sample")
 
 
 def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
     given = ["--prompts", folder / "prompts.jsonl", "--rewards", "measured:height", "--sampling.group", 2]
     sampling, levels = Sampler._sampling, dict[tuple[int, ...], list[float]]()
 
-    def noted(self: Sampler, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
-        made = sampling(self, root, tokens, shape, updates)
+    def noted(self: Sampler, root: Any, tokens: int | None, shape: tuple[int, ...], *rest: Any) -> Any:
+        made = sampling(self, root, tokens, shape, *rest)
         levels[shape] = made.schedule.levels.tolist()
         return made
 

@@ -26,6 +26,7 @@ from fluvial.core import (
     dpo,
     ema,
     flow_matching,
+    gardo,
     gaussian,
     guidance,
     nft,
@@ -319,6 +320,21 @@ ROWS = (
         "half of the pair's loss",
     ),
     FunctionCall("dpo.best_and_worst", partial(dpo.best_and_worst, group=GROUP), "reward", still="all"),
+    FunctionCall(
+        "gardo.diverse_advantages",
+        lambda reward, rewards: gardo.diverse_advantages(reward, rewards, torch.zeros_like(GROUP)),
+        "reward rewards",
+    ),
+    *(
+        FunctionCall(
+            f"gardo.rank_doubt {doubted}",
+            lambda reward, rewards, doubted=doubted: gardo.rank_doubt(reward, rewards, doubted=doubted),
+            "reward rewards",
+            still="all",
+        )
+        for doubted in gardo.DOUBTED
+    ),
+    FunctionCall("gardo.doubt_gate", lambda reward: gardo.doubt_gate(reward, share=0.5), "reward", still="all"),
     FunctionCall("ema.init", lambda x: ema.init({"w": x}), "x", still="all"),
     FunctionCall("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
     FunctionCall("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
@@ -383,6 +399,7 @@ ROWS = (
     FunctionCall(
         "policy.noise_weighted_surrogate", policy.noise_weighted_surrogate, f"{PAIRS} std", CLIPS | {"scale": 1.7}, held=INFO
     ),
+    FunctionCall("policy.step_scale", _step(policy.step_scale), "a b std", still="a"),
     FunctionCall(
         "policy.guard_surrogate",
         _policy(policy.guard_surrogate, "v", "v_old", "dt"),

@@ -15,7 +15,7 @@ from fluvial.core.random import key
 from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.methods import NoiseMargin
+from fluvial.engines.methods import Doubt, NoiseMargin
 from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
@@ -25,6 +25,7 @@ from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
@@ -178,6 +179,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
     half = {"rollout.autocast": True}
     return {
         "grpo": grpo(),
+        "grpo-weighting": grpo(replace(SDE, window=RandomWindow(1, high=3, draw="group")), weighting="std_over_b"),
         "grpo-epochs": run(
             o.Grpo(clip_low=1e-4, clip_high=1e-4),
             SDE,
@@ -218,6 +220,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "tpgrpo": run(o.TurningPointGrpo(), replace(SDE, sampler=Stochastic("cps", 0.7), window=AllSteps(high=3))),
         "branchgrpo": run(o.BranchGrpo(), replace(SDE, window=Splits((0, 2), high=3)), **{"passes.minibatches": 2}),
         "spo": run(o.Spo(beta=100.0, margin=NoiseMargin(0.01, 0.02)), replace(SDE, window=Candidates(4, low=1, high=3))),
+        "gardo": run(o.Gardo(gate=Doubt(), reset_after=1), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=(str(BASE),)), replace(SDE, prompts=12, group=1), **FULL),
@@ -244,6 +247,7 @@ def sampling_cases() -> dict[str, TrainConfig]:
         "window-tail": replace(SDE, steps=6, window=flash),
         "window-scattered": replace(SDE, window=ScatteredSteps(2, high=3, draw="call")),
         "window-moving": replace(SDE, window=MovingWindow(1, high=3)),
+        "groups-refilled": replace(SDE, groups=RefilledGroups()),
         "window-branches": replace(SDE, group=8, window=Branches(size=1, samples=4, high=2)),
         "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7)),
         "sampler-dance": replace(SDE, sampler=Stochastic("dance_sde", 0.3)),
@@ -270,6 +274,7 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
     coupled = replace(ODE, guidance=Guidance(3.0, update="conditional"))
     averaged = {"kl.coef": 0.1, "kl.ema_coef": 1.0, "kl.ema_rise": 0.1}
     return {
+        "groups-scouted": nft(replace(ODE, groups=ScoutedGroups(9, 2))),
         "nft": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
         "nft-kl": nft(**KL, **{"passes.minibatches": 1}),
         "nft-delayed": run(o.Nft(old=LinearOld(rise=0.2, delay=1, unit="updates")), ODE, noising=NOISED, rollouts=3),
@@ -413,6 +418,9 @@ def cases(folder: Path) -> dict[str, Case]:
         "distill-sources": Case(
             run(o.Distill(teacher=(f"even={BASE}", f"odd={BASE}"), guidance=("odd=2",), match="sample_mse"), SINGLE, **KL),
             job_of_sources,
+        ),
+        "resumed-gardo": Case(
+            run(o.Gardo(gate=Doubt(window=2), reset_after=2), SDE, rollouts=4, **{"passes.minibatches": 2}), way="resumed"
         ),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(

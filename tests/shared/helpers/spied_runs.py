@@ -31,6 +31,7 @@ class Spied(tiny.Run):
         super().__init__(config, world, job)
         self.trajectories: list[Trajectory] = []
         self.updates: list[Update] = []
+        self.record: dict[str, Any] = {}  # of the last rollout, where a test notes it
         self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
         trainer = self.trainer
         optimize, learn, pair_up = trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up

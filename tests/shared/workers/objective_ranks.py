@@ -9,7 +9,7 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import ConstantMargin
+from fluvial.engines.methods import ConstantMargin, Doubt
 from fluvial.engines.methods.table import (
     AdjointMatching,
     Awm,
@@ -18,6 +18,8 @@ from fluvial.engines.methods.table import (
     Distill,
     Dmd2,
     Dpo,
+    Gardo,
+    Grpo,
     Guard,
     Kto,
     Mapo,
@@ -34,9 +36,10 @@ from fluvial.engines.methods.table import (
 )
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, Candidates, RandomRecorded, Splits
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, Candidates, RandomRecorded, RandomWindow, Splits
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -75,6 +78,22 @@ RUNS: dict[str, dict[str, Any]] = {
         "sampling": replace(STEPS, window=Candidates(4, low=1)),
         "train": "lora",
     },
+    "flash": {
+        "sampling": replace(STEPS, window=RandomWindow(1, draw="group")),
+        "method": Grpo(weighting="std_over_b"),
+        "passes.minibatches": 2,
+        "updates": 2,
+    },
+    "gardo": {
+        "sampling": STEPS,
+        "method": Gardo(gate=Doubt(share=0.2)),
+        "rewards": ("brightness", "contrast"),
+        "train": "lora",
+        "passes.epochs": 2,
+        "updates": 2,
+    },
+    "refilled": {"sampling": replace(STEPS, prompts=2, group=6, groups=RefilledGroups(2, 0.1))},
+    "scouted": {"method": Nft(), "sampling": replace(ODE, groups=ScoutedGroups(9, 2)), "train": "lora"},
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 
@@ -97,6 +116,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
         record = trained.rollout()
         result[name] = {
             "reward": record.get("reward"),
+            "refill": record.get("refill"),
             "pairs": record["pairs"],
             "correction": record.get("correction", {}),
             "gradients": gradients,

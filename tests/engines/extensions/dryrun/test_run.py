@@ -47,9 +47,10 @@ def recipe(name: str) -> TrainConfig:
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_runs(name: str, ranks: int) -> None:
-    """With one read-back per update, no blocking copy, and one read per rollout, of how diverse its samples are."""
+    """With one read-back per update (GARDO reads features), no blocking copy, and one read of how diverse samples are."""
     with simulations() as found:
-        check(dry_run(recipe(name), ranks=ranks), updates={"dmd2": 6, "tdm": 2, "adjoint": 2}.get(name, 1))
+        reads = {"dmd2": [6], "tdm": [2], "rtdmd": [2], "tdm-r1": [3], "gardo": [1, 1]}.get(name, [1])
+        check(dry_run(recipe(name), ranks=ranks), reads=reads)
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
 

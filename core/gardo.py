@@ -1,0 +1,91 @@
+"""GARDO: advantages that favour diverse good samples, and a KL of the samples alone whose reward is doubted."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core.advantages import group_advantages
+from fluvial.core.checks import can_look, check_choice, check_number, compute_dtype
+from fluvial.core.types import Ids, PerSample
+
+Doubted = Literal["overrated", "underrated"]
+DOUBTED: tuple[Doubted, ...] = ("overrated", "underrated")
+
+
+def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSample:
+    """Return advantages that are larger for good samples unlike the others of their group, `[B]`.
+
+        A_i = (r_i - mean_g) d_i / mean_g(d)  where r_i >= mean_g, else r_i - mean_g
+        d_i = min over the others j of the group of 1 - cos(f_i, f_j)
+
+    d_i / mean_g(d) is 1 where all features of a group are the same, and in a group of one.
+
+    Args:
+        reward: `[B]`.
+        features: features f of each sample, `[B, D]`.
+        group: group of each sample, `[B]` integers.
+
+    Source: GARDO, arXiv 2512.24138, and its code; no standard deviation divides.
+    """
+    centred = group_advantages(reward, group, scale="none")
+    if features.ndim != 2 or len(features) != len(reward):
+        raise ValueError(f"diverse_advantages: features have shape {list(features.shape)}, expected [{len(reward)}, D]")
+    unit = torch.nn.functional.normalize(features.to(torch.float64), dim=1)
+    same = group[:, None] == group
+    others = same & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)
+    far = torch.where(others, 1 - unit @ unit.T, torch.inf).amin(1).clamp(min=0)
+    far = torch.where(others.any(1), far, torch.zeros_like(far))
+    mean = (same.to(far.dtype) @ far) / same.sum(1)
+    alike = mean < 1e-12  # rounding of a cosine of 1
+    factor = torch.where(alike, torch.ones_like(far), far / torch.where(alike, torch.ones_like(mean), mean))
+    return centred * torch.where(centred < 0, torch.ones_like(far), factor).to(centred.dtype)
+
+
+def rank_doubt(reward: PerSample, others: Tensor, *, doubted: Doubted = "overrated") -> PerSample:
+    """Return how far a reward's ranks of a batch disagree with those of other rewards, `[B]` in (-1, 1).
+
+        u_i = (mean over the others k of rank_k(i) - rank(i)) / B        overrated; minus that: underrated
+
+    The best sample has rank 1, equal ones have the mean of theirs; u sums to 0. Overrated is above 0 for a sample that the
+    reward ranks better than the others do.
+
+    Args:
+        reward: the reward that is learnt from, `[B]`.
+        others: the other rewards, `[B, K]`, K at least 1.
+        doubted: which samples have u above 0, see above.
+
+    Source: GARDO, arXiv 2512.24138. Its text doubts overrated samples; in its code u is above 0 for underrated ones.
+    """
+    check_choice("rank_doubt", "doubted", doubted, DOUBTED)
+    dtype = compute_dtype("rank_doubt", reward=reward, others=others)
+    if others.ndim != 2 or len(others) != len(reward) or not others.shape[1]:
+        raise ValueError(f"rank_doubt: others have shape {list(others.shape)}, expected [{len(reward)}, K] with K above 0")
+    columns = torch.cat([reward.to(dtype)[:, None], others.to(dtype)], dim=1)
+    above, equal = (columns[None] > columns[:, None]), (columns[None] == columns[:, None])
+    rank = above.sum(1).to(dtype) + (equal.sum(1).to(dtype) + 1) / 2
+    doubt = (rank[:, 1:].mean(1) - rank[:, 0]) / len(reward)
+    return doubt if doubted == "overrated" else -doubt
+
+
+def doubt_gate(doubt: PerSample, *, share: float) -> PerSample:
+    """Return 1 for the samples whose doubt is among the largest, else 0, `[B]`.
+
+    A sample is among them if its doubt is not below the (1 - share) quantile of those that are 0 or more.
+
+    Args:
+        doubt: `rank_doubt`, `[B]`.
+        share: share of the samples of a doubt of 0 or more, in (0, 1]; 1 is all of these.
+
+    Source: GARDO, arXiv 2512.24138; its code has above in place of not below.
+    """
+    check_number("doubt_gate", "share", share, low=1e-12, high=1)
+    dtype = compute_dtype("doubt_gate", doubt=doubt)
+    if can_look(doubt) and not torch.isfinite(doubt).all():
+        raise ValueError("doubt_gate: doubt is not finite")
+    known = doubt >= 0
+    ordered, last = torch.sort(torch.where(known, doubt.to(dtype), torch.inf)).values, (known.sum() - 1).clamp(min=0)
+    place = (1 - share) * last.to(dtype)  # torch.nanquantile has no rule for vmap
+    below, above = (ordered.gather(0, bound(place).long()[None]) for bound in (torch.floor, torch.ceil))
+    threshold = below + (place - place.floor()) * torch.where(below == above, torch.zeros_like(above), above - below)
+    return (doubt.to(dtype) >= threshold).to(dtype)

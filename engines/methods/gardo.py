@@ -1,0 +1,120 @@
+"""GARDO: GRPO that favours diverse good samples, and stays near a reference where its reward is doubted."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fluvial.core.gardo import diverse_advantages
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.random import Key
+from fluvial.engines.choices import check_variant
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.methods.gates import Doubt, Everywhere, Gate
+from fluvial.engines.methods.losses import StepKLConfig
+from fluvial.engines.run.declared import Follower, Networks
+from fluvial.engines.run.method import Method, Needs, PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.window import AllRecorded, Trained
+from fluvial.kernels import policy_loss
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Gardo(Method, name="gardo"):
+    """GARDO's loss: a clipped surrogate of diverse advantages, and a KL of some samples (arXiv 2512.24138).
+
+    The first reward is learnt from; others say where it is doubted. The reference is a copy of the policy.
+
+    Args:
+        sampling: How samples are made.
+        trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
+        passes: How often a batch is learnt from.
+        kl: KL to the reference, as a mean over the samples that have it.
+        gate: Samples that have it: `Everywhere` or `Doubt`.
+        reset_kl: KL, in nats per dimension, above which the policy becomes the reference.
+        reset_after: Number of batches after which it becomes it at the latest.
+        features: Features whose distance in a group is diversity: thumbnails, or a function of (images, prompts) as
+            module:name; GARDO's are those of DINOv3.
+        adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
+        clip_low: Lower half-width of the clip of the ratio.
+        clip_high: Upper half-width of the clip.
+    """
+
+    bounds: ClassVar = {
+        **{"clip_low": (0, 1), "clip_high": (0, math.inf), "adv_clip": (1e-12, math.inf)},
+        **{"reset_kl": (0, math.inf), "reset_after": (1, 2**31)},
+    }
+    sampling: SamplingConfig = SamplingConfig()
+    trained: Trained = AllRecorded()
+    passes: PassesConfig = PassesConfig()
+    kl: StepKLConfig = StepKLConfig(coef=0.04)
+    gate: Gate = Everywhere()
+    reset_kl: float = 3e-4
+    reset_after: int = 15
+    features: str = "thumbnails"
+    adv_clip: float = 5.0
+    clip_low: float = 1e-4
+    clip_high: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_variant(self.gate, Gate, "gate")
+        super().__post_init__()
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Compare the first reward with others, where it may be doubted."""
+        return Needs(ratio=True, least_rewards=2 if isinstance(self.gate, Doubt) else 1)
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if not self.kl.coef:
+            yield UsageError("kl.coef", 0, "above 0", "gardo compares with a reference")
+        if self.kl.guidance is not None:
+            yield no_effect("kl.guidance", "with gardo, whose reference is a copy of the policy")
+
+    def networks(self) -> Networks:
+        """Keep a copy of the policy: the reference, which moves where `learn` says so."""
+        return {**self.kl.networks(), "ref": Follower(lambda rollouts, updates: 1.0)}
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Climb the surrogate of every recorded step, near the reference where the gate says so."""
+        assert batch.rewards is not None
+        scores = batch.rewards.scores[batch.kept]
+        advantage = diverse_advantages(scores[:, 0], run.features(batch, self.features), batch.group)
+        advantage, chosen = advantage.clamp(-self.adv_clip, self.adv_clip), self.gate.choose(run.state, scores)
+        run.log(advantage=advantage.clone(), gate={"share": float(chosen.mean())})
+        steps = run.record_steps(batch, key, advantage, trained=self.trained, keep=torch.ones_like(advantage))
+        share = batch.spread(chosen / chosen.mean().clamp(min=1e-12))  # so that the mean of the KL is that of the chosen
+        steps = steps.with_rows(context=steps.look_up(share[:, None].expand(steps.used.shape)))
+        for part in run.minibatches(steps, key, self.passes):
+            info = run.update(run.predict(part, *self.networks()), self.loss)
+            yield info
+        age = run.state.get("age", [0.0])[0] + 1
+        if info.mean["kl_ref"] > self.reset_kl or age > self.reset_after:
+            run.copy_policy("ref")
+            age = 0.0
+        run.state["age"] = [age]
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
+        """Return `kernels.policy_loss` of the recorded steps, with the KL of the chosen samples."""
+        share, rule = rows.context, self.sampling.sampler.rule
+        assert share is not None
+        kl: dict[str, Any] = {"v_ref": rows.predictions["ref"], "kl_coef": self.kl.coef * share, "dt": rows.dt}
+        clips: dict[str, Any] = {
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "kl_weight": self.kl.weight_of(rule),
+        }
+        pairs: dict[str, Any] = {"log_prob_old": rows.log_prob_old, "advantage": rows.signal}
+        loss, info = policy_loss(rows.transition, rows.x, v, rows.x_next, **pairs, **clips, **kl)
+        return self.kl.add_ema_of_steps(loss, v, rows, rule, "mean"), info._replace(kl_ref=info.kl_ref * share)

@@ -1,0 +1,135 @@
+"""GARDO in a run: whose KL counts, when the policy becomes the reference, and what a checkpoint holds."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, STEPS, Spied
+from torch import Tensor
+
+from fluvial.core.gardo import diverse_advantages, doubt_gate, rank_doubt
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods import AdvantageConfig, Doubt, Gardo, Grpo, StepKLConfig
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.trainer import Trainer
+
+NEVER: dict[str, Any] = {"reset_kl": 1e9, "reset_after": 10**6}
+TWO = ("brightness", "contrast")
+
+
+def red(images: Tensor, prompts: list[str]) -> Tensor:
+    return images.flatten(1)[:, :3]
+
+
+def run(folder: Path, one: World, method: Any, **changes: Any) -> Spied:
+    changes = {"sampling": STEPS, "rewards": TWO, "train": "lora", "optimizer": FAST, "engine.micro_batch": 8, **changes}
+    return Spied(tiny.config(folder, method=method, **changes), one)
+
+
+@pytest.mark.parametrize("features", ["thumbnails", "test_gardo:red"])
+def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean is that of the chosen; the first reward alone makes the advantages, which are larger for distant samples."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    spied = run(tmp_path, one, Gardo(gate=Doubt(share=0.2, most=0.5), features=features, kl=StepKLConfig(2.0), **NEVER))
+    record, items = spied.rollout(), spied.updates[0].items
+    images = tiny.Tiny().decode(spied.trajectories[0].final)
+    drawn, group = red(images, []) if features != "thumbnails" else images.flatten(1), torch.arange(8) // 4
+    expected = diverse_advantages(spied.scores[:, 0], drawn, group)
+    torch.testing.assert_close(items.signal[:8], expected.clamp(-5, 5))
+    gate = doubt_gate(rank_doubt(spied.scores[:, 0], spied.scores[:, 1:]), share=0.2)
+    assert 0 < float(gate.sum()) < 8
+    torch.testing.assert_close(items.context[:8], gate / gate.mean())
+    assert record["gate"]["share"] == pytest.approx(float(gate.mean()))
+
+
+def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a standard deviation; the reference is the policy before training, and stays it."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("test_gardo.red", lambda images, prompts: torch.ones(len(images), 2))
+    common: dict[str, Any] = {"kl": StepKLConfig(3.0), "clip_low": 1e-3, "clip_high": 1e-3}
+    gardo = Gardo(features="test_gardo:red", **common, **NEVER)
+    grpo = Grpo(advantage=AdvantageConfig(scale="none"), **common)
+    changes = {"updates": 3, "rewards": ("brightness",)}
+    runs = [run(tmp_path, one, method, **changes) for method in (gardo, grpo)]
+    for spied in runs:
+        for _ in range(3):
+            spied.rollout()
+    for first, second in zip(*(spied.infos for spied in runs), strict=True):
+        assert first.loss == pytest.approx(second.loss, rel=1e-5)
+        assert first.mean["kl_ref"] == pytest.approx(second.mean["kl_ref"], rel=1e-4, abs=1e-12)
+    assert runs[0].infos[2].mean["kl_ref"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "resets"),
+    [({"reset_after": 2, "reset_kl": 1e9}, [False, False, True, False]), ({"reset_kl": 0.0}, [False, True, False, True])],
+)
+def test_when_the_policy_becomes_the_reference(
+    one: World, tmp_path: Path, limits: dict[str, Any], resets: list[bool]
+) -> None:
+    """After so many batches, or where the KL of an update was above the limit; then the next KL is 0."""
+    spied = run(tmp_path, one, Gardo(**limits), updates=5)
+    ages = []
+    for _ in range(4):
+        spied.rollout()
+        ages.append(spied.trainer.run.state["age"][0])
+    spied.rollout()
+    assert [age == 0 for age in ages] == resets
+    assert [info.mean["kl_ref"] == 0 for info in spied.infos[1:]] == resets
+
+
+def test_the_share_follows_the_doubt_of_the_last_batches() -> None:
+    """Up where it is larger than all of these, down where it is smaller, within bounds."""
+    gate, state = Doubt(share=0.1, window=2, most=0.115), dict[str, list[float]]()
+    far, near = (torch.tensor([[3.0, 2.0, 1.0], other]).T for other in ([1.0, 2.0, 3.0], [2.0, 3.0, 1.0]))
+    shares = []
+    for scores in (near, far, far, near, near, near):
+        gate.choose(state, scores)
+        shares.append(state["share"][0])
+    assert shares == pytest.approx([0.1, 0.11, 0.11, 0.099, 0.099, 0.099])
+    assert len(state["doubt"]) == 2
+    gate.choose(state, far)
+    gate.choose({**state, "doubt": [0.0]}, far)
+    assert gate.choose({"share": [0.11], "doubt": [0.0]}, far).tolist() == [1, 0, 0]
+    bounded = {"share": [0.11], "doubt": [0.0]}
+    gate.choose(bounded, far)
+    assert bounded["share"] == [0.115]
+
+
+def test_a_checkpoint_holds_the_gate_and_the_reference(one: World, tmp_path: Path) -> None:
+    """So that a resumed run ends in the same bits."""
+    method = Gardo(gate=Doubt(window=2), reset_after=1)
+    changes = {"updates": 4, "checkpoint.every": 2, "sampling": STEPS, "rewards": TWO, "train": "lora"}
+    config = tiny.config(tmp_path, method=method, **changes)
+    states: list[Any] = []
+    with Trainer(config, tiny.job(), one) as trainer:
+        for record in trainer:
+            if record["update"] == 2:
+                trainer.save()
+        states.append((trainer.run.state, trainer.engine.state()))
+    with Trainer(config, tiny.job(), one, resume_from=checkpoint.list_checkpoints(config.checkpoint_folder)[-1]) as trainer:
+        list(trainer)
+        states.append((trainer.run.state, trainer.engine.state()))
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kl.coef": 0.0}, "kl.coef is 0, expected above 0: gardo compares"),
+        ({"kl.guidance": 2.0}, "kl.guidance has no effect with gardo, whose reference is a copy"),
+        ({"gate": Doubt(), "rewards": ("contrast",)}, "rewards is .* expected at least 2: gardo compares the first one"),
+        ({"train": "full"}, "train is 'full', expected lora: gardo keeps policies"),
+        ({"features": "nowhere"}, "features is 'nowhere', expected"),
+    ],
+)
+def test_what_has_no_meaning(one: World, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(tmp_path, one, Gardo(), **changes).rollout()
+    with pytest.raises(UsageError, match=r"gate\.share is 0\.3, expected from"):
+        replace(Doubt(), share=0.3)

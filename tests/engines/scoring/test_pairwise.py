@@ -1,0 +1,73 @@
+"""The reward of pairs: wins over comparisons, by a judge or by the scores of another reward."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_jobs as tiny
+from helpers.tables import normals
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluvial.core.advantages import group_advantages
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.scoring.pairwise import Pairwise, win_rates
+from fluvial.engines.scoring.registry import select
+from fluvial.engines.scoring.signature import signature_of
+
+PROMPTS = ["a cat"] * 5
+
+
+def images(*values: float) -> Tensor:
+    return torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
+
+
+def brighter(first: Tensor, second: Tensor, prompts: Sequence[str]) -> list[float]:
+    return [(float(a.mean() > b.mean()) + float(a.mean() >= b.mean())) / 2 for a, b in zip(first, second, strict=True)]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, float("nan")]), min_size=10, max_size=10))
+def test_the_rate_of_a_sample_is_its_wins_over_its_comparisons(won: list[float]) -> None:
+    """As a loop counts them; NaN compares nothing."""
+    wins, counts = [0.0] * 5, [0] * 5
+    for (first, second), value in zip(combinations(range(5), 2), won, strict=True):
+        if value == value:
+            wins[first], wins[second] = wins[first] + value, wins[second] + 1 - value
+            counts[first], counts[second] = counts[first] + 1, counts[second] + 1
+    expected = [win / count if count else float("nan") for win, count in zip(wins, counts, strict=True)]
+    assert win_rates(torch.tensor(won), 5).tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_transitive_judge_ranks_the_group() -> None:
+    """The best wins all, the worst none, ties half; the mean is 1/2, and only the order of a score matters."""
+    assert Pairwise(brighter)(images(0.1, 0.9, 0.3, 0.2, 0.0), PROMPTS, 0).tolist() == [0.25, 1.0, 0.75, 0.5, 0.0]
+    assert Pairwise(brighter)(images(0.5, 0.5, 0.1), PROMPTS[:3], 0).tolist() == [0.75, 0.75, 0.0]
+    scores, group = torch.sigmoid(normals(0, 5)), torch.zeros(5, dtype=torch.long)
+    first, second = (Pairwise(brighter)(images(*each.tolist()), PROMPTS, 0) for each in (scores, scores**3))
+    assert torch.equal(group_advantages(first, group), group_advantages(second, group))
+    assert float(first.mean()) == 0.5
+
+
+def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
+    """A reward of the job, or a function; a run learns from the rates of whole groups."""
+    by_score = select({"brightness": tiny.brightness}, ["pairwise:judge=brightness=0.5"])["pairwise"]
+    assert by_score[1] == 0.5
+    assert signature_of(by_score[0]).takes("group")
+    values = images(0.1, 0.9, 0.3, 0.2, 0.0)
+    found: Any = by_score[0](values, PROMPTS, group=0)
+    assert torch.equal(found, Pairwise(brighter)(values, PROMPTS, 0))
+    with pytest.raises(UsageError, match=r"judge 'helpers\.tiny_jobs:brightness' has the signature"):
+        select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
+    with pytest.raises(UsageError, match="needs the option judge"):
+        select({}, ["pairwise"])
+    with pytest.raises(RunError, match=r"set sampling.group to 2 or more"):
+        Pairwise(brighter)(values[:1], PROMPTS[:1], 0)
+    sampling = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS)
+    record = tiny.Run(tiny.config(tmp_path, sampling=sampling, rewards=("pairwise:judge=brightness",)), one).rollout()
+    assert record["reward"]["mean"] == 0.5
