@@ -66,7 +66,7 @@ NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(0, 9),
     float: st.floats(0.001, 0.99),
     NoneType: st.none(),
-    tuple[int, ...]: st.lists(st.integers(0, 9), unique=True).map(lambda steps: tuple(sorted(steps))),  # type: ignore[dict-item]
+    tuple[int, ...]: st.lists(st.integers(0, 9), unique=True).map(lambda steps: tuple(sorted(steps))),
 }
 
 
