@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fluvial.engines.named_models import MODELS
 
-RECIPES = Path(__file__).parents[1] / "run" / "recipes.py"
+RECIPES = Path(__file__).parents[1] / "run" / "recipes"
 PROMPT_SETS = Path(__file__).parents[1] / "data" / "prompt_sets.py"
 
 WIDEST = 124  # columns of running text
@@ -44,27 +44,31 @@ def may_be_model(name: str) -> bool:
 
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's docstring, by name."""
-    return _read_descriptions(RECIPES, "RECIPES")
+    return _read_descriptions("RECIPES", RECIPES / "__init__.py", RECIPES / "steps.py")
 
 
 def prompt_sets() -> dict[str, str]:
     """Return the first line of each built-in prompt set's docstring, by name."""
-    return _read_descriptions(PROMPT_SETS, "PROMPT_SETS")
+    return _read_descriptions("PROMPT_SETS", PROMPT_SETS)
 
 
-def _read_descriptions(path: Path, name: str) -> dict[str, str]:
-    """Return the first line of the docstring of each function in a table of a module, read from its source.
+def _read_descriptions(name: str, *paths: Path) -> dict[str, str]:
+    """Return the first line of the docstring of each function in a table, read from source, in the table's order.
 
     Names are the keys of a dictionary that is written out, else those of the functions.
+
+    Args:
+        name: name of the table in the first module.
+        paths: the module, and others that have functions of the table.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    table = next(node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
+    body = [node for path in paths for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    table = next(node for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
     named = {node.id: node.id.replace("_", "-") for node in ast.walk(table) if isinstance(node, ast.Name)}
     if isinstance(table.value, ast.Dict):
         keys = [str(ast.literal_eval(key)) for key in table.value.keys if key is not None]
         named = {ast.unparse(function): key for key, function in zip(keys, table.value.values, strict=True)}
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in named]
-    return {named[node.name]: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
+    functions = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
+    return {shown: functions[name].partition("\n")[0] for name, shown in named.items() if name in functions}
 
 
 def find_installed(group: str) -> dict[str, str]:

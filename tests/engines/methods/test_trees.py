@@ -112,7 +112,12 @@ def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margi
     run = build(one, Spo(margin=margin), STATES).trainer.loop.run
     batch, seen, spy = run.score(run.sample(key(3))), list[Tensor](), Spo(margin=margin)
     object.__setattr__(spy, "sampling", STATES)
-    object.__setattr__(spy, "compare", lambda run, batch, key, preferred: iter([seen.append(preferred)]))  # type: ignore[func-returns-value]
+
+    def compare(run: Any, batch: Any, key: Any, preferred: Tensor) -> tuple[()]:
+        seen.append(preferred)
+        return ()
+
+    object.__setattr__(spy, "compare", compare)
     list(spy.learn(run, batch, key(3)))
     levels, transitions = batch.plan.sampling.schedule.levels, batch.plan.transitions
     assert transitions is not None

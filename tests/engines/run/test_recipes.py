@@ -147,7 +147,8 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
 def test_a_recipe_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default, evaluated on hundreds of samples; a large one on fewer."""
     config = RECIPES[name]()
-    assert config.model == {"ddpo": UNET, "d3po": UNET, "words": "words", "edit-words": "edit-words"}.get(name, HANDWRITING)
+    own = {**dict.fromkeys(("ddpo", "d3po", "spo", "lpo"), UNET), "words": "words", "edit-words": "edit-words"}
+    assert config.model == own.get(name, HANDWRITING)
     check_model(config, "epsilon" if config.model == UNET else "velocity")
     assert config.evaluation.final_samples == (500 if name == "ddpo" else 1000)  # as bench/README.md says
     assert RECIPES[name](OTHER).evaluation.final_samples < 100
@@ -282,8 +283,8 @@ OWN: dict[str, tuple[str, Any]] = {
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
     "densegrpo": ("--clip-low", 0.2),
-    "tpgrpo": ("--balanced", False),
-    "branchgrpo": ("--sampling.window.children", 4),
+    "tpgrpo": ("--clip-high", 0.2),
+    "branchgrpo": ("--advantage.clip", 4.0),
     "spo": ("--margin.size", 0.2),
     "lpo": ("--margin.low", 0.2),
     "gardo": ("--gate.doubted", "underrated"),
