@@ -275,7 +275,7 @@ def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
     with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such method, which needs the gradient"):
         resolve(find("srpo/flux.1-dev/hpsv2"))
-    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "GARDO", "SPO", "SRPO"]
+    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "SPO", "SRPO"]
     assert rows_of("srpo/flux.1-dev/hpsv2")["optimizer.lr"].published == "5e-06"
 
 
