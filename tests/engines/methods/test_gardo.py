@@ -133,3 +133,19 @@ def test_what_has_no_meaning(one: World, tmp_path: Path, changes: dict[str, Any]
         run(tmp_path, one, Gardo(), **changes).rollout()
     with pytest.raises(UsageError, match=r"gate\.share is 0\.3, expected from"):
         replace(Doubt(), share=0.3)
+
+
+def test_an_update_that_fails_leaves_the_state_before_it(one: World, tmp_path: Path) -> None:
+    """Which is what a checkpoint that is written then holds."""
+    spied = run(tmp_path, one, Gardo(gate=Doubt()), updates=2)
+    spied.rollout()
+    known = {name: [*values] for name, values in spied.trainer.run.state.items()}
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    spied.trainer.engine.update = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        spied.rollout()
+    assert spied.trainer.run.state["doubt"] != known["doubt"]
+    assert spied.trainer.loop.finished[1].state == known

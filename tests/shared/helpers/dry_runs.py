@@ -14,19 +14,19 @@ BLOCKING = "blocking copy to the device"
 ENCODED = "models/pipelines/base.py"  # a prompt that is not in the cache, before the loop over steps
 
 
-def check(report: Report, *, units: int | None = None, reads: Sequence[int] = (1,)) -> None:
+def check(report: Report, *, units: int | None = None, read_backs: Sequence[int] = (1,)) -> None:
     """Fail unless a dry run went as fluvial promises.
 
     Args:
         report: the report.
         units: number of units of communication of the network, where FSDP2 gathers each once per update (comm=keep).
-        reads: number of reads of the update by line, one per update of each network that learns.
+        read_backs: number of reads of the update by line, one per update of each network that learns.
     """
     assert report.error is None, report.error
     assert report.fits, f"{report.peak} bytes"
     update = report.phase("update")
     read_back = [wait for wait in update.waits if wait.kind in WAITS]
-    assert [wait.times for wait in read_back] == [*reads], f"reads of the update: {read_back}"
+    assert [wait.times for wait in read_back] == [*read_backs], f"reads of the update: {read_back}"
     for name in {"rollout", "decode", "update"} & {phase.name for phase in report.phases}:
         copies = [wait for wait in report.phase(name).waits if wait.kind == BLOCKING]
         ours = [wait for wait in copies if "<" not in wait.line]  # others are made by diffusers and transformers

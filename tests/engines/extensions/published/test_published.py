@@ -273,10 +273,10 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
 
 def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of GARDO, and fluvial has no such method, which needs "):
-        resolve(find("gardo/flux.1-dev/hpsv2"))
-    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "GARDO", "SPO"]
-    assert rows_of("gardo/flux.1-dev/hpsv2")["optimizer.lr"].published
+    with pytest.raises(UsageError, match="is a run of BranchGRPO, and fluvial has no such method, which needs "):
+        resolve(find("branchgrpo/flux.1-dev/hpsv2"))
+    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "SPO"]
+    assert rows_of("branchgrpo/flux.1-dev/hpsv2")["optimizer.lr"].published
 
 
 def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
