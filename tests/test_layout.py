@@ -42,7 +42,7 @@ FLOORS = (
     ("engines.scoring", "engines.export"),
     # What a method sees.
     *((f"engines.run.{name}",) for name in ("declared", "method", "jobs.settings", "evaluation.config", "config")),
-    *((f"engines.run.{name}",) for name in ("networks", "jobs.base", "batch", "sampler", "run")),
+    *((f"engines.run.{name}",) for name in ("networks", "jobs.base", "batch", "sampler", "rollouts", "run")),
     ("engines.methods", "engines.run.evaluation"),
     ("engines.run.process",),
     ("engines.run",),

@@ -44,7 +44,7 @@ def may_be_model(name: str) -> bool:
 
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's docstring, by name."""
-    return _read_descriptions("RECIPES", RECIPES / "__init__.py", RECIPES / "steps.py")
+    return _read_descriptions("RECIPES", RECIPES / "__init__.py", *sorted(RECIPES.glob("[!_]*.py")))
 
 
 def prompt_sets() -> dict[str, str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -62,9 +62,8 @@ class PolicyGradient(Method):
 
     def climb(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
         """Climb the surrogate of every recorded step, with the advantages of the samples, or of the steps."""
-        steps = run.record_steps(
-            batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
-        )
+        options: dict[str, Any] = {"trained": self.trained, "keep": grades.keep, "skip_zero": not self.networks()}
+        steps = run.record_steps(batch, key, grades.advantage, **options)
         steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, *self.networks())

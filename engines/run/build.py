@@ -35,7 +35,8 @@ from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
 from fluvial.engines.run.prefetch import Ahead
-from fluvial.engines.run.run import Memory, Run
+from fluvial.engines.run.rollouts import Memory
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.saving import read_micro_batch, runs_on
 from fluvial.engines.run.validate import check_model

@@ -53,7 +53,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import AllSteps, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank

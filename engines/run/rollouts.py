@@ -1,0 +1,338 @@
+"""The first half of what a method sees: batches of samples, their rewards and advantages."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key
+from fluvial.engines import plugins
+from fluvial.engines.data.preferences import Preference
+from fluvial.engines.data.records import Prompt, model_inputs, texts
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.batch import (
+    Batch,
+    RolloutPlan,
+    make_batch,
+    replace_groups,
+)
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import Loss
+from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.networks import BuiltNetworks
+from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.sampling.generate import SampleBatch, Sampling, finish
+from fluvial.engines.sampling.groups import AllGroups
+from fluvial.engines.sampling.items import Share
+from fluvial.engines.sampling.noising import knows_its_schedule_only
+from fluvial.engines.sampling.window import AllRecorded
+from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade
+from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
+from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.runner import RewardRunners
+from fluvial.kernels.dispatch import resolve
+from fluvial.models import Cond, decoded, host_values, is_recorded
+from fluvial.models.routing import Routed
+
+ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
+
+
+class Memory(Protocol):
+    """What a run remembers between batches; a checkpoint holds it."""
+
+    rewards: dict[str, list[float]]  # last rewards of each prompt
+    state: dict[str, list[float]]  # numbers of the method's own
+    multipliers: dict[str, float]  # of rewards that have a floor
+
+
+class Rollouts:
+    """The verbs of a run that make batches and score them; `Run` has those that learn from one.
+
+    Args:
+        networks: the policy's engine, and the networks that the method declares.
+        sampler: prompts, and samples of them.
+        rewards: rewards with their weights, by name.
+        runners: threads of these rewards.
+        memory: what is remembered between batches.
+        pairs: numbers of (sample, step) pairs per pass that were chosen, if `engine.update_micro_batch` is auto.
+        stop: whether this rank was asked to stop.
+        check_loss: function of a loss that returns it with its results checked, for a method of the user's.
+
+    Raises:
+        UsageError: the implementation does not run on this device.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        networks: BuiltNetworks,
+        sampler: Sampler,
+        rewards: Mapping[str, tuple[Reward, float]],
+        runners: RewardRunners,
+        memory: Memory,
+        *,
+        pairs: Sequence[int] = (),
+        stop: Callable[[], bool] = lambda: False,
+        check_loss: Callable[[Loss], Loss] = lambda loss: loss,
+    ) -> None:
+        self.config, self.job, self.networks, self.sampler = config, job, networks, sampler
+        self.rewards, self.runners, self.memory, self.stop = rewards, runners, memory, stop
+        self.check_loss, self.pairs = check_loss, tuple(pairs)
+        if len(rewards) < (least := config.method.needs.least_rewards):
+            hint = f"{config.method.method_name} compares the first one with the others"
+            raise UsageError("rewards", config.rewards, f"at least {least}", hint)
+        self.engine: Engine = networks.engine
+        self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
+        self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
+        self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
+        try:
+            resolve("train", config.engine.implementation, [torch.empty(0, device=self.world.device)])
+        except ValueError as error:
+            raise UsageError(str(error).removeprefix("train: ")) from error
+
+    @property
+    def clock(self) -> int:
+        """Number of updates before those on the batch that is collected."""
+        return self.engine.updates
+
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """Numbers that the method remembers between batches, by name; a checkpoint holds them."""
+        return self.memory.state
+
+    def log(self, **values: Any) -> None:
+        """Add values to the record of this batch."""
+        self.notes.update(values)
+
+    def average(self, name: str, value: float, decay: float) -> float:
+        """Return a moving average m <- decay m + (1 - decay) value, which a checkpoint holds; it begins at the first value.
+
+        The value must be the same on every rank.
+        """
+        (before,) = self.state.get(name, [value])
+        self.state[name] = [after := decay * before + (1 - decay) * value]
+        return after
+
+    def sample(
+        self, key: Key, *, group: int | None = None, steps: int | None = None, starts: Sequence[int] | None = None
+    ) -> Batch:
+        """Return samples of the next prompts, of the network that makes rollouts now; they are scored meanwhile.
+
+        Args:
+            group: number of samples per prompt, by default the method's; others are scored, and not learnt from.
+            steps: number of steps of these.
+            starts: index of each sample's initial noise, `[B]`, by default its own.
+        """
+        sampling, draft, runners = self.config.method.sampling, None, self.runners
+        if group is not None:
+            draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)  # type: ignore[call-arg]
+            runners = self.runners.apart(group)
+        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
+        samples = self._generate(plan, runners)
+        return self._batch(plan, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
+
+    def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
+        """Return a batch with samples of other prompts in place of groups that are flat; the last of these are skipped.
+
+        Args:
+            key: key of the batch.
+            rounds: largest number of times that flat groups are replaced.
+            floor: a group is flat if the standard deviation of its weighted reward is no larger.
+        """
+        batch, replaced = self.score(batch), 0
+        flat = self._find_flat(batch, floor)
+        for number in range(1, rounds + 1):
+            if not flat:
+                break
+            plan = self.sampler.replan(batch.plan, flat, key, self.clock, number)
+            samples = self._generate(plan, self.runners)
+            scoring = Scoring(self.runners)
+            scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
+            held = batch.made.result()
+            if plan.sampling.text_tokens != batch.plan.sampling.text_tokens:
+                held = held._replace(cond=self._encode(plan.sampling, held.prompts))
+            batch = self.score(replace_groups(batch, plan, samples, scoring, flat, held))
+            replaced, flat = replaced + len(flat), self._find_flat(batch, floor)
+        skipped = torch.zeros(len(batch.plan.asked), dtype=torch.bool)
+        skipped[flat] = True
+        self.log(refill={"replaced": replaced, "flat": len(flat)})
+        return replace(batch, skipped=skipped.repeat_interleave(batch.plan.group))
+
+    def find_extremes(self, batch: Batch, count: int) -> list[int]:
+        """Return the indices of the `count` best and the `count` worst samples of each group by reward, in their order.
+
+        Samples without a valid reward stand in the middle.
+        """
+        assert batch.rewards is not None
+        by_group = (batch.rewards.scores @ self.runners.weights).unflatten(0, (-1, batch.plan.group))
+        reward = torch.where(by_group.isnan(), by_group.nanmedian(1, keepdim=True).values, by_group).nan_to_num().flatten()
+        chosen = extreme(reward, torch.arange(len(reward)) // batch.plan.group, count)
+        places: list[int] = torch.nonzero(chosen).flatten().tolist()
+        return places
+
+    def read(self, key: Key, *, scored: bool = False) -> Batch:
+        """Return clean samples of the job's data, whose images the rewards score if `scored`."""
+        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
+        samples = self.sampler.read_data(plan, self.runners if scored else None)
+        return self._batch(plan, made=make_batch(samples), scoring=Scoring(self.runners))
+
+    def read_pairs(self, key: Key) -> Batch:
+        """Return the next of the given preferences, as a batch of pairs."""
+        given, size = self.sampler.read_pairs(key, self.clock)
+        shape = tuple(given[0].win.shape)
+        batch = self.sampler.pair_up(given, range(len(given)), shape, self.sampler.data_sampling(shape), size)
+        return replace(batch, scoring=Scoring(self.runners))
+
+    def pair(self, batch: Batch, win: Tensor, lose: Tensor) -> Batch:
+        """Return pairs of samples of a batch, spread over the ranks again.
+
+        Args:
+            win, lose: index in the batch of the preferred sample of each pair, and of the other, `[N]`.
+        """
+        final, total = batch.trajectory.final, batch.share.batch
+        # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
+        everyone = self.world.gather_data(final)[:total]
+        chosen = [
+            Preference(batch.prompt(better), everyone[better], everyone[worse])
+            for better, worse in zip(win.tolist(), lose.tolist(), strict=True)
+        ]
+        numbers = [place // batch.compared for place in win.tolist()]
+        pairs = self.sampler.pair_up(chosen, numbers, tuple(final.shape[1:]), batch.plan.sampling, None)
+        self.log(padding=pairs.plan.padding)
+        return pairs
+
+    def score(self, batch: Batch) -> Batch:
+        """Return a batch with the rewards of all of its samples, once they are there."""
+        if batch.rewards is not None:
+            return batch
+        config = self.config
+        assert batch.scoring is not None
+        if config.engine.offload == "phases" and config.method.source is None:
+            self.engine.offload()
+        rewards = self._gather_rewards(batch, batch.scoring)
+        self.engine.onload()
+        self.networks.onload()
+        return replace(batch, rewards=rewards)
+
+    def finish(self, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Batch:
+        """Return a scored batch with the samples that deterministic steps make of others on their way, scored.
+
+        The network is the one that makes rollouts now. Groups that a reward fails at are no longer learnt from.
+
+        Args:
+            x: samples of this rank before a step, `[slots, *event]`, e.g. recorded ones.
+            step: index of that step in the schedule, the same of all samples; with none left x is the clean sample.
+            jump: take one step to the end of the schedule in place of all that are left.
+        """
+        assert batch.rewards is not None
+        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.apart(), list[Tensor]()
+        how = plan.requests, plan.sampling
+        with self.networks.open_sampler() as module:
+            for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=plan.per_pass, jump=jump):
+                done = sum(map(len, parts))
+                ids = plan.numbers[done : done + plan.per_pass]
+                runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final, ids)
+                parts.append(chunk.trajectory.final)
+        rewards = self._gather_rewards(batch, Scoring(runners))
+        rewards = rewards._replace(kept=rewards.kept & batch.rewards.kept)
+        trajectory = made.trajectory._replace(final=torch.cat(parts))
+        return replace(batch, made=make_batch(made._replace(trajectory=trajectory)), rewards=rewards)
+
+    def reward(self, batch: Batch) -> Tensor:
+        """Return the weighted sum of the rewards of each sample that is learnt from, `[N]`."""
+        assert batch.rewards is not None
+        return batch.rewards.scores[batch.kept] @ self.runners.weights
+
+    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
+        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
+
+        Args:
+            gains: reward of each recorded step, `[N, S]`, of which the advantages are, in place of the sample's.
+        """
+        memory, rewards = self.memory, batch.rewards
+        assert rewards is not None
+        kept, weights = batch.kept, self.runners.weights
+        scores = rewards.scores[kept]
+        if config.floors:  # a reward with a floor has its multiplier as its weight, after this batch
+            means = dict(zip(self.rewards, scores.double().mean(0).tolist(), strict=True))
+            memory.multipliers = update_multipliers(
+                memory.multipliers, means, config.floor_of, lr=config.floor_lr, most=config.floor_max
+            )
+            weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
+        prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
+        found = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
+        self.log(advantage=found.advantage.flatten().clone())  # what a method does to its own changes no record
+        return found
+
+    def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
+        """Return features of each sample that is learnt from, `[N, D]`, the same on every rank.
+
+        Args:
+            name: thumbnails (its pixels, averaged), or a function of (images, prompts) as module:name, of whose result each
+                row is one sample's.
+        """
+        samples = batch.made.result()
+        found = samples.thumbnails
+        if name != "thumbnails":
+            function = plugins.load(name, "features", plugins.callable_with("images", "prompts"), field="features")
+            size, parts = self.config.samples_per_pass, []
+            for i in range(0, len(samples.prompts), size):
+                prompts = samples.prompts[i : i + size]
+                with torch.no_grad():
+                    images = decoded(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
+                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1))
+            found = torch.cat(parts).to(self.world.device)
+        assert found is not None
+        return self.world.gather_data(found.contiguous())[: batch.share.batch].cpu()[batch.kept]
+
+    # below: what no method sees
+
+    def _gather_rewards(self, batch: Batch, scoring: Scoring) -> Rewards:
+        """Return the rewards of all samples of a batch, once they are there."""
+        own = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
+        options: dict[str, Any] = {
+            "group": batch.plan.group,
+            "max_invalid": self.config.rollout.max_invalid,
+            "world": self.world,
+        }
+        rewards, stopping = gather_rewards(own, stop=self.stop(), **options)
+        self.stopping |= stopping
+        return rewards
+
+    def _generate(self, plan: RolloutPlan, runners: RewardRunners) -> SampleBatch:
+        """Return samples of the network that makes rollouts now, which the rewards score meanwhile."""
+        if self.config.engine.offload == "phases":
+            self.engine.offload(parameters=False)
+            self.networks.offload()
+        self.sampler.source.push(self.engine, self.engine.updates)
+        # From elsewhere one rank may fail where no collective tells the others.
+        failing = self.world.agreed if self.config.rollout.source else nullcontext
+        return self.sampler.generate_verified(plan, runners, self.networks.open_sampler, self.world, failing=failing)
+
+    def _encode(self, sampling: Sampling, prompts: Sequence[Prompt]) -> Cond:
+        """Return the conditioning of prompts, computed in the rollout's own passes."""
+        size = self.config.samples_per_pass
+        parts = [sampling.encode(self.job.model, prompts[i : i + size]) for i in range(0, len(prompts), size)]
+        cond: Cond = optree.tree_map(host_values.join, *parts)
+        return cond
+
+    def _find_flat(self, batch: Batch, floor: float) -> list[int]:
+        """Return the groups all of whose samples that are compared have equal weighted rewards."""
+        assert batch.rewards is not None
+        reward = (batch.rewards.scores @ self.runners.weights).double()
+        spread = reward.unflatten(0, (-1, batch.plan.group // batch.compared, batch.compared)).std(2).amax(1)
+        flat: list[int] = torch.nonzero(spread <= floor).flatten().tolist()
+        return flat
+
+    def _batch(self, plan: RolloutPlan, **fields: Any) -> Batch:
+        sampling, slots = self.config.method.sampling, len(plan.requests.ids)
+        share = Share(self.world.data_rank * slots, slots, sampling.batch // sampling.group * plan.group)
+        compared, prediction = sampling.window.count_compared(plan.group), self.job.model.prediction
+        return Batch(plan, share, share.numbers, compared, prediction, **fields)
