@@ -1,7 +1,6 @@
 """Adjoint Matching on flows between Gaussians, whose base and optimum are known exactly."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -29,13 +28,14 @@ def velocity(x: Tensor, sigma: Tensor) -> Tensor:
 def chain(eta: float, steps: int, start: float = 0.999) -> list[tuple[Tensor, Transition]]:
     """Return the level and the coefficients of each step."""
     grid = torch.linspace(start, 0, steps + 1, dtype=torch.float64)
-    return [(s, flow_sde(s, after, eta=eta, sigma_max=0.999)) for s, after in pairwise(grid)]
+    columns = (each.unbind(0) for each in flow_sde(grid[:-1], grid[1:], eta=eta, sigma_max=0.999))
+    return list(zip(grid, map(Transition, *columns), strict=False))
 
 
 @given(seed=seeds, eta=st.floats(0.1, 1.5), scale=st.floats(0, 5))
 def test_the_adjoint_is_the_gradient_along_the_base_with_its_noise_held(seed: int, eta: float, scale: float) -> None:
-    x, *noise = normals(seed, 7, 2, 3)
-    steps, states = chain(eta, 6), [x.requires_grad_()]
+    x, *noise = normals(seed, 5, 2, 3)
+    steps, states = chain(eta, 4), [x.requires_grad_()]
 
     def base(x: Tensor, sigma: Tensor) -> Tensor:  # not linear, and its Jacobian not symmetric
         return velocity(torch.sin(x) + 0.3 * x.roll(1, -1) ** 2, sigma)
@@ -45,7 +45,7 @@ def test_the_adjoint_is_the_gradient_along_the_base_with_its_noise_held(seed: in
     total = -scale * torch.cos(states[-1]).sum()
     expected = torch.autograd.grad(total, states)
     adjoint = expected[-1]
-    for place in reversed(range(6)):
+    for place in reversed(range(4)):
         at, (sigma, transition) = states[place].detach().requires_grad_(), steps[place]
         (product,) = torch.autograd.grad(base(at, sigma), at, adjoint)
         adjoint = lean_adjoint(transition, adjoint, product)
@@ -59,13 +59,14 @@ def tilted_mean(eta: float, *, index: str = "next", steps: int = 2000) -> tuple[
     """
     taken, zero, one = chain(eta, steps), torch.zeros(1, 1).double(), torch.ones(1, 1).double()
     adjoint, controls = -TILT * one, list[tuple[Tensor, Tensor]]()
-    for sigma, transition in reversed(taken):
+    for place, (sigma, transition) in enumerate(reversed(taken)):
         end, slope = adjoint, velocity(one, sigma) - velocity(zero, sigma)
         adjoint = lean_adjoint(transition, end, slope * end)
         best = velocity(zero, sigma) - transition.std**2 * (end if index == "next" else adjoint) / transition.b
-        moved = best.clone().requires_grad_()
-        loss = adjoint_loss(transition, moved, velocity(zero, sigma), end if index == "next" else adjoint)
-        assert abs(torch.autograd.grad(loss.sum(), moved)[0].item()) < 1e-9
+        if place % 100 == 0:
+            moved = best.clone().requires_grad_()
+            loss = adjoint_loss(transition, moved, velocity(zero, sigma), end if index == "next" else adjoint)
+            assert abs(torch.autograd.grad(loss.sum(), moved)[0].item()) < 1e-9
         controls.append((slope, best))
     sigma = taken[0][0]
     mean = base = (1 - sigma) * MEAN * one
@@ -77,7 +78,7 @@ def tilted_mean(eta: float, *, index: str = "next", steps: int = 2000) -> tuple[
     return mean.item(), (base + TILT * (variance - lin**2 * first)).item()
 
 
-@pytest.mark.parametrize(("eta", "mean"), [(math.sqrt(2), 1.15), (1.0, 1.15), (0.7, 1.1471), (0.4, 1.1078), (0.2, 1.0406)])
+@pytest.mark.parametrize(("eta", "mean"), [(math.sqrt(2), 1.15), (0.7, 1.1471), (0.4, 1.1078), (0.2, 1.0406)])
 def test_a_memoryless_sampler_tilts_the_base(eta: float, mean: float) -> None:
     """To N(m + lambda w c^2, c^2); with less noise than that the optimum misses it by what is left of the first state."""
     found, theory = tilted_mean(eta)
@@ -98,7 +99,7 @@ def test_a_quadratic_reward_tilts_the_base() -> None:
     """r = w x - q x^2 / 2: each step's control is -std^2 E[adj_{k+1} | x_k], and x_T ~ N tilted by exp(r)."""
     q, one, zero = 2.0, torch.ones(1, 1).double(), torch.zeros(1, 1).double()
     slope_end, shift_end = one, zero  # E[x_T | x] = slope_end x + shift_end under the controls so far
-    adjoint, steps = one, chain(math.sqrt(2), 4000)  # adj_k = adjoint (q x_T - w)
+    adjoint, steps = one, chain(math.sqrt(2), 2000)  # adj_k = adjoint (q x_T - w)
     feedback = list[tuple[Tensor, Tensor]]()
     for sigma, (a, b, std) in reversed(steps):
         slope = velocity(one, sigma) - velocity(zero, sigma)

@@ -18,6 +18,7 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
+from fluvial.engines.methods.matching import Matching
 from fluvial.engines.methods.table import METHODS, Dpo, Sft
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
@@ -53,6 +54,10 @@ def build(options: Options, base: TrainConfig, sampling: SamplingConfig | None) 
     name, *values = options
     chosen = {field: value for (field, known), value in zip(RUN.items(), values, strict=True) if value != known[0]}
     method: Any = OBJECTIVE_ROWS[name]
+    if isinstance(method, Matching):  # whose form is not that of a log-probability
+        chosen.pop("form", None)
+    if sampling is not None and method.sampling.window.is_tree:  # without which these methods have no meaning
+        sampling = replace(sampling, window=method.sampling.window)
     if not isinstance(method, Sft):
         method = replace(method, sampling=sampling)
     return with_values(base, {"method": method, "train": "full", "updates": values[-1], **chosen})

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fluvial.engines.methods import ConstantMargin, SamplingConfig
 from fluvial.engines.methods.table import (
     AdjointMatching,
     AlignProp,
@@ -36,7 +37,7 @@ from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
-from fluvial.engines.sampling.window import AllSteps
+from fluvial.engines.sampling.window import AllSteps, Candidates, Splits
 
 TEACHER, GIVEN = "teacher", Path("given")
 OBJECTIVE_ROWS: dict[str, Method] = {
@@ -61,10 +62,10 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "tempflow": TempFlow(),
     "densegrpo": DenseGrpo(),
     "tpgrpo": TurningPointGrpo(),
-    "branchgrpo": BranchGrpo(),
+    "branchgrpo": BranchGrpo(clip_low=0.1, clip_high=0.1, sampling=SamplingConfig(group=2, window=Splits((0,)))),
     "gardo": Gardo(),
     "d3po": D3po(),
-    "spo": Spo(),
+    "spo": Spo(sampling=SamplingConfig(group=2, window=Candidates(2)), margin=ConstantMargin(0.0)),
     "alignprop": AlignProp(last=2),
     "adjoint": AdjointMatching(),
     "dmd2": Dmd2(fake_updates=2),
