@@ -285,8 +285,8 @@ def mapo(model: str = HANDWRITING) -> TrainConfig:
     """MaPO (arXiv 2406.06424): fit the preferred of two samples and make it likelier than the other, without a reference.
 
     Numbers of large models are those of its code's run on SDXL: 16 pairs per update, LoRA of rank 8 (its alpha is assumed),
-    learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout, it has not raised the
-    score: without a reference the policy also fits its own samples, and at beta 0.1 it fades.
+    learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout, it has not raised
+    the score: without a reference the policy also fits its own samples, and at beta 0.1 it fades.
     """
     return of_model(
         model,
