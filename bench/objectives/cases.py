@@ -14,8 +14,8 @@ from fluvial.engines.run.record import as_record
 
 OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
-JOBS = "handwriting", "words", "edit-words"  # recipes that are grpo with other numbers
-NAMES = (*(name for name in RECIPES if name not in JOBS), OFFLINE)
+LEFT_OUT = "handwriting", "words", "edit-words", "opd"  # grpo with other numbers, and distillation by two other runs
+NAMES = (*(name for name in RECIPES if name not in LEFT_OUT), OFFLINE)
 EVALUATIONS = 5  # per run, the last one included
 EVALUATED = 1000  # samples of the first and the last evaluation
 

@@ -44,7 +44,6 @@ RUN: dict[str, Sequence[Any]] = {
     "passes.minibatches": (1, 2),
 }
 # With policies that lag behind, which are LoRA adapters.
-TREES = {"branchgrpo", "spo"}  # windows of theirs, which have tests of their own
 FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd", "tdm-r1", "gardo")
 Options = tuple[Any, ...]  # a method, a value of each of SAMPLING, then of each of RUN
 
@@ -105,11 +104,10 @@ def test_every_value_is_in_a_run(built: tuple[dict[Options, TrainConfig], set[st
     """No option is refused wherever it is used, and every objective trains both ways, but what has to be LoRA."""
     runs, _ = built
     names = ["method", *SAMPLING, *RUN]
-    methods = set(OBJECTIVE_ROWS) - TREES
-    for place, values in enumerate([methods, *SAMPLING.values(), *RUN.values()]):
+    for place, values in enumerate([OBJECTIVE_ROWS, *SAMPLING.values(), *RUN.values()]):
         assert {options[place] for options in runs} == set(values), names[place]
     both = {(options[names.index("method")], options[names.index("train")]) for options in runs}
-    assert set(product(methods, ("full", "lora"))) - both == {(name, "full") for name in FOLLOWED}
+    assert set(product(OBJECTIVE_ROWS, ("full", "lora"))) - both == {(name, "full") for name in FOLLOWED}
 
 
 def cover(candidates: Sequence[Options], ways: int) -> list[Options]:

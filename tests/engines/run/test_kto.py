@@ -17,6 +17,7 @@ from fluvial.engines.sampling.config import ReadingConfig
 from fluvial.engines.sampling.noising import NoisingConfig
 
 LABELS = {"0": 1, "1": 0, "2": True, "3": False}
+GOOD = dict.fromkeys(LABELS, 1)
 
 
 def run(one: World, tmp_path: Path, given: dict[str, Any], **changes: Any) -> Spied:
@@ -26,14 +27,16 @@ def run(one: World, tmp_path: Path, given: dict[str, Any], **changes: Any) -> Sp
     return Spied(tiny.config(tmp_path, updates=2, **{**settings, **changes}), one, tiny.job(prompts=prompts))
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.25)])
-def test_images_are_fitted_by_their_labels(one: World, tmp_path: Path, weights: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("labels", "weights"), [(LABELS, (1.0, 1.0)), (LABELS, (1.0, 0.25)), (GOOD, (1.0, 1.0))])
+def test_images_are_fitted_by_their_labels(
+    one: World, tmp_path: Path, labels: dict[str, Any], weights: tuple[float, float]
+) -> None:
     """Against the mean gain of the batch if it is above 0; the first update finds the policy to be the reference."""
     good, bad = weights
-    spied = run(one, tmp_path, LABELS, good_weight=good, bad_weight=bad)
-    assert spied.rollout()["loss"] == pytest.approx((good + bad) / 4)
+    spied = run(one, tmp_path, labels, good_weight=good, bad_weight=bad)
+    assert spied.rollout()["loss"] == pytest.approx(sum(good if label else bad for label in labels.values()) / 8)
     items = spied.updates[0].items
-    assert sorted(items.signal.tolist()) == [-1, -1, 1, 1]
+    assert sorted(items.signal.tolist()) == sorted(1.0 if label else -1.0 for label in labels.values())
     assert items.context.eq(0).all()
     batches = list[Any]()
     read = spied.trainer.sampler.read_data
@@ -47,6 +50,7 @@ def test_images_are_fitted_by_their_labels(one: World, tmp_path: Path, weights: 
         v = spied.velocity(items)
     gain = ((items.predictions["ref"] - items.target) ** 2 - (v - items.target) ** 2).mean((1, 2, 3))
     baseline = gain.mean().clamp(min=0)
+    assert (baseline > 0) == (labels is GOOD)
     torch.testing.assert_close(items.context, baseline.expand(len(gain)))
     losses = torch.sigmoid(-items.signal * 5 * (gain - baseline)) * torch.where(items.signal > 0, good, bad)
     assert spied.infos[1].loss == pytest.approx(float(losses.mean()), rel=1e-4)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fluvial.engines.methods import ConstantMargin, SamplingConfig
+from fluvial.engines.methods import ConstantMargin
 from fluvial.engines.methods.table import (
     AdjointMatching,
     AlignProp,
