@@ -224,7 +224,11 @@ class Run:
             self.engine.offload()
         own = batch.scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=batch.plan.group, max_invalid=config.rollout.max_invalid, world=self.world
+            own,
+            stop=self.stop(),
+            group=1 if batch.paired else batch.plan.group,
+            max_invalid=config.rollout.max_invalid,
+            world=self.world,
         )
         self.engine.onload()
         self.networks.onload()
