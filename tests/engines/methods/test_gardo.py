@@ -46,6 +46,7 @@ def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: s
     assert record["gate"]["share"] == pytest.approx(float(gate.mean()))
 
 
+@pytest.mark.long
 def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a standard deviation; the reference is the policy before training, and stays it."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -64,6 +65,7 @@ def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkey
     assert runs[0].infos[2].mean["kl_ref"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limits", "resets"),
     [({"reset_after": 2, "reset_kl": 1e9}, [False, False, True, False]), ({"reset_kl": 0.0}, [False, True, False, True])],
@@ -100,6 +102,7 @@ def test_the_share_follows_the_doubt_of_the_last_batches() -> None:
     assert bounded["share"] == [0.115]
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_the_gate_and_the_reference(one: World, tmp_path: Path) -> None:
     """So that a resumed run ends in the same bits."""
     method = Gardo(gate=Doubt(window=2), reset_after=1)
@@ -135,6 +138,7 @@ def test_what_has_no_meaning(one: World, tmp_path: Path, changes: dict[str, Any]
         replace(Doubt(), share=0.3)
 
 
+@pytest.mark.long
 def test_an_update_that_fails_leaves_the_state_before_it(one: World, tmp_path: Path) -> None:
     """Which is what a checkpoint that is written then holds."""
     spied = run(tmp_path, one, Gardo(gate=Doubt()), updates=2)

@@ -428,6 +428,9 @@ def cases(folder: Path) -> dict[str, Case]:
         ),
         "resumed-ahead": Case(grpo(**late), way="resumed"),
         "served-grpo": Case(grpo(**later, correction=TRUNCATED), way="served"),
+        "served-refilled": Case(grpo(replace(SDE, groups=RefilledGroups()), **later, correction=TRUNCATED), way="served"),
+        "served-scouted": Case(nft(replace(ODE, groups=ScoutedGroups(9, 2)), **later), way="served"),
+        "replayed-refilled": Case(grpo(replace(SDE, groups=RefilledGroups())), way="replayed"),
         "served-nft-full-ahead": Case(
             run(
                 o.Nft(beta=1.0, old=NoOld()), ODE, **later, noising=NOISED, **{**ahead, **FULL}, **{"passes.minibatches": 2}
