@@ -121,6 +121,7 @@ def test_a_checkpoint_holds_the_gate_and_the_reference(one: World, tmp_path: Pat
     assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
