@@ -30,6 +30,7 @@ def run(folder: Path, one: World, method: Any, **changes: Any) -> Spied:
     return Spied(tiny.config(folder, method=method, **changes), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("features", ["thumbnails", "test_gardo:red"])
 def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean is that of the chosen; the first reward alone makes the advantages, which are larger for distant samples."""
