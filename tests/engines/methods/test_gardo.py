@@ -30,6 +30,7 @@ def run(folder: Path, one: World, method: Any, **changes: Any) -> Spied:
     return Spied(tiny.config(folder, method=method, **changes), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("features", ["thumbnails", "test_gardo:red"])
 def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean is that of the chosen; the first reward alone makes the advantages, which are larger for distant samples."""
@@ -121,6 +122,7 @@ def test_a_checkpoint_holds_the_gate_and_the_reference(one: World, tmp_path: Pat
     assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
