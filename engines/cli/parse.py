@@ -99,6 +99,13 @@ def parse_config(
         raise UsageError(f"{error} ({program} --help)") from error
 
 
+def _move(error: Any, place: str, names: Collection[str]) -> None:
+    """Let an error about one of the settings that stand at a place name it there, as of an optimizer at `fake.`."""
+    field = getattr(error, "field", None) or ""
+    if (name := field.rpartition(".")[2]) in names and not field.startswith(place):
+        error.field = f"{place}{name}"
+
+
 class FlagForm(NamedTuple):
     """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
 
@@ -115,10 +122,15 @@ class FlagForm(NamedTuple):
     kind: str  # its kind
     bare: list["FlagForm"]  # those of `inner` whose flags have no name before them
 
-    def fill(self, values: Any) -> Any:
-        """Return the configuration that a filled-in form describes; its checks run."""
+    def fill(self, values: Any, place: str = "") -> Any:
+        """Return the configuration that a filled-in form describes, which stands at a place in a run; its checks run."""
         found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
-        return self.build(**found | {name: form.fill(found[name]) for name, form in self.inner.items()})
+        inner = {name: form.fill(found[name], f"{place}{name}.") for name, form in self.inner.items()}
+        try:
+            return self.build(**found | inner)
+        except ValueError as error:
+            _move(error, place.removeprefix("method."), found)
+            raise
 
     def other_kinds(self, name: str) -> str | None:
         """Return a hint for a flag that a choice has with another kind; None for any other flag."""

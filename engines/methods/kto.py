@@ -37,7 +37,8 @@ class Kto(Method, name="kto"):
             those of a rollout whose reward is above the mean of their group (reward).
         beta: Inverse temperature of the utility, without a unit. It includes the number of steps of the bound.
         utility: Utility of a gain: sigmoid (bounded on both sides) or log_sigmoid (averse to losses).
-        good_weight, bad_weight: Weights of good and of bad images.
+        good_weight: Weight of good images.
+        bad_weight: Weight of bad images.
         ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
     """
 

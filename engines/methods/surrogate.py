@@ -29,7 +29,7 @@ class SurrogateConfig:
     """The surrogate of TDM-R1, which learns to prefer the better samples of a group, and is read as a teacher.
 
     Args:
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the surrogate.
         trained: Which steps of the student it is trained on.
         lowest: Lowest noise level at which it is trained.
         beta: Inverse temperature of the preference of a group, without a unit.

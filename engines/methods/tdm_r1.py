@@ -49,7 +49,7 @@ class TdmR1(Matching, name="tdm-r1"):
         guidance: Scale of the teacher's guidance.
         fake: Optimizer of the model of the student's samples.
         fake_kl: Weight of the fake's squared distance to the base.
-        surrogate: The surrogate.
+        surrogate: Training of the surrogate.
         tdm: Share of the teacher's guidance beside the surrogate.
         levels: Distribution of the noise levels, from 0 (where the step ends, or the lowest) to 1.
         form: How a correction becomes a loss, see `core.distill.matching_loss`.

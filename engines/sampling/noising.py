@@ -107,8 +107,8 @@ class UniformLevels:
     """Levels uniform between two bounds, whatever the sampling schedule.
 
     Args:
-        low: Smallest level.
-        high: Largest level.
+        low: Smallest noise level.
+        high: Largest noise level.
     """
 
     kind: ClassVar[str] = "uniform"

@@ -172,7 +172,7 @@ def test_window_settings_that_would_do_nothing(tmp_path: Path) -> None:
         (lambda: replace(STEPS, window=MovingWindow(4)), "window is 'moving', expected all: it covers its whole range"),
         (
             lambda: replace(STEPS, window=Branches(1, 2), group=6),
-            "group is 6, expected a multiple of 8: 2 samples at each",
+            "group is 6, expected a multiple of 8: a tree has 8 samples",
         ),
         (lambda: replace(STEPS, window=Branches(1, 2), group=8, shared_noise=True), "shared_noise has no effect"),
         (lambda: replace(STEPS, window=Branches(1, 2), group=8, sampler=Ode()), "window is 'branches', expected all"),
