@@ -143,9 +143,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_each_optimizer_steps_as_its_library_does(one: World, name: str) -> None:
     """Betas, eps and weight decay reach it: AdamW, SGD and Muon of torch, transformers' Adafactor, and Prodigy's rule."""
     trained = engine(one, name, schedule="constant", warmup=0, ema_decay=0.0, max_grad_norm=1e9, **SETTINGS[name])
-    take_updates(trained, 4)
-    for key, tensor in plain(name, Wide(), 4).items():
-        torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-6)
+    count = 20 if name == "prodigy" else 4  # whose first steps are tiny
+    take_updates(trained, count)
+    for key, tensor in plain(name, Wide(), count).items():
+        torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-5 if count > 4 else 1e-6)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw8bit", long("adamw4bit"), "muon", "prodigy", "sgd"])
@@ -160,6 +161,7 @@ def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
         assert set(found) == set(expected)
         for key, tensor in expected.items():
             atol = 1 if ".codes." in key else 1e-3 if name.startswith("adamw") else 1e-6  # a code may round to its neighbour
+            atol = 0 if key.startswith("estimate.") else atol
             torch.testing.assert_close(torch.tensor(found[key], dtype=tensor.dtype), tensor, rtol=1e-3, atol=atol)
 
 
