@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import Matching, RewardTermConfig
@@ -80,6 +80,6 @@ class Dmd2(Matching, name="dmd2"):
             x0 = part.rows.x - per_sample(part.rows.level, part.rows.x) * part.rows.predictions["old"]
             zero = part.rows.level * 0
             if number == self.fake_updates:
-                noisy = run.renoise(part, x0, zero, self.levels, fold_in(key, 0))
+                noisy = run.renoise(part, x0, zero, self.levels, key)
                 yield run.update(self.correct(run, part, noisy), partial(self.loss, reward=self.reward_term.bind(run, part)))
-            run.update(run.renoise(part, x0, zero, self.fake_levels, fold_in(key, number)), self.fake_loss, network="fake")
+            run.update(run.renoise(part, x0, zero, self.fake_levels, key, draw=number), self.fake_loss, network="fake")

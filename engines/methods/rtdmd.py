@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fluvial.core.distill import MatchForm
 from fluvial.core.policy import PolicyInfo
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import Matching, RewardTermConfig
@@ -94,8 +94,8 @@ class Rtdmd(Matching, name="rtdmd"):
         first, last = steps.take(slice(self.first)), steps.take(slice(-1, None))
         (part,), (end,) = (run.minibatches(items, key, self.passes) for items in (first, last))
         x0, zero = end.rows.x_next, end.rows.level * 0
-        run.update(run.renoise(end, x0, zero, self.fake_levels, fold_in(key, 1)), self.fake_loss, network="fake")
-        end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, fold_in(key, 0)))
+        run.update(run.renoise(end, x0, zero, self.fake_levels, key, draw=1), self.fake_loss, network="fake")
+        end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, key))
         run.accumulate(end, partial(super().loss, reward=self.reward_term.bind(run, end), coef=self.coef))
         yield run.update(part, self.loss)
 

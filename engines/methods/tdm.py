@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, noise_weight, snr_weight
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.matching import FakeInfo, Matching, RewardTermConfig
 from fluvial.engines.run.method import Needs
@@ -71,15 +71,15 @@ class Tdm(Matching, name="tdm"):
         steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
         (part,) = run.minibatches(steps, key, self.passes)
         for number in range(1, self.fake_updates + 1):
-            run.update(self.renoise(run, part, fold_in(key, number)), self.fake_loss, network="fake")
-        part = self.correct(run, part, self.renoise(run, part, fold_in(key, 0)))
+            run.update(self.renoise(run, part, key, number), self.fake_loss, network="fake")
+        part = self.correct(run, part, self.renoise(run, part, key))
         yield run.update(part, partial(self.loss, reward=self.reward_term.bind(run, part)))
 
-    def renoise(self, run: "Run", part: "Items", key: Key) -> "Items":
+    def renoise(self, run: "Run", part: "Items", key: Key, draw: int = 0) -> "Items":
         """Return the end of each step with noise, and what the student predicted there: its clean sample and its noise."""
         rows = part.rows
         highest = rows.level if self.interval == "separate" else None
-        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest=highest)
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest=highest, draw=draw)
         level, v = per_sample(rows.level, rows.x), rows.predictions["old"]
         return noisy.with_predictions(x0=rows.x - level * v, noise=rows.x + (1 - level) * v)
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching
 from fluvial.engines.methods.surrogate import SurrogateConfig
@@ -80,22 +80,22 @@ class TdmR1(Matching, name="tdm-r1"):
         grades, q = run.grade(batch, self.advantage), self.surrogate
         kept = partial(run.record_steps, batch, key, grades.advantage, keep=grades.keep)
         part, judged = (next(run.minibatches(kept(trained=each), key, self.passes)) for each in (self.trained, q.trained))
-        run.update(run.predict(self.renoise(run, part, fold_in(key, 0)), "base"), self.fake_loss, network="fake")
-        judged = self.renoise(run, judged, fold_in(key, 1), q.lowest, shared=True)
+        run.update(run.predict(self.renoise(run, part, key), "base"), self.fake_loss, network="fake")
+        judged = self.renoise(run, judged, key, q.lowest, shared=True, draw=1)
         noisy = run.predict(judged, "surrogate", "average", "base")
         run.update(q.weigh(run, noisy), q.prefer, network="surrogate")
-        seen = run.predict(self.renoise(run, part, fold_in(key, 2)), "real", "fake", "base")
-        read = run.predict(self.renoise(run, part, fold_in(key, 3), q.read_from), "guide", "base")
+        seen = run.predict(self.renoise(run, part, key, draw=2), "real", "fake", "base")
+        read = run.predict(self.renoise(run, part, key, q.read_from, draw=3), "guide", "base")
         real, fake, base = (clean(seen.rows, name) for name in ("real", "fake", "base"))
         guide, start = (clean(read.rows, name) for name in ("guide", "base"))
         part = part.with_predictions(real=real, kl=base - fake, cfg=real - base, guide=guide, rl=guide - start)
         led = part.rows.place % part.used.shape[1] < (q.steps or self.sampling.steps)
         yield run.update(part.with_rows(context=led), self.loss)
 
-    def renoise(self, run: "Run", part: "Items", key: Key, lowest: float = 0.0, *, shared: bool = False) -> "Items":
+    def renoise(self, run: "Run", part: "Items", key: Key, lowest: float = 0.0, **draw: Any) -> "Items":
         """Return the end of each step with noise, and the clean sample that the student predicted there."""
         rows, bound = part.rows, part.rows.level_next.clamp(min=lowest)
-        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, lowest=bound, shared=shared)
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, lowest=bound, **draw)
         return noisy.with_predictions(x0=clean(rows, "old"))
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:

@@ -234,6 +234,7 @@ def renoise(
     lowest: Tensor | None = None,
     highest: Tensor | None = None,
     shared: bool = False,
+    draw: int = 0,
 ) -> Items:
     """Return a noisy sample for each row of recorded steps, in their order.
 
@@ -244,12 +245,13 @@ def renoise(
         key: key of the draw; what a row draws depends on nothing else but its place.
         lowest, highest: levels, `[P]`; by default `level` and 1.
         shared: draw the same for all rows of a group.
+        draw: number of the draw, of several from one key.
     """
     place = items.rows.place
     if shared:
         place = place // (items.used.shape[1] * items.batch.compared)
     bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
-    keys, schedule = fold_in(fold_in(key, Stream.RENOISING), place), items.batch.plan.sampling.schedule
+    keys, schedule = fold_in(fold_in(fold_in(key, Stream.RENOISING), draw), place), items.batch.plan.sampling.schedule
     return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
 
 

@@ -92,7 +92,6 @@ def test_the_gate_takes_a_share_of_the_doubtful(share: float) -> None:
             r"features have shape \[3, 4\]",
         ),
         (lambda: rank_doubt(torch.ones(2), torch.ones(2, 0)), r"others have shape \[2, 0\], expected \[2, K\]"),
-        (lambda: rank_doubt(torch.ones(2), torch.ones(2, 1), doubted="x"), "doubted is 'x'"),  # type: ignore[arg-type]
         (lambda: doubt_gate(torch.ones(2), share=0.0), "share is 0"),
         (lambda: doubt_gate(torch.tensor([torch.nan]), share=0.5), "doubt is not finite"),
     ],

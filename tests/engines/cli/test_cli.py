@@ -23,7 +23,7 @@ PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "4
 WRONG: list[tuple[str, str]] = [
     ("frobnicate", "unknown command 'frobnicate'"),
     ("train", "needs the name of a recipe, got nothing, expected one of grpo"),
-    ("train handwritten", "got 'handwritten', expected one of grpo, dance"),
+    ("train handwritten", "got 'handwritten', expected one of grpo, flash"),
     ("train handwriting --bogus 3", "unknown flag --bogus"),
     ("train handwriting --processes 0", "--processes is '0', expected a number from 1, or auto"),
     ("train handwriting --processes", "--processes is given no value"),
@@ -43,7 +43,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --sampling.window.size 11", "--sampling.window has 11 stochastic steps in steps 0 to 6"),
     ("train handwriting --sampling.window.size 0", "--sampling.window.size is 0, expected an integer"),
     ("train handwriting --sampling.window.low 5 --sampling.window.size 2", "has 2 stochastic steps in steps 5 to 6"),
-    ("train handwriting --sampling.window scatered", "moving, branches; did you mean 'scattered'?"),
+    ("train handwriting --sampling.window scatered", "branches, splits, candidates; did you mean 'scattered'?"),
     ("train handwriting --sampling.window scattered", "--sampling.window.size"),
     (
         "train handwriting --sampling.window all --sampling.window.size 2",
@@ -60,7 +60,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --kl.coef -1", "coef is -1"),
     ("train guard --sampling.sampler cps", "--sampling.sampler is 'cps', expected flow_sde or dance_sde"),
     ("train guard --form unscaled", "expected density or no_const"),
-    ("train guard --reduction sum", "unknown flag --reduction: this method has none, and grpo, tempflow have it"),
+    ("train guard --reduction sum", "unknown flag --reduction: this method has none, and grpo, tempflow, densegrpo"),
     ("train handwriting --optimizer.lr -1", "lr is -1"),
     ("train handwriting --lora.rank 0", "lora.rank is 0"),
     ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),

@@ -1,5 +1,6 @@
 """Fields in the library's errors are printed as flags; parsing returns the very configuration."""
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -169,6 +170,22 @@ def test_a_wrong_flag_is_one_line(words: list[str], line: str) -> None:
         parse_config(Run(Path("x")), "run", words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "line"),
+    [
+        ("tdm-r1", "--fake.lr -1", "--fake.lr is -1.0, expected"),
+        ("tdm-r1", "--surrogate.optimizer.lr -1", "--surrogate.optimizer.lr is -1.0, expected"),
+        ("tdm-r1", "--optimizer.lr -1", "--optimizer.lr is -1.0, expected"),
+        ("dmd2", "--fake-levels.low 2", "--fake-levels.low is 2.0, expected"),
+        ("nft", "--sampling.window random --sampling.window.size 0", "--sampling.window.size is 0, expected"),
+    ],
+)
+def test_settings_of_one_kind_are_named_where_they_stand(recipe: str, words: str, line: str) -> None:
+    """An optimizer of another network, levels of another draw."""
+    with pytest.raises(UsageError, match=re.escape(line)):
+        parse_config(recipes.RECIPES[recipe](), "run", words.split())
 
 
 def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixture[str]) -> None:
