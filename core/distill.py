@@ -144,7 +144,9 @@ def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Sca
     """
     x, noise = match_tensors("ambient_velocity", x=x, noise=noise)
     s, t, alpha, beta = _renoising("ambient_velocity", x, sigma, sigma_noisy)
-    return -x / per_sample(1 - s, x) + noise * per_sample((t + s**2 * alpha / (1 - s)) / beta, x)
+    still = beta == 0  # at s = t = 0, where the factor is 1 in the limit
+    factor = torch.where(still, 1.0, (t + s**2 * alpha / (1 - s)) / torch.where(still, 1.0, beta))
+    return -x / per_sample(1 - s, x) + noise * per_sample(factor, x)
 
 
 def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:

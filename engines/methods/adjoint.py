@@ -93,7 +93,7 @@ class AdjointMatching(Method, name="adjoint"):
             if self.quantile is not None:
                 sizes = run.gather(part, run.measure(part, lambda v, rows: self.loss(v, rows)[0])).sqrt()
                 counted = to_device(torch.nonzero(part.used.flatten()).flatten(), sizes.device)
-                largest = sizes.flatten()[counted].quantile(self.quantile).item()
+                largest = sizes.flatten()[counted].quantile(self.quantile).item() if len(counted) else 0.0
                 bound = run.average("adjoint", largest, 0.9)
                 part = part.with_rows(context=part.look_up((sizes < bound).to(sizes.dtype)))
             yield run.update(part, self.loss)

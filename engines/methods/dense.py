@@ -33,6 +33,8 @@ class DenseGrpo(Grpo, name="densegrpo"):
     own may have an eta per step.
     """
 
+    learns_from_sums = False
+
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""
         yield from super().problems()

@@ -1,7 +1,7 @@
 """DMD2: a few-step student whose noised samples a teacher and a model of the student itself cannot tell apart."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.matching import Matching, RewardTermConfig
+from fluvial.engines.methods.losses import RewardTermConfig
+from fluvial.engines.methods.matching import Matching
 from fluvial.engines.run.method import Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -62,7 +63,7 @@ class Dmd2(Matching, name="dmd2"):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Learn from no reward but that of the term."""
-        return self.reward_term.needs()
+        return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else None)
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""

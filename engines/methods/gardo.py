@@ -41,7 +41,7 @@ class Gardo(Method, name="gardo"):
         kl: KL to the reference, as a mean over the samples that have it.
         gate: Samples that have it: `Everywhere` or `Doubt`.
         reset_kl: KL, in nats per dimension, above which the policy becomes the reference.
-        reset_after: Number of batches after which it becomes it at the latest.
+        reset_after: Number of batches after which it becomes it after the next one.
         features: Features whose distance in a group is diversity: thumbnails, or a function of (images, prompts) as
             module:name; GARDO's are those of DINOv3.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
@@ -49,6 +49,7 @@ class Gardo(Method, name="gardo"):
         clip_high: Upper half-width of the clip.
     """
 
+    learns_from_sums = False
     bounds: ClassVar = {
         **{"clip_low": (0, 1), "clip_high": (0, math.inf), "adv_clip": (1e-12, math.inf)},
         **{"reset_kl": (0, math.inf), "reset_after": (1, 2**31)},
@@ -89,21 +90,20 @@ class Gardo(Method, name="gardo"):
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the surrogate of every recorded step, near the reference where the gate says so."""
         assert batch.rewards is not None
-        scores = batch.rewards.scores[batch.kept]
+        scores = batch.rewards.scores[batch.kept] * run.runners.weights.sign()  # of a weight the sign alone counts
         advantage = diverse_advantages(scores[:, 0], run.features(batch, self.features), batch.group)
         advantage, chosen = advantage.clamp(-self.adv_clip, self.adv_clip), self.gate.choose(run.state, scores)
         run.log(advantage=advantage.clone(), gate={"share": float(chosen.mean())})
         steps = run.record_steps(batch, key, advantage, trained=self.trained, keep=torch.ones_like(advantage))
         share = batch.spread(chosen / chosen.mean().clamp(min=1e-12))  # so that the mean of the KL is that of the chosen
         steps = steps.with_rows(context=steps.look_up(share[:, None].expand(steps.used.shape)))
+        is_far, age = False, run.state.get("age", [0.0])[0] + 1
         for part in run.minibatches(steps, key, self.passes):
-            info = run.update(run.predict(part, *self.networks()), self.loss)
-            yield info
-        age = run.state.get("age", [0.0])[0] + 1
-        if info.mean["kl_ref"] > self.reset_kl or age > self.reset_after:
+            yield (info := run.update(run.predict(part, *self.networks()), self.loss))
+            is_far |= info.mean["kl_ref"] > self.reset_kl
+        if moves := is_far or age > self.reset_after:
             run.copy_policy("ref")
-            age = 0.0
-        run.state["age"] = [age]
+        run.state["age"] = [0.0 if moves else age]
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps, with the KL of the chosen samples."""

@@ -71,7 +71,7 @@ class Kto(Method, name="kto"):
 
     def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read images with labels."""
-        return run.sample(key) if self.source is None else run.read(key)
+        return super().collect(run, key) if self.source is None else run.read(key)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Compare the gain of each image with the mean gain over all ranks."""

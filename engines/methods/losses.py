@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,6 +135,39 @@ class StepKLConfig(KLConfig):
             return loss
         factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
         return loss + self.ema_coef * factor * gaussian.kl(rows.transition, v, v_ema, reduction=reduction)
+
+
+@dataclass(frozen=True)
+class RewardTermConfig:
+    """A differentiable reward of the student's clean samples, beside the matching loss (DMDR, arXiv 2511.13649).
+
+        coef relu(margin - R(x0)), or -coef R(x0) without a margin
+
+    Args:
+        coef: Weight of the term; 0 leaves it out, and needs no reward.
+        margin: Reward at which the gradient ends; None follows it without end.
+        after: Number of updates of the student before it begins.
+    """
+
+    coef: float = 0.0
+    margin: float | None = None
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "reward_term", coef=(0, math.inf), margin=(-math.inf, math.inf), after=(0, 2**31))
+        if not self.coef and (self.margin is not None or self.after):
+            raise no_effect("reward_term.after" if self.after else "reward_term.margin", "with `reward_term.coef` 0")
+
+    def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
+        """Return the term as a function of rows of items and their clean samples, `[P]`."""
+        if not self.coef or run.clock < self.after:
+            return lambda rows, x0: 0.0
+
+        def lack(rows: Any, x0: Tensor) -> Tensor:
+            (score,) = run.rewards_of(items, rows, x0)
+            return self.coef * (-score if self.margin is None else (self.margin - score).relu())
+
+        return lack
 
 
 class ErrorInfo(NamedTuple):

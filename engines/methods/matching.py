@@ -1,17 +1,16 @@
 """Distribution matching: a few-step student whose samples a teacher and a model of the student itself cannot tell apart."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fluvial.core.checks import check_fields, per_sample
+from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.errors import no_effect
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
 from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
 from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
@@ -36,54 +35,26 @@ class FakeInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RewardTermConfig:
-    """A differentiable reward of the student's clean samples, beside the matching loss (DMDR, arXiv 2511.13649).
-
-        coef relu(margin - R(x0)), or -coef R(x0) without a margin
-
-    Args:
-        coef: Weight of the term; 0 leaves it out, and needs no reward.
-        margin: Reward at which the gradient ends; None follows it without end.
-        after: Number of updates of the student before it begins.
-    """
-
-    coef: float = 0.0
-    margin: float | None = None
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "reward_term", coef=(0, math.inf), margin=(-math.inf, math.inf), after=(0, 2**31))
-        if not self.coef and (self.margin is not None or self.after):
-            raise no_effect("reward_term.after" if self.after else "reward_term.margin", "with `reward_term.coef` 0")
-
-    def needs(self) -> Needs:
-        """Return what matching with the term needs: the gradient of a reward if it has a weight."""
-        return replace(Matching.needs, rewards="gradients" if self.coef else None)
-
-    def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
-        """Return the term as a function of rows of items and their clean samples, `[P]`."""
-        if not self.coef or run.clock < self.after:
-            return lambda rows, x0: 0.0
-
-        def lack(rows: Any, x0: Tensor) -> Tensor:
-            (score,) = run.rewards_of(items, rows, x0)
-            return self.coef * (-score if self.margin is None else (self.margin - score).relu())
-
-        return lack
-
-
-@dataclass(frozen=True)
 class Matching(Method):
     """What DMD2 and TDM have in common: a student, its teacher (real), and a model of the student's samples (fake)."""
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
+    follows_ode: ClassVar[bool] = False  # whether the steps have no noise but what the student predicts
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
     teacher: Path | None
     guidance: float
     fake: OptimizerConfig
     form: MatchForm
     huber: float
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if self.form != "huber" and self.huber != 1e-3:
+            yield no_effect("huber", f"with `form` {self.form}")
+        if self.follows_ode and self.sampling.sampler.kind != "ode":
+            yield UsageError("sampling.sampler", self.sampling.sampler.kind, "ode", f"{self.method_name} follows the ODE")
 
     @property
     def rows(self) -> RecordedRows:

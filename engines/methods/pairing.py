@@ -51,7 +51,7 @@ class Pairing(Method):
 
     def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read pairs."""
-        return run.sample(key) if self.preferences is None else run.read_pairs(key)
+        return super().collect(run, key) if self.preferences is None else run.read_pairs(key)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""

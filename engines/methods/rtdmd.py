@@ -14,13 +14,14 @@ from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.matching import Matching, RewardTermConfig
+from fluvial.engines.methods.losses import RewardTermConfig
+from fluvial.engines.methods.matching import Matching
 from fluvial.engines.run.method import Needs, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.noising import Levels, UniformLevels
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import FirstRecorded
+from fluvial.engines.sampling.window import AllSteps, FirstRecorded
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import policy_loss
 
@@ -73,18 +74,23 @@ class Rtdmd(Matching, name="rtdmd"):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Learn from scores, and from the gradient of a reward if it has a weight."""
-        needs = self.reward_term.needs()
-        return replace(needs, rewards=needs.rewards or "scores", ratio=True)
+        return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else "scores", ratio=True)
 
     @property
     def rows(self) -> RecordedRows:
         """Record every step, the last one too, which has no density."""
-        return RecordedRows("unscaled", trained=FirstRecorded(self.first / self.sampling.steps))
+        steps = self.sampling.steps
+        return RecordedRows("unscaled", trained=FirstRecorded(max(min(self.first, steps - 1), 0.5) / steps))
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""
-        if self.first >= self.sampling.steps:
-            yield UsageError("first", self.first, f"less than the {self.sampling.steps} steps, the last of which is matched")
+        sampling = self.sampling
+        if self.first >= sampling.steps:
+            yield UsageError("first", self.first, f"less than the {sampling.steps} steps, the last of which is matched")
+        if sampling.window != AllSteps():
+            yield UsageError("sampling.window", sampling.window.kind, "all", "rtdmd learns from first steps and the last")
+        if not sampling.sampler.rule.last_step_is_deterministic:
+            yield UsageError("sampling.sampler", sampling.sampler.kind, "cps", "the last step ends at the clean sample")
         yield from super().problems()
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
@@ -101,12 +107,6 @@ class Rtdmd(Matching, name="rtdmd"):
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:  # type: ignore[override]
         """Return `kernels.policy_loss` of the recorded steps."""
-        old, form = rows.log_prob_old, self.rows.form
-        options: dict[str, Any] = {
-            "clip_low": self.clip,
-            "clip_high": self.clip,
-            "advantage": rows.signal,
-            "log_prob_old": old,
-            "form": form,
-        }
-        return policy_loss(rows.transition, rows.x, v, rows.x_next, **options)
+        clips: dict[str, Any] = {"clip_low": self.clip, "clip_high": self.clip, "form": self.rows.form}
+        pairs: dict[str, Any] = {"log_prob_old": rows.log_prob_old, "advantage": rows.signal}
+        return policy_loss(rows.transition, rows.x, v, rows.x_next, **pairs, **clips)

@@ -79,6 +79,7 @@ class Spo(D3po, name="spo"):
             `ConstantMargin` or `NoiseMargin`.
     """
 
+    learns_from_sums = False
     needs: ClassVar[Needs] = Needs(candidates=True)
     sampling: SamplingConfig = SamplingConfig(group=4, window=Candidates(low=4))
     beta: float = 10.0

@@ -35,11 +35,11 @@ class Srpo(Method, name="srpo"):
     """SRPO's loss: how much a relative reward of a recovered image falls short of a margin (arXiv 2509.06942).
 
         x_s = (1 - s) x0 + s e,  x0' = (x_s + (s' - s) v - s' e) / (1 - s')
-        loss = 1/2 relu(margin - R(x0')),  R = (1 + k) r(x0', wanted prompt) - r(x0', unwanted prompt)
+        loss = relu(margin - R(x0')),  R = (1 + k) r(x0', wanted prompt) - r(x0', unwanted prompt)
 
     with k the weight of the level, once with s' < s (towards the image) and once with s' > s (away from it), where the two
-    prompts change places. The noise e is known, so that x0' is sharp at every level. Rewards must be differentiable, and
-    linear in the prompt's features, as CLIP's are.
+    prompts change places; the two share the noise e, which is known, so that x0' is sharp at every level (published code has
+    one e for all samples). Rewards must be differentiable, and linear in the prompt's features, as CLIP's are.
 
     Args:
         sampling: How clean samples are made.
@@ -86,10 +86,10 @@ class Srpo(Method, name="srpo"):
         """Put known noise on the samples, at a level that all share, and follow the gradient of what one step recovers."""
         items = run.noise_samples(batch, BRANCHES, key, keep=run.grade(batch).keep)
         level, *context = self.steps(key).to(items.rows.x).repeat_interleave(len(items.rows.level) // 2, dim=1)
-        noise = items.rows.x0 + items.rows.target
+        noise = (items.rows.x0 + items.rows.target)[: len(level) // 2].repeat(2, *[1] * (items.rows.x0.ndim - 1))
         x = torch.lerp(items.rows.x0, noise, per_sample(level, noise))
         words = [(words[run.clock % len(words)]) for words in (self.wanted, self.unwanted)]
-        items = items.with_rows(x=x, level=level, context=torch.stack(context, dim=1))
+        items = items.with_rows(x=x, level=level, target=noise - items.rows.x0, context=torch.stack(context, dim=1))
         for part in run.minibatches(items, key, self.passes):
             yield run.update(part, partial(self.loss, reward=partial(run.rewards_of, part, edits=[*map(prefix, words)])))
 
@@ -111,7 +111,7 @@ class Srpo(Method, name="srpo"):
         away = level_next > rows.level
         wanted, unwanted = torch.where(away, unwanted, wanted), torch.where(away, wanted, unwanted)
         relative = (1 + k) * wanted - unwanted if self.form == "code" else k * wanted + (1 - k) * unwanted
-        return (self.margin - relative).relu() / 2, RewardInfo(relative.detach())
+        return (self.margin - relative).relu(), RewardInfo(relative.detach())
 
 
 def prefix(word: str) -> Callable[[Prompt], Prompt]:

@@ -1,7 +1,7 @@
 """TDM: the student's path to its samples is matched to the teacher's at every step, with few deterministic steps."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +12,8 @@ from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, noise_weight, snr_weight
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.methods.matching import FakeInfo, Matching, RewardTermConfig
+from fluvial.engines.methods.losses import RewardTermConfig
+from fluvial.engines.methods.matching import FakeInfo, Matching
 from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
@@ -47,6 +48,7 @@ class Tdm(Matching, name="tdm"):
         reward_term: Term of a differentiable reward.
     """
 
+    follows_ode = True
     bounds = {**Matching.bounds, "snr_max": (1e-12, 1e12)}  # noqa: RUF012
     sampling: SamplingConfig = SamplingConfig(prompts=64, group=1, steps=4, sampler=Ode())
     trained: TrainedSteps = OneRecorded("sample")
@@ -64,7 +66,7 @@ class Tdm(Matching, name="tdm"):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Learn from no reward but that of the term."""
-        return self.reward_term.needs()
+        return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else None)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the ends of the student's steps, then move the student."""

@@ -57,6 +57,7 @@ class TdmR1(Matching, name="tdm-r1"):
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", off_schedule=True)
+    follows_ode = True
     bounds: ClassVar = {**Matching.bounds, "tdm": (0, 1), "fake_kl": (0, math.inf)}
     sampling: SamplingConfig = SamplingConfig(prompts=48, group=24, steps=4, sampler=Ode())
     trained: TrainedSteps = RandomRecorded(0.5)
@@ -94,8 +95,8 @@ class TdmR1(Matching, name="tdm-r1"):
 
     def renoise(self, run: "Run", part: "Items", key: Key, lowest: float = 0.0, **draw: Any) -> "Items":
         """Return the end of each step with noise, and the clean sample that the student predicted there."""
-        rows, bound = part.rows, part.rows.level_next.clamp(min=lowest)
-        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, lowest=bound, **draw)
+        rows, draw["lowest"] = part.rows, part.rows.level_next.clamp(min=lowest)
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, **draw)
         return noisy.with_predictions(x0=clean(rows, "old"))
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
@@ -107,10 +108,8 @@ class TdmR1(Matching, name="tdm-r1"):
         """Return the sum of the three matching losses; steps that the surrogate does not lead have the teacher's alone."""
         assert rows.context is not None
         p, x0 = rows.predictions, rows.x - per_sample(rows.level, rows.x) * v
-        kl, cfg, rl = (
-            matching_loss(x0, p[name], p[scale], form=self.form, huber=self.huber)
-            for name, scale in (("kl", "real"), ("cfg", "real"), ("rl", "guide"))
-        )
+        match = partial(matching_loss, x0, form=self.form, huber=self.huber)
+        kl, cfg, rl = match(p["kl"], p["real"]), match(p["cfg"], p["real"]), match(p["rl"], p["guide"])
         led, alone = self.tdm * cfg + (1 - self.tdm) * rl + kl, self.tdm * (cfg + kl)
         return torch.where(rows.context, led, alone), MatchInfo((p["kl"] ** 2).flatten(1).mean(1))
 

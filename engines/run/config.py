@@ -140,6 +140,8 @@ class TrainConfig:
             yield UsageError("rollout.autocast", True, "False, or `correction.mode` truncate", hint)
         if rollout.ahead and self.takes_ratios and not corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
+            if method.correction is None:
+                yield UsageError("rollout.ahead", rollout.ahead, "0", f"{name} has no correction of its ratios")
             yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
         groups = method.sampling.groups.kind
         if rollout.ahead and groups != "all":
@@ -151,9 +153,10 @@ class TrainConfig:
             yield UsageError(f"rollout.{name}", value, "its default", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
-        for field, network in self.networks.items():
+        for network in self.networks.values():
             if isinstance(network, Trained):
-                yield from network.problems(field)
+                settings = next(at for at, each in _optimizers(method) if each is network.optimizer)
+                yield from network.problems(settings)
         if self.followers and self.train == "full":
             followers = ", ".join(self.followers)
             hint = f"{name} keeps policies that lag behind ({followers}) as LoRA adapters"
@@ -294,6 +297,16 @@ def is_set(config: Any, field: str) -> bool:
     declared = next(each for each in dataclasses.fields(config) if each.name == name)
     default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
     return bool(getattr(config, name) != default)
+
+
+def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers among the settings of a method, by their dotted names."""
+    for each in dataclasses.fields(config):
+        value, name = getattr(config, each.name), f"{place}{each.name}"
+        if isinstance(value, OptimizerConfig):
+            yield name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _optimizers(value, f"{name}.")
 
 
 def explain_fixed_micro_batch(method: Method) -> str | None:

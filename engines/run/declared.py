@@ -108,9 +108,10 @@ class Trained:
 
     def problems(self, name: str) -> Iterator[UsageError]:
         """Yield what has no meaning among the settings of its optimizer, which are those of the field `name`."""
-        hint = "whose number of updates is not planned"
-        if self.optimizer.schedule != "constant":
-            yield UsageError(f"{name}.schedule", self.optimizer.schedule, "constant", f"of a second network, {hint}")
+        hint = "of a second network, whose number of updates is not planned"
+        for field, default in {"schedule": "constant", "warmup_ratio": 0.0}.items():
+            if (value := getattr(self.optimizer, field)) != default:
+                yield UsageError(f"{name}.{field}", value, str(default), hint)
         if self.optimizer.ema_decay:
             yield no_effect(f"{name}.ema_decay", "of a second network, whose moving average nothing reads")
 

@@ -150,6 +150,7 @@ class Method:
     advantage: AdvantageConfig | None = None
     correction: CorrectionConfig | None = None
     serving_solver: ClassVar[Solver | None] = None  # solver that the trained model needs; None is any
+    learns_from_sums: ClassVar[bool] = True  # samples of a group whose weighted rewards are equal teach it nothing
 
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         cls.method_name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
@@ -180,16 +181,20 @@ class Method:
     def _check_groups(self) -> Iterator[UsageError]:
         """Yield what keeps the samples of a group from being compared."""
         sampling, advantage = self.sampling, self.advantage or AdvantageConfig()
-        compares = self.needs.rewards == "scores" and self.is_scored and not advantage.history
+        scores = self.needs.rewards == "scores" or self.needs.ratio
+        compares = scores and self.is_scored and not advantage.history
         if compares and sampling.group < 2:
             hint = f"{self.method_name} compares a sample with others of its group"
             yield UsageError("sampling.group", sampling.group, "at least 2", hint)
-        if sampling.groups.kind != "all" and (self.source is not None or self.needs.rewards != "scores"):
+        if sampling.groups.kind != "all" and (self.source is not None or not scores):
             yield no_effect("sampling.groups", f"with {self.method_name} here, which compares no samples of a rollout")
         if sampling.groups.kind == "refilled" and (advantage.history or advantage.floors):
             name = "advantage.history" if advantage.history else "advantage.floors"
             hint = "with it, samples of equal rewards have an advantage, and `sampling.groups` refilled replaces them"
             yield UsageError(name, getattr(advantage, name.partition(".")[2]), "its default", hint)
+        if sampling.groups.kind == "refilled" and not (self.learns_from_sums and advantage.combine == "sum"):
+            hint = f"{self.method_name} learns from groups whose weighted sums of rewards are equal, too"
+            yield UsageError("sampling.groups", "refilled", "all or scouted", hint)
         compared = sampling.window.count_compared(sampling.group)
         if 2 * advantage.extremes > compared:
             yield UsageError("advantage.extremes", advantage.extremes, f"at most half of the {compared} that are compared")

@@ -109,7 +109,10 @@ class BuiltNetworks:
         Args:
             negative: negative prompt of the policy's guidance.
         """
-        scale = getattr(self.declared.get(name), "guidance", None)
+        network = self.declared.get(name)
+        if isinstance(network, Follower):
+            network = self.declared.get(network.network)
+        scale = getattr(network, "guidance", None)
         if scale is None:
             return cond
         plain = cond.cond if isinstance(cond, Guided) else cond

@@ -41,7 +41,7 @@ def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool =
     if on_schedule and sampling.window.tail != Tail():
         raise UsageError("sampling.window.tail", sampling.window.tail.solver, "its default", own_levels)
     for name, scale in config.own_guidance.items():
-        field = "kl.guidance" if name == "ref" else f"{name}.guidance"
+        field = "ref_guidance" if hasattr(method, "ref_guidance") else "kl.guidance" if name == "ref" else "guidance"
         if recorded:
             raise UsageError(field, scale, "None", f"{model} has no adapter, and its pipeline's guidance")
         if conditioned and scale != 1 and sampling.guidance.scale == 1:

@@ -111,8 +111,8 @@ class SamplingConfig(ReadingConfig):
         shared_noise: The samples of a group start from the same noise (DanceGRPO, arXiv 2505.07818), so that only the noise
             of their steps tells them apart.
         sampler: How steps are taken: `Stochastic`, `Ode` or `SaSolver`.
-        window: Which steps take noise: `AllSteps`, `RandomWindow`, `ScatteredSteps`, `MovingWindow` or `Branches`; the
-            others are ODE steps.
+        window: Which steps take noise: `AllSteps`, `RandomWindow`, `ScatteredSteps`, `MovingWindow`,
+            `Branches`, `Splits` or `Candidates`; the others are ODE steps.
         groups: Which groups are learnt from: `AllGroups`, `RefilledGroups` or `ScoutedGroups`.
     """
 

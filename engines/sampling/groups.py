@@ -86,8 +86,9 @@ class ScoutedGroups:
 
     def collect(self, run: Any, key: Key) -> Any:
         """Return the next batch of a run, from those initial noises whose scouts are the best and the worst."""
-        scouts = run.score(run.sample(key, group=self.scouts, steps=self.steps))
-        return run.sample(key, starts=run.find_extremes(scouts, run.config.method.sampling.group // 2))
+        count = run.config.method.sampling.group // 2
+        starts = run.find_extremes(run.score(run.sample(key, group=self.scouts, steps=self.steps)), count)
+        return run.sample(key, starts=starts)  # the scouts, and what they hold, are gone
 
 
 # `groups.collect(run, key)` returns the next batch of a run.

@@ -32,7 +32,7 @@ from fluvial.engines.methods import (
     TempFlow,
 )
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
 from fluvial.engines.run.recipes.base import (
     BATCH,
     EDIT_WORDS,
@@ -75,7 +75,8 @@ def flash(model: str = HANDWRITING) -> TrainConfig:
     """Flash-GRPO (arXiv 2605.15980): GRPO on one step, the same of all samples of a prompt, weighted by its noise.
 
     Numbers of large models are those of the authors' run on Wan 2.1 1.3B: one of the first 10 of 20 steps, guidance 4.5, 96
-    samples. Its group of 4 is called effectively 2 in their code. On handwriting it is one of the six noisiest steps.
+    samples. Its group of 4 is called effectively 2 in their code; LoRA of
+    rank 32 is assumed. On handwriting it is one of the six noisiest steps.
     """
     wan = SamplingConfig(
         24, 4, 20, Guidance(4.5), sampler=Stochastic("wan_sde", eta=1.0), window=RandomWindow(1, high=10, draw="group")
@@ -136,7 +137,7 @@ def pref_grpo(model: str = HANDWRITING) -> TrainConfig:
 
     Numbers of large models are those of the authors' run on FLUX.1-dev: GRPO-Guard's ratio, 25 steps from one noise per
     group of 8, the first 60 % trained on, and rewards normalised one by one, `--rewards win_rate:url=URL=0.4 clipscore=0.6`;
-    prompts per rollout are assumed. On handwriting samples are compared by the characters that the recogniser reads.
+    prompts per rollout and LoRA are assumed. On handwriting samples are compared by the characters that are read.
     """
     sampling = SamplingConfig(64, 8, 25, shared_noise=True, sampler=Stochastic(eta=0.7))
     advantage = AdvantageConfig(combine="gdpo")
@@ -534,10 +535,15 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     if not config.makes_samples:
         raise no_effect("preset", "with a method that makes no samples")
     published = config.method.sampling
-    groups = min(published.prompts, max(GROUPS * int(found[1]), config.method.passes.minibatches))
+    updates = getattr(config.method, "fake_updates", config.method.passes.minibatches)
+    groups = min(published.prompts, -(-max(GROUPS * int(found[1]), updates) // updates) * updates)
+    is_fixed = explain_fixed_micro_batch(config.method) is not None
     changes = [f"sampling.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
-    changes += [] if (size := config.engine.micro_batch) == "auto" else [f"engine.micro_batch auto in place of {size}"]
+    changes += (
+        [] if (size := config.engine.micro_batch) == "auto" or is_fixed else [f"engine.micro_batch auto in place of {size}"]
+    )
     said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
     if groups != published.prompts:
         said += f", published {published.batch}; every other setting stays"
-    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": "auto"}), said
+    size = size if is_fixed else "auto"
+    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": size}), said

@@ -5,11 +5,12 @@ from typing import Any
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods import Dmd2, Refl, Rtdmd, Srpo, Tdm, TdmR1
-from fluvial.engines.methods.matching import RewardTermConfig
+from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes.base import CONSISTENCY, HANDWRITING, ONE_UPDATE, of_model, of_published
 from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.noising import LogitNormalLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllRecorded, AllSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig
@@ -18,8 +19,9 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 def dmd2(model: str = HANDWRITING) -> TrainConfig:
     """DMD2 (arXiv 2405.14867): a student of four noisy steps whose samples a teacher cannot tell from its own.
 
-    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5. On
-    handwriting the student takes two steps. Rewards are measured, not learnt from.
+    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5,
+    whose student takes ODE steps; the sampler is that of DMD2's own code. On handwriting the student takes two steps.
+    Rewards are measured, not learnt from.
     """
     fake = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
     return of_model(
@@ -42,14 +44,17 @@ def dmd2(model: str = HANDWRITING) -> TrainConfig:
 def tdm(model: str = HANDWRITING) -> TrainConfig:
     """TDM (arXiv 2503.06674): a student of four ODE steps, each of which ends where the teacher's samples of that level are.
 
-    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5. On
-    handwriting the student takes two steps. Rewards are measured, not learnt from.
+    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5,
+    without its bounds of the noise's weight. On handwriting the student takes two steps. Rewards are measured, not learnt
+    from.
     """
     fake = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
     sampling = SamplingConfig(prompts=128, group=1, steps=4, sampler=Ode())
     return of_model(
         model,
-        Tdm(sampling=sampling, trained=AllRecorded(), guidance=4.0, fake=fake, interval="reverse"),
+        Tdm(
+            sampling=sampling, trained=AllRecorded(), guidance=4.0, fake=fake, interval="reverse", levels=LogitNormalLevels()
+        ),
         tuned={
             **ONE_UPDATE,
             "method": Tdm(sampling=replace(sampling, steps=2), guidance=1.0, fake=replace(fake, lr=1e-3), form="dmd"),
@@ -90,14 +95,15 @@ def tdm_r1(model: str = HANDWRITING) -> TrainConfig:
 def rtdmd(model: str = HANDWRITING) -> TrainConfig:
     """RTDMD (arXiv 2605.26108): a few-step student that learns from rewards, and is matched to its teacher at its last step.
 
-    Numbers of large models are those of its run on SD3.5, which adds `reward_term.coef` 1e-4 and `reward_term.margin` 3 for
-    differentiable rewards. On handwriting the reward is likeness, a density of real digits.
+    Numbers of large models are those of the second stage of its run on SD3.5, which begins from a student of its own first
+    stage, and adds `reward_term.coef` 1e-4 and `reward_term.margin` 3 for differentiable rewards. On handwriting the reward
+    is likeness, a density of real digits.
     """
     fake, term = OptimizerConfig(lr=3e-5, weight_decay=0.0), RewardTermConfig(0.03)
     sampling = SamplingConfig(prompts=48, group=24, steps=4, sampler=Stochastic("cps", eta=0.9))
     return of_model(
         model,
-        Rtdmd(sampling=sampling, advantage=AdvantageConfig(scale="batch"), fake=fake),
+        Rtdmd(sampling=sampling, advantage=AdvantageConfig(scale="batch", combine="advantages"), fake=fake),
         tuned={
             **ONE_UPDATE,
             "method": Rtdmd(

@@ -71,9 +71,9 @@ def tpgrpo(model: str = HANDWRITING) -> TrainConfig:
         steps = SamplingConfig(prompts=16, group=8, window=RandomWindow(3, high=6))
         return replace(config, method=TurningPointGrpo(sampling=steps, advantage=BATCH, passes=TWO))
     known: Any = config.method
-    method = TurningPointGrpo(**{**_fields_of(known), "clip_low": 1e-5, "clip_high": 1e-5, "trained": AllRecorded()})
+    method = TurningPointGrpo(**{**_fields_of(known), "clip_low": 1e-5, "clip_high": 1e-5, "form": "unscaled"})
     sampling = replace(known.sampling, sampler=Stochastic("cps", 0.7), window=AllSteps(high=9), prompts=48)
-    changes = {"sampling": sampling, "kl.coef": 1e-4, "advantage.scale": "group"}
+    changes = {"sampling": sampling, "kl.coef": 1e-4, "advantage.scale": "group", "trained": AllRecorded()}
     return with_values(config, {"method": method, **changes})
 
 

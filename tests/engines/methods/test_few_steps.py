@@ -17,7 +17,7 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.matching import RewardTermConfig
+from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.srpo import prefix
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.methods.table import Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
@@ -88,7 +88,7 @@ def test_srpo_is_its_formula_and_both_branches_agree(form: Any) -> None:
     seen = (WEIGHT * (x0 + error * ((level_next - level) / (1 - level_next)).view(-1, 1, 1))).sum((1, 2))
     wanted, unwanted = torch.stack([seen[0], -seen[1]]), torch.stack([-seen[0], seen[1]])
     relative = (1 + k) * wanted - unwanted if form == "code" else k * wanted + (1 - k) * unwanted
-    assert_close(loss, (99 - relative) / 2)
+    assert_close(loss, 99 - relative)
     assert_close(info.reward, relative.detach())
     (slope,) = torch.autograd.grad(loss.sum(), v)
     if form == "code":  # x0 falls with v, so v has to go against w
