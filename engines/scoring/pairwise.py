@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.scores import read_scores
 from fluvial.engines.scoring.signature import Samples, signature_of
 
 # (first images [P, ...], second images [P, ...], prompts) -> 1 where the first is better, 0 the second, 0.5 neither, [P]
+RECORD = "metadata", "condition_images", "latents", "audio"
 Judge = Callable[[Tensor, Tensor, Sequence[str]], Any]
 
 
@@ -33,9 +35,14 @@ class Pairwise:
     """
 
     def __init__(self, judge: str | Judge, rewards: Mapping[str, Reward] | None = None) -> None:
-        by_name = {name: compare_scores(reward) for name, reward in (rewards or {}).items()}
         expected = plugins.callable_with("first", "second", "prompts")
-        self.judge = plugins.load(judge, "judges", expected, table=by_name) if isinstance(judge, str) else judge
+        self.reward = (rewards or {}).get(judge) if isinstance(judge, str) else None
+        lacking = [name for name in RECORD if self.reward is not None and signature_of(self.reward).takes(name)]
+        if lacking:
+            hint = f"{judge} needs {' and '.join(lacking)}, which are not shown to a judge"
+            raise UsageError("pairwise:judge", judge, "a reward of images and prompts alone", hint)
+        by_name = isinstance(judge, str) and self.reward is None
+        self.judge = plugins.load(judge, "judges", expected, table=rewards or {}) if by_name else judge
 
     def __call__(self, images: Tensor, prompts: Sequence[str], group: int) -> Tensor:
         """Return the win rate of each sample of a group, `[G]`; NaN for one without a verdict."""
@@ -44,7 +51,13 @@ class Pairwise:
                 "pairwise compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
             )
         first, second = map(list, zip(*combinations(range(len(images)), 2), strict=True))
-        won = self.judge(images[first], images[second], [prompts[place] for place in first])
+        if self.reward is not None:  # each image is scored once
+            returned = signature_of(self.reward).call(self.reward, Samples(images, as_prompts(prompts)))
+            scores = read_scores(returned, prompts, label="pairwise: the judge").scores
+            better, worse = scores[first], scores[second]
+            won = torch.where(better.isnan() | worse.isnan(), torch.nan, ((better - worse).sign() + 1) / 2)
+        else:
+            won = self.judge(images[first], images[second], [prompts[place] for place in first])
         return win_rates(torch.as_tensor(won).cpu(), len(images))
 
 
@@ -59,17 +72,3 @@ def win_rates(won: Tensor, count: int) -> Tensor:
     first, second = torch.triu_indices(count, count, 1)
     table[first, second], table[second, first] = won.to(table.dtype), 1 - won.to(table.dtype)
     return table.nanmean(1)
-
-
-def compare_scores(reward: Reward) -> Judge:
-    """Return a judge by which the sample with the higher score of a reward wins."""
-    signature = signature_of(reward)
-
-    def judge(first: Tensor, second: Tensor, prompts: Sequence[str]) -> Tensor:
-        scores = [
-            torch.as_tensor(signature.call(reward, Samples(images, as_prompts(prompts)))) for images in (first, second)
-        ]
-        better, worse = scores
-        return torch.where(better.isnan() | worse.isnan(), torch.nan, ((better - worse).sign() + 1) / 2)
-
-    return judge

@@ -14,7 +14,27 @@ from fluvial.core.guidance import classifier_free
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import grpo
-from fluvial.engines.methods.table import METHODS, AlignProp, Awm, Crd, D3po, Dgpo, Distill, Dpo, Grpo, Guard, Nft, Raft, Sft
+from fluvial.engines.methods.table import (
+    METHODS,
+    AlignProp,
+    Awm,
+    Crd,
+    D3po,
+    Dgpo,
+    Distill,
+    Dmd2,
+    Dpo,
+    Gardo,
+    Grpo,
+    Guard,
+    Nft,
+    Raft,
+    Refl,
+    Rtdmd,
+    Sft,
+    Srpo,
+    Tdm,
+)
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
@@ -22,6 +42,7 @@ from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.groups import RefilledGroups
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -105,6 +126,23 @@ CPS = Stochastic("cps", eta=0.5)
         (Dgpo(), ODE | {"noising.draw": "sample"}, "noising.draw is 'sample', expected rollout: dgpo compares"),
         (Crd(), ODE | {"advantage.drop_zero": True}, "advantage.drop_zero is True, expected False: crd centres"),
         (AlignProp(last=5), ODE, "last is 5, expected at most the 4 steps of the schedule"),
+        (Rtdmd(), {"sampling.sampler": CPS, "first": 4}, "first is 4, expected less than the 4 steps"),
+        (
+            Rtdmd(),
+            {"sampling.sampler": CPS, "sampling.window": RandomWindow(2)},
+            "sampling.window is 'random', expected all",
+        ),
+        (Rtdmd(), {}, "sampling.sampler is 'flow_sde', expected cps"),
+        (Tdm(), {}, "sampling.sampler is 'flow_sde', expected ode: tdm follows"),
+        (Dmd2(), {"sampling.sampler": CPS, "huber": 0.1, "fake_updates": 1}, "huber has no effect with form dmd"),
+        (Refl(), {}, "sampling.sampler is 'flow_sde', expected ode, cps or ddim"),
+        (Srpo(), ODE | {"lowest": 0.97}, "highest is 0.9643, expected more than lowest"),
+        (Gardo(), {"sampling.groups": RefilledGroups()}, "sampling.groups is 'refilled', expected all or scouted"),
+        (
+            Grpo(),
+            {"sampling.groups": RefilledGroups(), "advantage.combine": "gdpo"},
+            "sampling.groups is 'refilled', expected all or scouted",
+        ),
     ],
 )
 def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str) -> None:

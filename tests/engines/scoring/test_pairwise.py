@@ -64,6 +64,11 @@ def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
     assert torch.equal(found, Pairwise(brighter)(values, PROMPTS, 0))
     with pytest.raises(UsageError, match=r"judge 'helpers\.tiny_jobs:brightness' has the signature"):
         select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
+    with pytest.raises(UsageError, match="a reward of images and prompts alone: told needs metadata"):
+        select({"told": lambda images, prompts, metadata: images.mean((1, 2, 3))}, ["pairwise:judge=told"])
+    mapped = {"mapped": lambda images, prompts: {"score": tiny.brightness(images, prompts)}}
+    judged: Any = select(mapped, ["pairwise:judge=mapped"])["pairwise"][0]
+    assert torch.equal(judged(values, PROMPTS, group=0), found)
     with pytest.raises(UsageError, match="needs the option judge"):
         select({}, ["pairwise"])
     with pytest.raises(RunError, match=r"set sampling.group to 2 or more"):

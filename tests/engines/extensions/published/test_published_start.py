@@ -15,7 +15,7 @@ from fluvial.engines.extensions.published import takes
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.config import with_values
-from fluvial.engines.run.recipes import on_gpus
+from fluvial.engines.run.recipes import RECIPES, on_gpus
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
@@ -69,6 +69,14 @@ def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, group
     assert on_gpus(published, "4gpu")[0].method.sampling.prompts == four.method.sampling.prompts
     config = with_values(published, {"passes.minibatches": 6, "updates": 1998})
     assert on_gpus(config, "1gpu")[0].method.sampling.prompts == 6
+
+
+def test_a_preset_keeps_what_a_method_needs() -> None:
+    """Samples that divide among the fake's updates, and a micro-batch that cannot be tried."""
+    for name in ("dmd2", "refl", "cps"):
+        for preset in ("1gpu", "8gpu"):
+            config, _ = on_gpus(RECIPES[name]("owner/name"), preset)
+            assert config.method.sampling.batch < RECIPES[name]("owner/name").method.sampling.batch
 
 
 def test_a_preset_is_a_number_of_gpus() -> None:
