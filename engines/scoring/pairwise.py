@@ -41,8 +41,9 @@ class Pairwise:
         if lacking:
             hint = f"{judge} needs {' and '.join(lacking)}, which are not shown to a judge"
             raise UsageError("pairwise:judge", judge, "a reward of images and prompts alone", hint)
-        by_name = isinstance(judge, str) and self.reward is None
-        self.judge = plugins.load(judge, "judges", expected, table=rewards or {}) if by_name else judge
+        self.judge: Any = judge
+        if isinstance(judge, str) and self.reward is None:
+            self.judge = plugins.load(judge, "judges", expected, table=rewards or {})
 
     def __call__(self, images: Tensor, prompts: Sequence[str], group: int) -> Tensor:
         """Return the win rate of each sample of a group, `[G]`; NaN for one without a verdict."""
