@@ -283,8 +283,9 @@ class _Weights(NamedTuple):
         if signal is not None and not torch.isfinite(signal).all():
             raise UsageError("signal is not finite, expected finite numbers")
         signal = batch.spread(ones if signal is None else signal)
-        counted = batch.spread(ones if keep is None else keep).reshape(batch.share.batch, -1)
-        computed = counted * (signal != 0).to(counted.dtype).reshape(len(counted), -1) if skip_zero else counted
+        counted, taught = batch.spread(ones if keep is None else keep), (signal != 0).to(ones.dtype)
+        counted, taught = (each[:, None] if each.ndim == 1 else each for each in (counted, taught))
+        computed = counted * taught if skip_zero else counted
         if batch.skipped is not None:
             computed = computed * ~batch.skipped[:, None]
         device = batch.trajectory.final.device

@@ -281,7 +281,8 @@ class Rollouts:
         samples = batch.made.result()
         found = samples.thumbnails
         if name != "thumbnails":
-            function = plugins.load(name, "features", plugins.callable_with("images", "prompts"), field="features")
+            expected = plugins.callable_with("images", "prompts")
+            function = plugins.load(name, "features", expected, table={}, field="features")
             size, parts = self.config.samples_per_pass, []
             for i in range(0, len(samples.prompts), size):
                 prompts = samples.prompts[i : i + size]

@@ -231,6 +231,7 @@ def test_what_is_built_trains(
         # What a rollout records of the policy is no network: such surrogates are 0 to first order.
         records = run.method.recorded is not None and run.method.recorded.velocity
         if run.method.passes.minibatches > 1 or not (records or isinstance(run.networks.get("old"), Before)):
-            assert first.after < first.before, (options, prediction, first)
+            if options[0] != "gardo":  # whose KL is 0 at first, to a copy of the policy
+                assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)

@@ -16,8 +16,10 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.methods.table import Refl, Rtdmd, TdmR1
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
+from fluvial.engines.sampling.window import AllSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
 LEARNING = [name for name, row in OBJECTIVE_ROWS.items() if row.needs.rewards is not None and row.is_scored]
@@ -40,6 +42,9 @@ def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     """Return the settings of a rollout of groups of four for an objective."""
     method = OBJECTIVE_ROWS[name]
     sampling = replace(ODE if method.recorded is None else STEPS, prompts=prompts)
+    if isinstance(method, Refl | Rtdmd | TdmR1) or method.sampling.window.is_tree:  # which take no other sampler, or window
+        window = method.sampling.window if method.sampling.window.is_tree else AllSteps()
+        sampling = replace(sampling, sampler=method.sampling.sampler, window=window)
     lora = "lora" if find_followers(method.networks()) else "full"
     return tiny.config(out, method=method, train=lora, optimizer=FAST, sampling=sampling, **{"engine.micro_batch": 4})
 

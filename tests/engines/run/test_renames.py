@@ -59,7 +59,7 @@ def test_an_unknown_field_of_an_old_record_is_said() -> None:
         ("grpo --export-as lora", "unknown flag --export-as: it is --export.format now"),
         ("grpo --collective-timeout 9", "unknown flag --collective-timeout: it is --engine.timeout now"),
         ("grpo --every 1", "--every is ambiguous: name one of --evaluation.every, --checkpoint.every, --export.every"),
-        ("grpo --noising.each 4", "this method has none, and nft, awm, dpo, mapo, kto, dgpo, crd, raft, sft have it"),
+        ("grpo --noising.each 4", "this method has none, and nft, awm, dgpo, crd, raft, sft, dpo, mapo, kto have it"),
         ("dgpo --passes.minibatches 2", "unknown flag --passes.minibatches: this method has none, and grpo"),
     ],
 )

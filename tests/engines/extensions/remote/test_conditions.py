@@ -28,14 +28,14 @@ from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.requests import Asking
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.extensions.wire.response import read_response
-from fluvial.engines.methods import Grpo, Nft
+from fluvial.engines.methods import BranchGrpo, Grpo, Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
-from fluvial.engines.sampling.window import RandomWindow
+from fluvial.engines.sampling.window import RandomWindow, Splits
 
 URL, COUNT, ETA = "http://127.0.0.1:1", 4, 0.5
 SIZES = {tiny.SHAPE: (Size(4, 4), 1), (1, 2, 8): (Size(2, 8), 1), (1, 4, 2, 2): (Size(2, 2), 4)}
@@ -129,6 +129,10 @@ LOCAL: dict[str, RequestCase] = {
 }
 # No run with servers has them.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "StochasticSteps.noise": (
+        {"method": BranchGrpo(), "sampling.window": Splits((0,)), "sampling.group": 2, "train": "full"},
+        r"sampling.window is 'splits', expected another than splits or candidates: a server",
+    ),
     "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
     "Sampling.eta": ({"sampling.sampler": SaSolver(0.5)}, r"sampler.solver is 'sa_solver', expected euler: servers"),
     "Sampling.step_cache": (
