@@ -21,6 +21,7 @@ from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.streams import Stream
+from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -44,8 +45,8 @@ class Srpo(Method, name="srpo"):
     Args:
         sampling: How clean samples are made.
         passes: How often a batch is learnt from.
-        highest: Highest noise level.
-        lowest: Lowest one; both are those of indices 5 and 25 of 50 steps with shift 3.
+        highest: Highest noise level, that of index 5 of 50 steps with shift 3.
+        lowest: Lowest one, that of index 25.
         length: Longest step, as a fraction of the range.
         wanted: Words before the prompt, one per update in turn, that images are to be like.
         unwanted: Words that they are to be unlike.
@@ -85,13 +86,14 @@ class Srpo(Method, name="srpo"):
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Put known noise on the samples, at a level that all share, and follow the gradient of what one step recovers."""
         items = run.noise_samples(batch, BRANCHES, key, keep=run.grade(batch).keep)
-        level, *context = self.steps(key).to(items.rows.x).repeat_interleave(len(items.rows.level) // 2, dim=1)
-        noise = (items.rows.x0 + items.rows.target)[: len(level) // 2].repeat(2, *[1] * (items.rows.x0.ndim - 1))
+        steps, count = to_device(self.steps(key), items.rows.x.device), len(items.rows.level) // 2
+        level, *context = steps.repeat_interleave(count, dim=1)
+        noise = (items.rows.x0 + items.rows.target)[:count].repeat(2, *[1] * (items.rows.x0.ndim - 1))
         x = torch.lerp(items.rows.x0, noise, per_sample(level, noise))
-        words = [(words[run.clock % len(words)]) for words in (self.wanted, self.unwanted)]
+        edits = [prefix(words[run.clock % len(words)]) for words in (self.wanted, self.unwanted)]
         items = items.with_rows(x=x, level=level, target=noise - items.rows.x0, context=torch.stack(context, dim=1))
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(part, partial(self.loss, reward=partial(run.rewards_of, part, edits=[*map(prefix, words)])))
+            yield run.update(part, partial(self.loss, reward=partial(run.rewards_of, part, edits=edits)))
 
     def steps(self, key: Key) -> Tensor:
         """Return the level s, the level s' after the step and the weight k, towards the image and away from it, `[3, 2]`."""
@@ -108,8 +110,9 @@ class Srpo(Method, name="srpo"):
         level_next, k = rows.context.unbind(1)
         x0 = recover(rows.x, v, rows.x0 + rows.target, rows.level, level_next)
         wanted, unwanted = reward(rows, x0)
-        away = level_next > rows.level
-        wanted, unwanted = torch.where(away, unwanted, wanted), torch.where(away, wanted, unwanted)
+        wanted, unwanted = torch.where(
+            level_next > rows.level, torch.stack([unwanted, wanted]), torch.stack([wanted, unwanted])
+        )
         relative = (1 + k) * wanted - unwanted if self.form == "code" else k * wanted + (1 - k) * unwanted
         return (self.margin - relative).relu(), RewardInfo(relative.detach())
 

@@ -116,7 +116,7 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
                 bound = bound + (leaf * second).abs()
         kind = torch.finfo(mine.dtype)
         if operation.name == "nft_loss":  # v_old's rounding counts twice, in beta (v - v_old) too, and so do the weights'
-            bound = 4 * bound
+            bound = 8 * bound
         bound = roundings * EPS * bound + kind.eps * theirs.abs() + kind.smallest_normal * kind.eps
         error = (mine.double() - theirs).abs()
         overflows = theirs.abs() > kind.max
@@ -311,7 +311,9 @@ def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layo
             moved = plain | {name: plain[name][:1].expand(3, 3, 5, 8) for name in names}
         else:
             moved = plain | {name: LAYOUTS[layout](plain[name]) for name in names}
-        assert layout == "an odd offset" or all(moved[name].stride() != plain[name].stride() for name in names)
+        assert layout in ("an odd offset", "one half of a guided batch") or all(
+            moved[name].stride() != plain[name].stride() for name in names
+        )
         want, want_grads = run(operation, "triton", plain, scalars, weights)
         got, got_grads = run(operation, "triton", moved, scalars, weights)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), names
