@@ -109,10 +109,8 @@ class Srpo(Method, name="srpo"):
         assert rows.context is not None
         level_next, k = rows.context.unbind(1)
         x0 = recover(rows.x, v, rows.x0 + rows.target, rows.level, level_next)
-        wanted, unwanted = reward(rows, x0)
-        wanted, unwanted = torch.where(
-            level_next > rows.level, torch.stack([unwanted, wanted]), torch.stack([wanted, unwanted])
-        )
+        scores = torch.stack(reward(rows, x0))
+        wanted, unwanted = torch.where(level_next > rows.level, scores.flip(0), scores)
         relative = (1 + k) * wanted - unwanted if self.form == "code" else k * wanted + (1 - k) * unwanted
         return (self.margin - relative).relu(), RewardInfo(relative.detach())
 
