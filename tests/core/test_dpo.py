@@ -86,7 +86,7 @@ def test_preferences_without_a_reference(win: float, lose: float, beta: float, t
     """The formula; log 2 where both errors are equal, the error of the preferred alone at beta 0; likelihoods fall."""
 
     def phi(error: float) -> float:
-        return snr * error / math.expm1(snr * error) if error else 1.0
+        return snr * error / math.expm1(snr * error) if snr * error else 1.0
 
     asked: Any = {"temperature": temperature, "snr": snr}
     z = temperature * (phi(win) - phi(lose))

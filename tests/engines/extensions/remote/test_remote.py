@@ -423,13 +423,15 @@ def test_the_summary_is_of_served_samples_too(one: World) -> None:
 def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
     """In a rollout with another key, the first reply holds samples of the last one; nor is one used twice in a rollout."""
     fake, plan, known = FakeRollouts(net()), planned(one), dict[str, Any]()
-    following = plan.requests._replace(key=key(9))
+    following, noted_one = plan.requests._replace(key=key(9)), threading.Event()
 
     def noted(samples: Any) -> Any:
         known[samples[0].prompt] = samples
+        noted_one.set()
         return samples
 
     def repeated(samples: Any) -> Any:
+        assert noted_one.wait(20)  # the requests are under way at once
         first = next(iter(known.values()))
         return [replace(sample, prompt=own.prompt) for sample, own in zip(first, samples, strict=True)]
 
@@ -442,6 +444,7 @@ def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
         fake.faults = []
         assert len(chunks(source, plan._replace(requests=following._replace(key=key(10))))) == 2
     known.clear()
+    noted_one.clear()
     with served(fake, world=one) as source:
         fake.faults = [noted, repeated]
         with pytest.raises(RunError, match="sent the same sample twice"):
