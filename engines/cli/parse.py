@@ -100,7 +100,7 @@ def parse_config(
 
 
 def _move(error: Any, place: str, names: Collection[str]) -> None:
-    """Let an error about one of the settings that stand at a place name it there, as of an optimizer at `fake.`."""
+    """Put the place of a group of settings into an error about one of them, e.g. `fake.` of an optimizer."""
     field = getattr(error, "field", None) or ""
     if (name := field.rpartition(".")[2]) in names and not field.startswith(place):
         error.field = f"{place}{name}"

@@ -72,8 +72,8 @@ class Engine:
     grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
 
     Args:
-        module: module as `ShardedModule` takes it, or one that is sharded already, of which several engines train different
-            parameters. Parameters that do not require gradients stay frozen.
+        module: module as `ShardedModule` takes it, or one that is sharded already; several engines may train different
+            parameters of one. Parameters that do not require gradients stay frozen.
         blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
         config: optimizer, schedule, clipping and moving average.
         world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
@@ -235,7 +235,7 @@ class Engine:
         self._run([lambda loss=loss: loss().backward() for loss in losses])  # type: ignore[misc]
 
     def _run(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
-        """Run forward and backward passes, the last of which reduces gradients if no more follow."""
+        """Run forward and backward passes; the last one reduces gradients if no more follow."""
         self._check_onloaded()
         with self.sharded.train():
             for i, run in enumerate(passes, start=1):

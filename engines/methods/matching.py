@@ -36,7 +36,7 @@ class FakeInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching(Method):
-    """What DMD2 and TDM have in common: a student, its teacher (real), and a model of the student's samples (fake)."""
+    """The base of DMD2 and TDM: a student, its teacher (real), and a model of the student's samples (fake)."""
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it

@@ -86,7 +86,7 @@ class Rtdmd(Matching, name="rtdmd"):
         """Yield what has no meaning among the hyper-parameters."""
         sampling = self.sampling
         if self.first >= sampling.steps:
-            yield UsageError("first", self.first, f"less than the {sampling.steps} steps, the last of which is matched")
+            yield UsageError("first", self.first, f"less than the {sampling.steps} steps: the last one is matched")
         if sampling.window != AllSteps():
             yield UsageError("sampling.window", sampling.window.kind, "all", "rtdmd learns from first steps and the last")
         if not sampling.sampler.rule.last_step_is_deterministic:

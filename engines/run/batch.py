@@ -241,7 +241,7 @@ def renoise(
     Args:
         x: sample at `level`, `[P, *event]`.
         level: noise level of x, `[P]`.
-        levels: distribution of the noisy levels, of which 0 stands for `lowest` and 1 for `highest`.
+        levels: distribution of the noisy levels: 0 stands for `lowest`, and 1 for `highest`.
         key: key of the draw; what a row draws depends on nothing else but its place.
         lowest, highest: levels, `[P]`; by default `level` and 1.
         shared: draw the same for all rows of a group.

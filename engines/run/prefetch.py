@@ -65,7 +65,7 @@ class RunAhead(Run):
         if chosen:
             raise self._refuse()
         plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
-        batch = self._batch(plan, made=Future(), scoring=Scoring(self.runners.apart()), version=self.version)
+        batch = self._batch(plan, made=Future(), scoring=Scoring(self.runners.fork()), version=self.version)
         self.ask(batch)
         return batch
 

@@ -133,7 +133,7 @@ class Rollouts:
         sampling, draft, runners = self.config.method.sampling, None, self.runners
         if group is not None:
             draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)  # type: ignore[call-arg]
-            runners = self.runners.apart(group)
+            runners = self.runners.fork(group)
         plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
         samples = self._generate(plan, runners)
         return self._batch(plan, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
@@ -232,7 +232,7 @@ class Rollouts:
             jump: take one step to the end of the schedule in place of all that are left.
         """
         assert batch.rewards is not None
-        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.apart(), list[Tensor]()
+        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.fork(), list[Tensor]()
         how = plan.requests, plan.sampling
         with self.networks.open_sampler() as module:
             for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=plan.per_pass, jump=jump):

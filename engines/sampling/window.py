@@ -269,9 +269,7 @@ class _Tree(_Range):
     is_tree: ClassVar[bool] = True
     shares_start: ClassVar[bool] = True
 
-    def leaves(self, steps: int) -> int:
-        """Return the number of consecutive samples that are the leaves of one tree."""
-        raise NotImplementedError
+    leaves: ClassVar[Callable[..., int]]  # (self, steps) -> number of consecutive samples that are the leaves of one tree
 
     def check(self, steps: int, group: int) -> None:
         """Raise UsageError unless the window fits the schedule, and a group divides into trees."""

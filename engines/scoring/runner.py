@@ -70,7 +70,7 @@ class RewardRunner:
         self.waiting.append((future, prompts))
         self.work.put((future, Samples(images, prompts, latents, group), self.tally))
 
-    def apart(self) -> Self:
+    def fork(self) -> Self:
         """Return a runner on the same thread whose results are those of its own chunks."""
         other = copy.copy(self)
         other.waiting, other.tally = [], Tally()
@@ -232,7 +232,7 @@ class RewardRunners:
             runner.waiting = []
         self._begin()
 
-    def apart(self, group: int | None = None) -> Self:
+    def fork(self, group: int | None = None) -> Self:
         """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
 
         They are used on one thread at a time, but on another than these.
@@ -241,7 +241,7 @@ class RewardRunners:
             group: samples per group, by default as many as here.
         """
         other = copy.copy(self)
-        other.runners = [runner.apart() for runner in self.runners]
+        other.runners = [runner.fork() for runner in self.runners]
         other.group = self.group if group is None else group
         other._begin()
         return other

@@ -166,7 +166,7 @@ def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
         return images.mean((1, 2, 3)) - images.mean()
 
     runners = RewardRunners({"neat": (neat, 1.0), "spread": (spread, 1.0)}, group=2, tolerated=1)
-    one, two = runners.apart(), runners.apart()
+    one, two = runners.fork(), runners.fork()
     images = torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 2)
     two.submit(images[4:6], as_prompts(["bad", "x"]))
     one.submit(images[:2], as_prompts(["x", "x"]))
