@@ -108,3 +108,11 @@ def test_the_weight_is_a_ratio_of_densities_per_dimension(seed: int, pair: tuple
 
 def test_the_signal_to_noise_ratio_is_bounded() -> None:
     assert_close(snr_weight(torch.tensor([0.5, 0.25, 0.0, 1.0]), largest=5.0), torch.tensor([1.0, 5.0, 5.0, 0.0]))
+
+
+@given(seed=seeds)
+def test_the_ambient_velocity_of_a_clean_sample_is_the_plain_one(seed: int) -> None:
+    """At every level up to and with 0, where a noisy level may be drawn."""
+    x, noise = normals(seed, 2, 4, 3)
+    level = torch.tensor([0.0, 1e-6, 0.5, 1.0]).double()
+    assert_close(ambient_velocity(x, noise, 0.0, level), noise - x)

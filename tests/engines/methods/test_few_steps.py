@@ -21,9 +21,12 @@ from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.srpo import prefix
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.methods.table import Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
+from fluvial.engines.run.declared import Follower, Trained
+from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
+from fluvial.models.guidance import Guided
 
 CPS = SamplingConfig(prompts=3, group=4, steps=4, sampler=Stochastic("cps", 0.9))
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -200,3 +203,16 @@ def test_the_surrogate_leaves_what_it_prefers_once_it_is_far() -> None:
     loss, _ = SurrogateConfig(kl=0.0, clip=1.0).prefer(v, rows)
     (slope,) = torch.autograd.grad(loss.sum(), v)
     assert [bool(each.any()) for each in slope] == [False, False, True, True]
+
+
+def test_a_follower_of_another_network_has_its_guidance() -> None:
+    """The average of the surrogate is asked without guidance, as the surrogate is, though the rollout has some."""
+    declared = {
+        "average": Follower(lambda rollouts, updates: 0.5, network="surrogate"),
+        "surrogate": Trained(OptimizerConfig()),
+    }
+    plain, guided = torch.zeros(2, 3), Guided(torch.zeros(2, 3), torch.ones(2, 3), torch.full((2,), 4.0))
+    networks: Any = SimpleNamespace(declared=declared | {"old": Follower(lambda rollouts, updates: 0.5)})
+    for name in ("surrogate", "average"):
+        assert torch.equal(BuiltNetworks.condition(networks, name, guided, ""), plain)
+    assert BuiltNetworks.condition(networks, "old", guided, "") is guided

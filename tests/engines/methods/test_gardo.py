@@ -47,6 +47,15 @@ def test_the_chosen_samples_share_the_kl(one: World, tmp_path: Path, features: s
     assert record["gate"]["share"] == pytest.approx(float(gate.mean()))
 
 
+def test_a_reward_of_negative_weight_is_climbed_downwards(one: World, tmp_path: Path) -> None:
+    """Of the weight the sign alone counts."""
+    spied = run(tmp_path, one, Gardo(gate=Doubt(share=0.2, most=0.5), **NEVER), rewards=("brightness=-3", "contrast"))
+    spied.rollout()
+    features = tiny.Tiny().decode(spied.trajectories[0].final).flatten(1)
+    expected = diverse_advantages(-spied.scores[:, 0], features, torch.arange(8) // 4)
+    torch.testing.assert_close(spied.updates[0].items.signal[:8], expected.clamp(-5, 5))
+
+
 @pytest.mark.long
 def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a standard deviation; the reference is the policy before training, and stays it."""
