@@ -231,7 +231,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
         "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
         "tdm-r1": run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"),
-        "rtdmd": run(o.Rtdmd(first=2), replace(SDE, sampler=Stochastic("cps", 0.9)), train="lora"),
+        "rtdmd": run(o.Rtdmd(first=2), replace(SDE, window=AllSteps(), sampler=Stochastic("cps", 0.9))),
         "refl": run(o.Refl(), replace(SINGLE, window=AllSteps(low=1))),
         "srpo": run(o.Srpo(wanted=("",), unwanted=("",), away=(-1.0, -1.0), margin=9.0), SINGLE),
         "distill-mse": run(o.Distill(teacher=(str(BASE),), match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
