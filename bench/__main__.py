@@ -9,6 +9,7 @@ from fluvial.bench.gpu.parts import run as run_parts
 from fluvial.bench.objectives import report as objectives
 from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
+from fluvial.bench.studies import few_steps, tunnel
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.measure import run as update
 from fluvial.engines.cli.main import exit_with
@@ -24,6 +25,8 @@ def main(args: list[str]) -> int:
         "peers": (peers.PeersConfig, peers.run),
         "serving": (serving.ServingConfig, serving.run),
         "objectives": (ObjectivesConfig, objectives.run),
+        "few-steps": (few_steps.FewStepsConfig, few_steps.run),
+        "tunnel": (tunnel.TunnelConfig, tunnel.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
         "gpu": (GpuConfig, run_parts),

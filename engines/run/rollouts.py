@@ -299,7 +299,7 @@ class Rollouts:
         """Return the rewards of all samples of a batch, once they are there."""
         own = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         options: dict[str, Any] = {
-            "group": 1 if batch.paired else batch.plan.group,
+            "group": batch.plan.group,
             "max_invalid": self.config.rollout.max_invalid,
             "world": self.world,
         }

@@ -346,7 +346,7 @@ class Sampler:
             ids,
             size,
             padding,
-            self.method.sampling.group,
+            1,
             self.config.samples_per_pass,
         )
         return Batch(plan, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)

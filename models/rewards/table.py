@@ -231,6 +231,14 @@ REWARD_MODELS: dict[str, RewardModel] = {
         RewardModel(
             "jpeg_incompressibility", "jpeg:make_incompressibility", "bytes(JPEG_95(x)) / 1000", "arXiv 2305.13301", "none"
         ),
+        RewardModel(
+            "sharpness",
+            "sharpness:make",
+            "Var(Laplacian(grey(x)))",
+            "doi 10.1016/j.patcog.2012.11.011",
+            "none",
+            gradients=True,
+        ),
     )
 }
 

@@ -1,0 +1,1 @@
+"""Studies of what training does to samples beside the reward that is trained on, on the built-in models."""

@@ -1,0 +1,125 @@
+"""Few steps: a built-in model distilled to two and four steps, and what each method of RL then does to its samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+from fluvial.bench import harness
+from fluvial.bench.studies.trial import Score, Trial, make
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.recipes import RECIPES
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import AllSteps
+
+TEACHER_STEPS = 10
+CONSISTENCY, FLOW = Stochastic("cps", eta=1.0), Ode()
+STUDENTS = {"dmd2": "consistency", "tdm": "euler"}  # the solver that each is served with
+STARTS = {"grpo": "dmd2", "rtdmd": "dmd2", "nft": "tdm", "tdm-r1": "tdm"}  # whose student each begins from
+
+
+@dataclass(frozen=True)
+class FewStepsConfig:
+    """Distil a built-in model to few steps, and improve the students by RL: accuracy and sharpness beside the teacher's.
+
+    A student of DMD2 is improved by methods that sample with noise, one of TDM by methods that follow the ODE.
+
+    Args:
+        model: Which model.
+        steps: Numbers of steps of the students.
+        seeds: Seeds of each run.
+        distilled: Number of rollouts of a distillation.
+        improved: Number of rollouts of RL.
+        samples: Number of held-out samples of an evaluation.
+        parallel: Number of runs at the same time, each with one thread.
+        keep: Folder for the students' adapters.
+        out: Folder of the table.
+    """
+
+    model: Literal["words", "handwriting"] = "words"
+    steps: tuple[int, ...] = (2, 4)
+    seeds: tuple[int, ...] = (0,)
+    distilled: int = 100
+    improved: int = 30
+    samples: int = 350
+    parallel: int = 1
+    keep: Path = Path("runs/few-steps")
+    out: Path = harness.RESULTS
+
+    def __post_init__(self) -> None:
+        if not self.steps or min(self.steps) < 2 or not self.seeds:
+            raise UsageError("steps and seeds: expected at least one of each, and 2 steps or more")
+
+    def trials(self) -> list[Trial]:
+        """Return the teacher's evaluation, the distillations, and the runs of RL that begin from their students."""
+        teachers = [Trial("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds]
+        students = [
+            Trial(kind, "distilled", self._student(kind, steps, seed), keep=self._folder(kind, steps, seed))
+            for seed in self.seeds
+            for steps in self.steps
+            for kind in STUDENTS
+        ]
+        improved = [
+            Trial(name, f"from {start}", self._improved(name, start, steps, seed))
+            for seed in self.seeds
+            for steps in self.steps
+            for name, start in STARTS.items()
+        ]
+        return [*teachers, *students, *improved]
+
+    def _folder(self, kind: str, steps: int, seed: int) -> Path:
+        return self.keep / f"{self.model}-{kind}-{steps}-{seed}"
+
+    def _run(self, recipe: str, steps: int, seed: int, *, solver: str, sampling: Any = None, **values: Any) -> TrainConfig:
+        config = RECIPES[recipe](self.model)
+        method: Any = config.method
+        few = replace(method.sampling, steps=steps, **(sampling or {}))
+        changes: dict[str, Any] = {}
+        if recipe == "rtdmd":
+            changes = {"first": steps - 1, "reward_term": type(method.reward_term)()}
+        if recipe == "nft":  # at the levels of the student's own steps
+            changes = {"noising": replace(method.noising, each=min(method.noising.each, steps))}
+        evaluation = {"rewards": ("reward", "heldout", "sharpness"), "solver": solver, "samples": self.samples, "every": 0}
+        known = {"method": replace(method, sampling=few, **changes), "seed": seed, "out": self.keep / "none", "rewards": ()}
+        return with_values(config, {**known, **{f"evaluation.{name}": value for name, value in evaluation.items()}, **values})
+
+    def _student(self, kind: str, steps: int, seed: int) -> TrainConfig:
+        size = {"optimizer.lr": 3e-4, "updates": self.distilled}
+        return self._run(kind, steps, seed, solver=STUDENTS[kind], sampling={"prompts": 80}, **size)
+
+    def _improved(self, name: str, start: str, steps: int, seed: int) -> TrainConfig:
+        sampling: dict[str, Any] = {"sampler": CONSISTENCY if start == "dmd2" else FLOW, "prompts": 16, "group": 8}
+        if name in ("grpo", "rtdmd"):
+            sampling["window"] = AllSteps()
+        student = {"lora.weights": self._folder(start, steps, seed) / "lora"}
+        config = self._run(name, steps, seed, solver=STUDENTS[start], sampling=sampling, **student)
+        return replace(config, updates=self.improved * config.updates_per_rollout)
+
+
+def run(config: FewStepsConfig) -> None:
+    """Make the runs, write few-steps.csv row by row, and print its table."""
+    rows = make(config.trials(), config.out / "few-steps.csv", parallel=config.parallel)
+    print(table([row for row in rows if row.model == config.model]))
+
+
+def table(rows: Sequence[Score]) -> str:
+    """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its."""
+    ends: dict[tuple[str, str, int], list[tuple[Score, Score]]] = {}
+    trials: dict[tuple[str, str, int, int], list[Score]] = {}
+    for row in rows:
+        trials.setdefault((row.method, row.variant, row.steps, row.seed), []).append(row)
+    for (method, variant, steps, _), found in trials.items():
+        found.sort(key=lambda row: row.updates)
+        ends.setdefault((method, variant, steps), []).append((found[0], found[-1]))
+    sharp = mean(last.sharpness for first, last in ends["teacher", "", TEACHER_STEPS])
+    lines = []
+    for (method, variant, steps), pairs in sorted(ends.items(), key=lambda item: (item[0][2] == TEACHER_STEPS, item[0][2])):
+        columns = {"run": f"{method} {variant}".strip(), "steps": str(steps)}
+        for title, of, scale in (("right, held out", "exact", 1.0), ("right score", "true", 1.0), ("sharpness", "sharpness", sharp)):
+            before, after = (mean(getattr(pair[end], of) for pair in pairs) / scale for end in (0, 1))
+            columns[title] = f"{after:.3f}" if method == "teacher" else f"{before:.3f} -> {after:.3f}"
+        columns["seeds"] = str(len(pairs))
+        lines.append({**columns, "seconds": f"{mean(last.seconds for _, last in pairs):.0f}"})
+    return harness.markdown(lines)

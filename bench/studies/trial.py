@@ -1,0 +1,157 @@
+"""A trial: one training run, looked at a few times by evaluators that it does not learn from."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from fluvial.bench import harness
+from fluvial.engines import Trainer
+from fluvial.engines.errors import RunError
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.record import as_record
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a study.
+
+    Args:
+        method: what trains, as the table names it.
+        variant: what is done beside, as the table names it.
+        config: the run; its first reward is the proxy, its evaluators are looked at.
+        looks: number of evaluations after the first one; 0 trains nothing.
+        keep: folder for its adapter, which a later trial may begin from.
+    """
+
+    method: str
+    variant: str
+    config: TrainConfig
+    looks: int = 1
+    keep: Path | None = None
+
+    @property
+    def settings(self) -> str:
+        """Hash of the settings, without places of files."""
+        record = as_record(self.config)
+        record.pop("out")
+        record["lora"].pop("weights")
+        return hashlib.sha256(json.dumps([record, self.looks], sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Score:
+    """An evaluation of a trial."""
+
+    method: str
+    variant: str
+    model: str
+    steps: int
+    seed: int
+    settings: str  # hash of the trial's settings
+    updates: int
+    samples: int  # drawn so far, or read from data
+    seconds: float  # training time so far, of the CPU
+    proxy: float  # mean score by the reward that is trained on
+    true: float  # mean score by the held-out evaluator
+    exact: float  # share of samples that it gets right
+    sharpness: float
+    drift: float  # relative distance of the velocity from that at the start
+    diversity: float  # mean distance within a group of the last rollout; NaN without groups
+    device: str
+    torch: str
+    date: str
+
+
+def make(trials: Sequence[Trial], path: Path, *, parallel: int) -> list[Score]:
+    """Make the trials whose rows are not in the table with the same settings, write theirs, and return all rows.
+
+    Trials that begin from the adapter of another one wait for it.
+
+    Raises:
+        RunError: a trial failed; the others are made nevertheless.
+    """
+    known = {(row.method, row.variant, row.model, row.steps, row.seed, row.settings) for row in harness.read(path, Score)}
+    missing = [trial for trial in trials if _key(trial) not in known or (trial.keep and not trial.keep.is_dir())]
+    failed = []
+    for begun in (False, True):
+        wave = [trial for trial in missing if (trial.config.lora.weights is not None) == begun]
+        for trial, found in _measure(wave, parallel):
+            if isinstance(found, str):
+                failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {found}")
+                continue
+            rest = [row for row in harness.read(path, Score) if _name(row) != _key(trial)[:-1]]
+            harness.write(path, [*rest, *found], Score)
+            first, last = found[0], found[-1]
+            print(
+                f"{trial.method}, {trial.variant}, {last.steps} steps, seed {last.seed}: right {first.exact:.3f} -> "
+                f"{last.exact:.3f}, proxy {first.proxy:.3f} -> {last.proxy:.3f}, sharpness {first.sharpness:.3f} -> "
+                f"{last.sharpness:.3f}, {last.seconds:.0f} s",
+                flush=True,
+            )
+    if failed:
+        raise RunError("; ".join(failed))
+    return harness.read(path, Score)
+
+
+def watch(trial: Trial) -> list[Score]:
+    """Train once, and return the evaluations, that of the start first."""
+    config, found = trial.config, list[Score]()
+    rollouts = config.updates // config.updates_per_rollout if trial.looks else 0
+    samples, seconds, diversity = 0, 0.0, float("nan")
+    name = config.rewards[0].partition("=")[0] if config.rewards else "reward"
+
+    with Trainer(config) as trainer:
+
+        def look(updates: int, probe: Probe | None = None) -> None:
+            result = trainer.evaluate(config.evaluation.samples, probe=probe)
+            parts = {"true": result.score["heldout"], "exact": result.exact["heldout"], "proxy": result.score[name]}
+            parts |= {"sharpness": result.score["sharpness"], "drift": result.velocity_drift or 0.0, "diversity": diversity}
+            place = (trial.method, trial.variant, config.model, config.method.sampling.steps, config.seed, trial.settings)
+            spent = (updates, samples, round(seconds, 2))
+            found.append(
+                Score(*place, *spent, **{key: round(value, 5) for key, value in parts.items()}, **harness.facts(Score))
+            )
+
+        look(0)
+        with trainer.engine.inference(average=True) as module:
+            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
+        for done in range(1, rollouts + 1):
+            start = time.process_time()
+            record = trainer.update()
+            seconds += time.process_time() - start
+            samples, diversity = record["samples"], record.get("diversity", diversity)
+            if done * trial.looks // rollouts > (done - 1) * trial.looks // rollouts:
+                look(record["update"], probe)
+        if trial.keep is not None:
+            trainer.export(trial.keep)
+    return found
+
+
+def _measure(trials: Sequence[Trial], parallel: int) -> Iterator[tuple[Trial, list[Score] | str]]:
+    """Yield each trial with its rows, or with what it failed with, as it ends."""
+    with ThreadPoolExecutor(parallel) as pool:
+        futures = {pool.submit(_watch, trial): trial for trial in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _watch(trial: Trial) -> list[Score] | str:
+    """Return the rows of a trial, made by a process with one thread, or what went wrong."""
+    try:
+        return harness.in_processes(watch, trial, threads=1)
+    except RunError as error:
+        return str(error)
+
+
+def _key(trial: Trial) -> tuple[str, str, str, int, int, str]:
+    config = trial.config
+    return trial.method, trial.variant, config.model, config.method.sampling.steps, config.seed, trial.settings
+
+
+def _name(row: Score) -> tuple[str, str, str, int, int]:
+    return row.method, row.variant, row.model, row.steps, row.seed
