@@ -54,7 +54,9 @@ class FewStepsConfig:
 
     def trials(self) -> list[Trial]:
         """Return the teacher's evaluation, the distillations, and the runs of RL that begin from their students."""
-        teachers = [Trial("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds]
+        teachers = [
+            Trial("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds
+        ]
         students = [
             Trial(kind, "distilled", self._student(kind, steps, seed), keep=self._folder(kind, steps, seed))
             for seed in self.seeds
@@ -83,7 +85,9 @@ class FewStepsConfig:
             changes = {"noising": replace(method.noising, each=min(method.noising.each, steps))}
         evaluation = {"rewards": ("reward", "heldout", "sharpness"), "solver": solver, "samples": self.samples, "every": 0}
         known = {"method": replace(method, sampling=few, **changes), "seed": seed, "out": self.keep / "none", "rewards": ()}
-        return with_values(config, {**known, **{f"evaluation.{name}": value for name, value in evaluation.items()}, **values})
+        return with_values(
+            config, {**known, **{f"evaluation.{name}": value for name, value in evaluation.items()}, **values}
+        )
 
     def _student(self, kind: str, steps: int, seed: int) -> TrainConfig:
         size = {"optimizer.lr": 3e-4, "updates": self.distilled}
@@ -117,7 +121,11 @@ def table(rows: Sequence[Score]) -> str:
     lines = []
     for (method, variant, steps), pairs in sorted(ends.items(), key=lambda item: (item[0][2] == TEACHER_STEPS, item[0][2])):
         columns = {"run": f"{method} {variant}".strip(), "steps": str(steps)}
-        for title, of, scale in (("right, held out", "exact", 1.0), ("right score", "true", 1.0), ("sharpness", "sharpness", sharp)):
+        for title, of, scale in (
+            ("right, held out", "exact", 1.0),
+            ("right score", "true", 1.0),
+            ("sharpness", "sharpness", sharp),
+        ):
             before, after = (mean(getattr(pair[end], of) for pair in pairs) / scale for end in (0, 1))
             columns[title] = f"{after:.3f}" if method == "teacher" else f"{before:.3f} -> {after:.3f}"
         columns["seeds"] = str(len(pairs))

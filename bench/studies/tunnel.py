@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -20,12 +21,12 @@ PROXY = "fluvial.bench.studies.tunnel:proxy"
 HOLE = 3.0  # weight of the ink
 GUARDS: dict[str, dict[str, Any]] = {
     "none": {"method.kl.coef": 0.0},
-    "kl": {"method.kl.coef": 1.0},
-    "ema": {"method.kl.coef": 0.0, "method.kl.ema_coef": 1.0},
+    "kl": {"method.kl.coef": 0.3},
+    "ema": {"method.kl.coef": 0.0, "method.kl.ema_coef": 0.3},
     "floor": {"method.kl.coef": 0.0, "rewards": (PROXY, "likeness"), "method.advantage.floors": ("likeness=-0.6",)},
 }
 METHODS = ("grpo", "nft", "awm", "dgpo", "ddpo")
-STEPPED, STEPPED_KL = ("grpo", "ddpo"), 100.0  # the KL of a step is |dt v|^2, where others have |v|^2, and |dt| is 0.1
+STEPPED, STEPPED_KL = ("grpo", "ddpo"), 5.0  # the KL of a step is a distance of means, |b v|^2, not |v|^2
 GARDO = "gardo"  # a method that is a guard itself
 
 
@@ -113,7 +114,7 @@ def curves(rows: Sequence[Score]) -> dict[tuple[str, str], list[list[Score]]]:
 
 def read_at(curve: Sequence[Score], gain: float, of: str) -> float | None:
     """Return a number of a run where its proxy first has risen by `gain`, linearly between evaluations; None if never."""
-    for before, after in zip(curve, curve[1:], strict=False):
+    for before, after in pairwise(curve):
         if after.proxy >= curve[0].proxy + gain:
             share = (curve[0].proxy + gain - before.proxy) / (after.proxy - before.proxy)
             start, end = getattr(before, of), getattr(after, of)

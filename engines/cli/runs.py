@@ -37,7 +37,7 @@ def run(args: Sequence[str]) -> None:
 
 def _facts(found: PublishedRun) -> dict[str, Any]:
     """Return the facts of a run in a list for programs."""
-    facts = {name: getattr(found, name) for name in ("algorithm", "model", "paper", "gpus", "needs")}
+    facts = {name: getattr(found, name) for name in ("algorithm", "model", "paper", "gpus")}
     return {**facts, "to_bring": to_bring(found), "headline": dict(found.headline)}
 
 
@@ -74,7 +74,6 @@ def describe_run(found: PublishedRun) -> str:
         f"  GPUs      {found.gpus or 'not stated'}",
         *(f"  headline  {key}: {value}" for key, value in found.headline.items()),
         *(f"  source {number}  {_place(source)}" for source, number in sources.items()),
-        *([f"  fluvial cannot train it: {found.algorithm} needs {found.needs}"] if found.needs else []),
         "",
     ]
     lines = [part for line in lines for part in wrap(line, later=4) or [""]]
@@ -102,7 +101,7 @@ def record(found: PublishedRun) -> dict[str, Any]:
     """Return a run for programs: its facts, and its settings side by side."""
     from fluvial.engines.extensions.published.resolve import side_by_side
 
-    facts = {name: getattr(found, name) for name in ("name", "algorithm", "model", "paper", "gpus", "needs", "unusual")}
+    facts = {name: getattr(found, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}
     settings = [
         {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place_of(row.source)}
         for row in side_by_side(found)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, always, as_flag, find
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
@@ -25,16 +24,7 @@ class ComparedSetting(NamedTuple):
 
 
 def resolve(run: PublishedRun) -> TrainConfig:
-    """Return the configuration of a published run; `run.deviations` says in what it differs from what was published.
-
-    Raises:
-        UsageError: fluvial has no method for the run's algorithm.
-    """
-    if run.needs:
-        raise UsageError(
-            f"{run.name} is a run of {run.algorithm}, and fluvial has no such method, which needs {run.needs}: its "
-            f"settings are listed by fluvial runs {run.name}"
-        )
+    """Return the configuration of a published run; `run.deviations` says in what it differs from what was published."""
     return read_record({"out": f"runs/{run.name}", **run.overlay()})
 
 
@@ -48,7 +38,7 @@ def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
 
     A setting that no source states is assumed, whatever its value.
     """
-    ours = {} if run.needs else {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
+    ours = {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):

@@ -60,7 +60,6 @@ class PublishedRun:
     algorithm: str = ""  # as its authors write it
     paper: str = ""  # arXiv id; empty if there is no paper
     gpus: int = 0  # of the launcher; 0 if not stated
-    needs: str = ""  # what the method needs that fluvial does not have; empty if it can be trained
     settings: Mapping[str, Setting] = field(default_factory=dict)  # values of the configuration
     published: Mapping[str, Any] = field(default_factory=dict)  # what the source states in its own words or unit
     deviations: Mapping[str, Deviation] = field(default_factory=dict)  # settings that fluvial does not run as published
@@ -209,5 +208,5 @@ def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None)
         deviations={**run.deviations, **deviations},
         unusual=(*run.unusual, *part.get("unusual", ())),
         headline={**run.headline, **part.get("headline", {})},
-        **{name: part[name] for name in ("algorithm", "paper", "gpus", "needs") if name in part},
+        **{name: part[name] for name in ("algorithm", "paper", "gpus") if name in part},
     )

@@ -15,8 +15,6 @@ PARTS: tuple[tuple[Part, str], ...] = (("train", "to train on"), ("heldout", "he
 
 def to_bring(run: PublishedRun) -> list[str]:
     """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts as it is."""
-    if run.needs:
-        return ["a method that fluvial lacks"]
     settings = {name: found.value for name, found in run.settings.items()}
     offline = any(name.startswith("preferences") for name in settings) or settings.get("method.name") == "dpo"
     prompts, rewards = settings.get("prompts", ()), settings.get("rewards", ())

@@ -49,7 +49,6 @@ from fluvial.engines.run.recipes.base import (
 from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, tdm_r1
 from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -74,16 +73,14 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
 def flash(model: str = HANDWRITING) -> TrainConfig:
     """Flash-GRPO (arXiv 2605.15980): GRPO on one step, the same of all samples of a prompt, weighted by its noise.
 
-    Numbers of large models are those of the authors' run on Wan 2.1 1.3B: one of the first 10 of 20 steps, guidance 4.5, 96
-    samples. Its group of 4 is called effectively 2 in their code; LoRA of
-    rank 32 is assumed. On handwriting it is one of the six noisiest steps.
+    The settings of large models are those of the published run flash_grpo/wan2.1-t2v-1.3b/hpsv3: one of the first 10 of 20
+    steps, guidance 4.5, 96 samples. Its group of 4 is called effectively 2 in their code; LoRA of rank 32 is assumed. On
+    handwriting it is one of the six noisiest steps.
     """
-    wan = SamplingConfig(
-        24, 4, 20, Guidance(4.5), sampler=Stochastic("wan_sde", eta=1.0), window=RandomWindow(1, high=10, draw="group")
-    )
-    method = Grpo(sampling=wan, advantage=AdvantageConfig(scale="batch", clip=5.0), weighting="std_over_b")
-    tuned = replace(method, sampling=replace(NOISIEST, window=RandomWindow(1, high=6, draw="group")), passes=TWO)
-    return of_model(model, method, tuned={"method": tuned, "optimizer.lr": 5e-4}, **{"optimizer.lr": 1e-4})
+    one = replace(NOISIEST, window=RandomWindow(1, high=6, draw="group"))
+    advantage = AdvantageConfig(scale="batch", clip=5.0)
+    method = Grpo(sampling=one, advantage=advantage, passes=TWO, weighting="std_over_b")
+    return of_published("flash_grpo/wan2.1-t2v-1.3b/hpsv3", model, method=method)
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -444,31 +441,23 @@ def distill(model: str = HANDWRITING, *, teacher: str = "runs/grpo/weights") -> 
 def opd(model: str = HANDWRITING) -> TrainConfig:
     """DiffusionOPD (arXiv 2605.15055): teachers of several tasks, each for prompts of its own, become one student.
 
-    Numbers of large models are those of its run on SD3.5, whose three teachers have guidance of their own. Name yours by the
-    files of prompts, e.g. prompts ocr.txt geneval.jsonl with teacher ocr=FOLDER geneval=FOLDER; folders hold weights or
-    adapters. On handwriting two runs of grpo teach codes with a low and with a high first digit: make them with prompts
-    @codes-low and out runs/low, and with @codes-high and runs/high. Rewards are measured, not learnt from.
+    The settings of large models are those of the published run diffusion_opd/sd3.5-medium/three-teachers, whose teachers
+    have guidance of their own. Name yours by the files of prompts, e.g. prompts ocr.txt geneval.jsonl with teacher
+    ocr=FOLDER geneval=FOLDER; folders hold weights or adapters. On handwriting two runs of grpo teach codes with a low and
+    with a high first digit: make them with prompts @codes-low and out runs/low, and with @codes-high and runs/high. Rewards
+    are measured, not learnt from.
     """
-    tasks, codes = ("pickscore", "ocr", "geneval"), {"@codes-low": "low", "@codes-high": "high"}
-    return of_model(
+    codes = {"@codes-low": "low", "@codes-high": "high"}
+    return of_published(
+        "diffusion_opd/sd3.5-medium/three-teachers",
         model,
-        Distill(
-            teacher=tuple(f"{task}=runs/{task}/weights" for task in tasks),
-            guidance=("pickscore=4.5", "ocr=4.5", "geneval=1"),
-            sampling=SamplingConfig(prompts=72, group=1, sampler=Ode(), guidance=Guidance(4.5)),
-            trained=FirstRecorded(0.99),
-            match="sample_mse",
+        **ONE_UPDATE,
+        method=Distill(
+            teacher=tuple(f"{source}=runs/{run}/weights" for source, run in codes.items()),
+            sampling=replace(ODE, prompts=128, group=1),
+            match="velocity_mse",
         ),
-        tuned={
-            **ONE_UPDATE,
-            "method": Distill(
-                teacher=tuple(f"{source}=runs/{run}/weights" for source, run in codes.items()),
-                sampling=replace(ODE, prompts=128, group=1),
-                match="velocity_mse",
-            ),
-            "prompts": tuple(codes),
-            "optimizer.ema_decay": 0.9,
-        },
+        prompts=tuple(codes),
     )
 
 

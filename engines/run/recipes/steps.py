@@ -32,15 +32,12 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import (
-    AllRecorded,
-    AllSteps,
     Candidates,
     RandomWindow,
     Splits,
     StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.models import LoraConfig
 
 
 def densegrpo(model: str = HANDWRITING) -> TrainConfig:
@@ -63,47 +60,41 @@ def densegrpo(model: str = HANDWRITING) -> TrainConfig:
 def tpgrpo(model: str = HANDWRITING) -> TrainConfig:
     """TP-GRPO (arXiv 2602.06422): a reward for every step; one where a sample turns to the better gets all that follows.
 
-    Large models have the numbers of its script common_op3.sh for SD3.5: 9 steps of cps at eta 0.7, 48 groups of 24, and
-    what it leaves open is that of Flow-GRPO's run. On handwriting a window of 3 steps within the six noisiest.
+    The settings of large models are those of the published run tp_grpo/sd3.5-medium/pickscore: 9 steps of cps at eta 0.7.
+    On handwriting a window of 3 steps within the six noisiest.
     """
-    config = of_published("flow_grpo/sd3.5-medium/ocr", model, method=Grpo())
-    if model in MODELS:
-        steps = SamplingConfig(prompts=16, group=8, window=RandomWindow(3, high=6))
-        return replace(config, method=TurningPointGrpo(sampling=steps, advantage=BATCH, passes=TWO))
-    known: Any = config.method
-    method = TurningPointGrpo(**{**_fields_of(known), "clip_low": 1e-5, "clip_high": 1e-5, "form": "unscaled"})
-    sampling = replace(known.sampling, sampler=Stochastic("cps", 0.7), window=AllSteps(high=9), prompts=48)
-    changes = {"sampling": sampling, "kl.coef": 1e-4, "advantage.scale": "group", "trained": AllRecorded()}
-    return with_values(config, {"method": method, **changes})
+    steps = SamplingConfig(prompts=16, group=8, window=RandomWindow(3, high=6))
+    method = TurningPointGrpo(sampling=steps, advantage=BATCH, passes=TWO)
+    return of_published("tp_grpo/sd3.5-medium/pickscore", model, method=method)
 
 
 def branchgrpo(model: str = HANDWRITING) -> TrainConfig:
     """BranchGRPO (arXiv 2509.06040): paths that split on their way, compared edge by edge with others of the same step.
 
-    Large models have the numbers of its script for FLUX: 20 steps of dance_sde at eta 0.3, of which 4 split in two, two
-    trees on each of 8 GPUs. Full fine-tuning, and one update per rollout in place of one per 12 edges and GPU, are assumed.
-    On handwriting trees of 8 that split at the first 3 of the 6 noisiest steps.
+    The settings of large models are those of the published run branchgrpo/flux.1-dev/hpsv2: 20 steps of dance_sde at eta
+    0.3, of which 4 split in two, two trees on each of 8 GPUs, and one update per rollout. On handwriting trees of 8 that
+    split at the first 3 of the 6 noisiest steps.
     """
-    tree = SamplingConfig(16, 16, 20, sampler=Stochastic("dance_sde", eta=0.3), window=Splits())
-    advantage = AdvantageConfig(eps=1e-8, clip=5.0)
-    small = replace(tree, group=8, steps=10, sampler=Stochastic("dance_sde"), window=Splits((0, 1, 2), high=6))
-    optimizer = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
-    return of_model(
-        model,
-        BranchGrpo(sampling=tree, advantage=advantage),
-        tuned={"method": BranchGrpo(sampling=small, advantage=advantage, passes=TWO)},
-        **({} if model in MODELS else {"train": "full", "optimizer": optimizer}),
-    )
+    small = SamplingConfig(16, 8, sampler=Stochastic("dance_sde"), window=Splits((0, 1, 2), high=6))
+    method = BranchGrpo(sampling=small, advantage=AdvantageConfig(eps=1e-8, clip=5.0), passes=TWO)
+    return of_published("branchgrpo/flux.1-dev/hpsv2", model, method=method)
 
 
 def spo(model: str = UNET) -> TrainConfig:
     """SPO (arXiv 2406.04314): a preference between the best and the worst of four candidates for each next state.
 
-    Large models have the numbers of the authors' run on SD 1.5; its 4 GPUs, and a LoRA alpha of its rank, are assumed. Its
-    step-aware preference model is not offered: a candidate has the rewards of the clean sample that is predicted from it.
-    On handwriting-unet 4 candidates at the first 8 of 10 steps, and beta 100, because the log-ratios are per dimension.
+    The settings of large models are those of the published run spo/sd1.5/4k-prompts. Its step-aware preference model is not
+    offered: a candidate has the rewards of the clean sample that is predicted from it. On handwriting-unet 4 candidates at
+    the first 8 of 10 steps, and beta 100, because the log-ratios are per dimension.
     """
-    return _candidates(model, Spo(sampling=_DDIM, margin=ConstantMargin(0.3)), margin=ConstantMargin(0.05))
+    small = SamplingConfig(32, 4, sampler=Stochastic("ddim", eta=1.0), window=Candidates(high=8))
+    return of_published(
+        "spo/sd1.5/4k-prompts",
+        model,
+        **ONE_UPDATE,
+        method=Spo(sampling=small, beta=100.0, margin=ConstantMargin(0.05)),
+        optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
+    )
 
 
 def lpo(model: str = UNET) -> TrainConfig:
@@ -112,28 +103,8 @@ def lpo(model: str = UNET) -> TrainConfig:
     Large models have the numbers of the authors' run on SD 1.5, with SPO's batch; its reward model of noisy latents is not
     offered, see `spo`. On handwriting-unet the margin is smaller.
     """
-    method = Spo(sampling=replace(_DDIM, window=Candidates()), beta=500.0, margin=NoiseMargin())
-    return _candidates(model, method, margin=NoiseMargin(0.02, 0.1))
-
-
-_DDIM = SamplingConfig(40, 4, 20, guidance=Guidance(5.0), sampler=Stochastic("ddim", eta=1.0), window=Candidates(low=4))
-
-
-def _candidates(model: str, method: Spo, **tuned: Any) -> TrainConfig:
-    """Return a run of preferences between candidates.
-
-    Args:
-        method: that of large models.
-        tuned: its fields on the built-in models, where they differ.
-    """
-    small = SamplingConfig(32, 4, sampler=Stochastic("ddim", eta=1.0), window=Candidates(high=8))
-    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
-    return of_model(
-        model,
-        method,
-        tuned={**ONE_UPDATE, "method": Spo(sampling=small, beta=100.0, **tuned), "optimizer": optimizer},
-        **({} if model in MODELS else {"optimizer.lr": 6e-5, "lora": LoraConfig(rank=4, alpha=4.0)}),
-    )
+    large = {"method.sampling.window": Candidates(), "method.beta": 500.0, "method.margin": NoiseMargin()}
+    return with_values(spo(model), {"method.margin": NoiseMargin(0.02, 0.1)} if model in MODELS else large)
 
 
 def adjoint(model: str = HANDWRITING) -> TrainConfig:

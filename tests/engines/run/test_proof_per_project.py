@@ -71,7 +71,7 @@ def test_every_project_is_proved_or_has_no_objective() -> None:
     """A project without a row has only runs of methods that fluvial lacks, or whose formula is tested with the method."""
     proved = {name.partition("/")[0] for name in PROVED} | {"gardo", "srpo"}  # test_gardo.py, test_few_steps.py
     for run in load_published().values():
-        assert project_of(run) in proved or run.needs, run.name
+        assert project_of(run) in proved, run.name
 
 
 @pytest.mark.parametrize("name", PROVED)

@@ -50,6 +50,26 @@ TEMPFLOW = {  # scripts/train_sd3_pr.py at e66824ec
     "zero_advantage_filter": True,
 }
 GARDO = {"advantage_scale": None, "advantage_eps": None, "advantage_std_ddof": None}  # stat_tracking.py at 94e23ee
+# SD3.5-medium at 512 with LoRA of rank 32, as the few-step methods and OPD train it.
+SMALL_SD3 = {"resolution_height": 512, "resolution_width": 512, "lora_rank": 32, "lora_alpha": 64, "weight_decay": 1e-4}
+SMALL_SD3 |= {"finetune": "lora", "max_grad_norm": 1.0}
+STUDENT = {**SMALL_SD3, "train_sampling_steps": 4}
+FLOW_FACTORY = {**STUDENT, "learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.999, "ema_enabled": False}
+FLOW_FACTORY |= {"loss_extra.guidance": 4.0, "loss_extra.fake_lr": 1e-5}
+TDM_R1 = {
+    **STUDENT,
+    **{"learning_rate": 7.5e-5, "adam_beta1": 0.0, "adam_beta2": 0.999, "ema_decay": 0.9, "sampler": "euler_ode"},
+    **{"prompts_per_rollout": 48, "samples_per_prompt": 24, "advantage_clip": 5.0, "advantage_scale": "global"},
+    **{"loss_extra.tdm": 0.3, "loss_extra.fake_lr": 3e-4, "loss_extra.guidance": 4.5, "loss_extra.fake_kl": 0.02},
+}
+
+
+def surrogate_of(lowest: float, read_from: float, guidance: float, beta: float, clip: float) -> dict[str, Any]:
+    """Return what the configuration of a task of TDM-R1 states of its surrogate."""
+    found = {"lowest": lowest, "read_from": read_from, "rl_cfg": guidance, "surrogate_beta": beta, "surrogate_clip": clip}
+    return {**TDM_R1, **{f"loss_extra.{name}": value for name, value in found.items()}}
+
+
 # What a later reading of the sources added to the list, or took out of it (None).
 READ_LATER: dict[str, dict[str, Any]] = {
     **{f"gardo/{task}": GARDO for task in ("sd3.5-medium/geneval", "sd3.5-medium/ocr", "flux.1-dev/hpsv2")},
@@ -83,6 +103,34 @@ READ_LATER: dict[str, dict[str, Any]] = {
     "flow_factory/sd3.5-medium/crd-ocr": {"ema_enabled": True, "ema_decay": 0.995, "ema_interval": 10},
     "flow_factory/flux.1-dev/grpo": {"lora_targets": FLUX},
     "verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo": {"ratio_clip_low": 1e-4, "ratio_clip_high": 1e-4},
+    "flow_factory/sd3.5-medium/dmd2": {**FLOW_FACTORY, "sampler": "euler_ode", "loss_extra.fake_updates": 5},
+    "flow_factory/sd3.5-medium/tdm": {**FLOW_FACTORY, "sampler": "euler_ode", "loss_extra.huber": 1e-3},
+    "tdm_r1/sd3.5-medium/ocr": surrogate_of(0.3, 0.3, 4.5, 10, 1e-3),
+    "tdm_r1/sd3.5-medium/geneval": surrogate_of(0.55, 0.25, 2.5, 1, 1e-3),
+    "tdm_r1/sd3.5-medium/imagereward": surrogate_of(0.55, 0.4, 3.5, 1, 2e-3),
+    "tdm_r1/sd3.5-medium/hpsv2": surrogate_of(0.55, 0.4, 3.5, 10, 2e-3),
+    "rtdmd/sd3.5-medium/multi-reward": {
+        **STUDENT,
+        **{"learning_rate": 3e-6, "ema_decay": 0.9, "ema_interval": 8, "samples_per_prompt": 24, "sampler": "cps"},
+        **{"ratio_clip_low": 1e-5, "ratio_clip_high": 1e-5, "noise_level": 0.9, "advantage_scale": "global"},
+        **{"loss_extra.fake_lr": 3e-5, "loss_extra.coef": 1e-3, "loss_extra.first": 2},
+    },
+    "diffusion_opd/sd3.5-medium/three-teachers": {
+        **SMALL_SD3,
+        **{"train_sampling_steps": 10, "train_guidance_scale": 4.5, "learning_rate": 3e-4, "prompts_per_rollout": 72},
+        **{"timestep_fraction": 0.99, "ema_decay": 0.9, "ema_interval": 8},
+    },
+    "flash_grpo/wan2.1-t2v-1.3b/hpsv3": {
+        **{"resolution_height": 480, "resolution_width": 832, "num_frames": 81, "train_sampling_steps": 20},
+        **{"train_guidance_scale": 4.5, "learning_rate": 1e-4, "ratio_clip_low": 1e-3, "ratio_clip_high": 1e-3},
+        **{"kl_coef": 0.0, "advantage_scale": "global", "advantage_clip": 5.0, "samples_per_prompt": 4, "time_shift": 3.0},
+        **{"total_epochs": 300, "sde_window_size": 1, "sde_window_range": [0, 10]},
+    },
+    "tp_grpo/sd3.5-medium/pickscore": {
+        **{"sampler": "cps", "noise_level": 0.7, "samples_per_prompt": 24, "prompts_per_rollout": 48, "kl_coef": 1e-4},
+        **{"ratio_clip_low": 1e-5, "ratio_clip_high": 1e-5, "micro_batch_per_gpu": 9, "train_guidance_scale": 4.5},
+        **{"trained_steps_per_sample": 9},
+    },
 }
 
 

@@ -33,7 +33,6 @@ from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
 
 RUNS = load_published()
-TRAINED = [name for name, run in RUNS.items() if not run.needs]
 
 
 @cache
@@ -48,7 +47,7 @@ def rows_of(name: str) -> dict[str, Any]:
 
 def test_every_run_says_where_it_was_read() -> None:
     """Each setting that is not assumed has a source with repository, path and commit; no run lacks a model or a method."""
-    assert len(RUNS) == 88
+    assert len(RUNS) == 98
     for name, run in RUNS.items():
         assert run.name == name
         assert run.algorithm
@@ -63,7 +62,7 @@ def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
 
     Options of reward models are those that the models have.
     """
-    with_options = {text for name in TRAINED for text in config_of(name).rewards if ":" in text}
+    with_options = {text for name in RUNS for text in config_of(name).rewards if ":" in text}
     models = {text for text in with_options if text.partition(":")[0] in REWARD_MODELS}
     assert models < with_options
     for text in models:
@@ -88,10 +87,6 @@ def test_a_published_run_is_a_configuration(name: str) -> None:
     assert set(run.published) | set(run.deviations) <= set(rows)
     printed = describe_run(run)
     assert all(setting in printed for setting in rows)
-    if run.needs:
-        with pytest.raises(UsageError, match="has no such method"):
-            _recipe(name)
-        return
     config = config_of(name)
     assert _recipe(name)() == read_record(json.loads(json.dumps(as_record(config)))) == config
     assert (config.model, str(config.out)) == (run.model, f"runs/{name}")
@@ -104,7 +99,7 @@ def test_a_published_run_is_a_configuration(name: str) -> None:
             assert published.always()[path] == value, path
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", RUNS)
 def test_no_setting_is_unsaid(name: str) -> None:
     """Each of the whole configuration is what its source states, differs for a reason that is told, or is assumed."""
     run, rows = find(name), rows_of(name)
@@ -200,7 +195,7 @@ def test_what_the_sources_of_these_settings_state() -> None:
     [
         ("flow_grpo/sd3.5-medium/pickscore-fast", "advantage.drop_zero", "IamCreateAI/FlowCPS"),
         ("diffusion_dpo/sd1.5/pickapic", "optimizer.lr", "SalesforceAIResearch/DiffusionDPO"),
-        *((name, "optimizer.lr", "yifan123/flow_grpo") for name in TRAINED if name.startswith("tempflow_grpo/")),
+        *((name, "optimizer.lr", "yifan123/flow_grpo") for name in RUNS if name.startswith("tempflow_grpo/")),
         ("diffusion_dpo/sd1.5/pickapic", "seed", None),
     ],
 )
@@ -234,7 +229,7 @@ def test_what_the_settings_of_these_runs_amount_to() -> None:
 def test_the_runs_without_deviations() -> None:
     """The number of runs that differ in hardware, precision and rewards alone does not fall."""
     elsewhere = ("hardware", "precision", "reward")
-    clean = [name for name in TRAINED if all(found.kind in elsewhere for found in find(name).deviations.values())]
+    clean = [name for name in RUNS if all(found.kind in elsewhere for found in find(name).deviations.values())]
     assert "flow_grpo/sd3.5-medium/ocr" in clean
     assert "diffusion_nft/sd3.5-medium/ocr" in clean
     assert "dancegrpo/flux.1-dev/hpsv2-16gpu" in clean
@@ -269,14 +264,6 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
         assert (len(layers), any("attn2" in name for name in layers)) == (191, False)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         assert trained == pytest.approx(18.8e6, rel=5e-3)
-
-
-def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
-    """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of BranchGRPO, and fluvial has no such method, which needs "):
-        resolve(find("branchgrpo/flux.1-dev/hpsv2"))
-    assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "SPO"]
-    assert rows_of("branchgrpo/flux.1-dev/hpsv2")["optimizer.lr"].published
 
 
 def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,63 @@
+"""Studies of few steps and of reward hacking: whole ones of a few samples, and what their tables say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fluvial.bench import harness
+from fluvial.bench.studies import few_steps, tunnel
+from fluvial.bench.studies.few_steps import FewStepsConfig
+from fluvial.bench.studies.trial import Score
+from fluvial.bench.studies.tunnel import TunnelConfig
+from fluvial.engines.errors import UsageError
+
+
+def score(seed: int, updates: int, proxy: float, exact: float) -> Score:
+    run = ("nft", "kl", "handwriting", 10, seed, "a", updates, 64 * updates, 2.0 * updates)
+    return Score(*run, proxy, exact, exact, 0.5, 0.1, float("nan") if updates == 0 else 0.2, "cpu", "2", "day")
+
+
+def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
+    """Linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
+    rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3), score(1, 0, 1.0, 0.5), score(1, 8, 1.05, 0.6)]
+    first, second = tunnel.curves(rows)["nft", "kl"]
+    assert tunnel.read_at(first, 0.2, "exact") == pytest.approx(0.5)
+    assert tunnel.read_at(first, 0.05, "diversity") == pytest.approx(0.2)
+    assert tunnel.read_at(second, 0.2, "exact") is None
+    (line,) = tunnel.table(rows).splitlines()[2:]
+    assert line.startswith("| nft | kl | 0.500 | 0.500 (1 of 2) | 0.450 ± 0.212 |")
+    tunnel.draw(rows, tmp_path / "tunnel.png")
+    assert (tmp_path / "tunnel.png").stat().st_size > 1000
+
+
+def test_the_proxy_pays_for_ink() -> None:
+    """An image without ink has only what its characters bring; each guard changes the run."""
+    blank = torch.zeros(2, 1, 8, 32)
+    gain = tunnel.proxy(blank + 0.5, ["0427", "1999"]) - tunnel.proxy(blank, ["0427", "1999"])
+    assert gain.tolist() == pytest.approx([tunnel.HOLE * 0.5] * 2, abs=1.0)
+    trials = list(TunnelConfig(seeds=(0,)).trials())
+    assert len({trial.settings for trial in trials}) == len(trials) == 5 * 4 + 1
+    with pytest.raises(UsageError, match="there is no 'brakes'"):
+        TunnelConfig(guards=("brakes",))
+
+
+@pytest.mark.long
+def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Students are kept, RL begins where they end, and what is in the table already is not made again."""
+    config = FewStepsConfig("handwriting", steps=(2,), distilled=1, improved=1, samples=8, keep=tmp_path / "kept", out=tmp_path)
+    few_steps.run(config)
+    rows = harness.read(tmp_path / "few-steps.csv", Score)
+    ends = {(row.method, row.variant): row for row in rows}
+    starts = {(row.method, row.variant): row for row in rows if row.updates == 0}
+    assert len(starts) == 7
+    for name, start in few_steps.STARTS.items():
+        begun, student = starts[name, f"from {start}"], ends[start, "distilled"]
+        assert (begun.true, begun.sharpness) == (student.true, student.sharpness)
+        assert ends[name, f"from {start}"].updates > 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| teacher | 10 | ")
+    few_steps.run(config)
+    assert "seed 0" not in capsys.readouterr().out
+    assert harness.read(tmp_path / "few-steps.csv", Score) == rows
+    assert len(replace(config, seeds=(0, 1)).trials()) == 14
