@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fluvial.core.dpo import KtoInfo, Utility, kto_loss
 from fluvial.core.random import Key
-from fluvial.engines.errors import UsageError
 from fluvial.engines.run.declared import Networks, Start
 from fluvial.engines.run.method import Images, Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
@@ -63,7 +62,7 @@ class Kto(Method, name="kto"):
     @property
     def source(self) -> Images | None:
         """Read images that have labels."""
-        return Images(column="label") if self.labels == "column" else None
+        return Images(column="label", values=(1, 0)) if self.labels == "column" else None
 
     def networks(self) -> Networks:
         """Keep the policy that training starts from: gains are relative to it."""
@@ -85,12 +84,7 @@ class Kto(Method, name="kto"):
 
     def read_labels(self, batch: "Batch") -> Tensor:
         """Return 1 for each good image, -1 for each bad one, `[N]`."""
-        labels = {1: 1.0, 0: -1.0}
-        prompts = [batch.prompt(place) for place in batch.kept.tolist()]
-        for prompt in prompts:
-            if (found := prompt.metadata.get("label")) not in labels:
-                raise UsageError(f"the image of {prompt.text!r} has the label {found!r}, expected 1 or 0")
-        return torch.tensor([labels[prompt.metadata["label"]] for prompt in prompts])
+        return torch.tensor([2.0 * batch.prompt(place).metadata["label"] - 1 for place in batch.kept.tolist()])
 
     def gain(self, v: Tensor, rows: NoisedSamples) -> Tensor:
         """Return how much smaller the policy's error is than the reference's, `[P]`."""

@@ -474,15 +474,19 @@ def _check_sources(config: TrainConfig, job: Job) -> None:
 
 
 def _check_column(config: TrainConfig, job: Job) -> None:
-    """Raise UsageError unless each given image has the column that the method reads."""
+    """Raise UsageError unless each given image has the column that the method reads, with a value that it knows."""
     source = config.method.source
-    column = source.column if isinstance(source, Images) else None
-    missing = [prompt for prompt in job.prompts if column is not None and column not in prompt.metadata]
-    if missing:
-        has = ", ".join(missing[0].metadata) or "none"
+    if not isinstance(source, Images) or source.column is None:
+        return
+    for prompt in job.prompts:
+        has = ", ".join(prompt.metadata) or "none"
+        if source.column in prompt.metadata:
+            if not source.values or (value := prompt.metadata[source.column]) in source.values:
+                continue
+            has = f"{value!r} there, expected {' or '.join(map(str, source.values))}"
         raise UsageError(
-            f"{config.method.method_name} learns from images with a column {column}, and the record of {missing[0].text!r} "
-            f"has {has}"
+            f"{config.method.method_name} learns from images with a column {source.column}, and the record of "
+            f"{prompt.text!r} has {has}"
         )
 
 

@@ -93,10 +93,12 @@ class Images:
     Args:
         compare: images that are compared: those of a caption, or any (data); None compares and scores none.
         column: column that the record of each image must have, in the metadata of its prompt.
+        values: what that column may hold.
     """
 
     compare: Literal["caption", "data"] | None = None
     column: str | None = None
+    values: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

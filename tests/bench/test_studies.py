@@ -21,7 +21,8 @@ def score(seed: int, updates: int, proxy: float, exact: float) -> Score:
 
 def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
     """Linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
-    rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3), score(1, 0, 1.0, 0.5), score(1, 8, 1.05, 0.6)]
+    rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3)]
+    rows += [score(1, 0, 1.0, 0.5), score(1, 8, 1.05, 0.6)]
     first, second = tunnel.curves(rows)["nft", "kl"]
     assert tunnel.read_at(first, 0.2, "exact") == pytest.approx(0.5)
     assert tunnel.read_at(first, 0.05, "diversity") == pytest.approx(0.2)
@@ -46,7 +47,8 @@ def test_the_proxy_pays_for_ink() -> None:
 @pytest.mark.long
 def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Students are kept, RL begins where they end, and what is in the table already is not made again."""
-    config = FewStepsConfig("handwriting", steps=(2,), distilled=1, improved=1, samples=8, keep=tmp_path / "kept", out=tmp_path)
+    few = {"distilled": 1, "improved": 1, "samples": 8}
+    config = FewStepsConfig("handwriting", steps=(2,), keep=tmp_path / "kept", out=tmp_path, **few)
     few_steps.run(config)
     rows = harness.read(tmp_path / "few-steps.csv", Score)
     ends = {(row.method, row.variant): row for row in rows}

@@ -256,8 +256,8 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
 def mapo(model: str = HANDWRITING) -> TrainConfig:
     """MaPO (arXiv 2406.06424): fit the preferred of two samples and make it likelier than the other, without a reference.
 
-    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, LoRA of rank 8 (its alpha is assumed),
-    learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout, it has not raised
+    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, 2,000 updates, LoRA of rank 8 (its alpha is
+    assumed), learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout, it has not raised
     the score: without a reference the policy also fits its own samples, and at beta 0.1 it fades.
     """
     return of_model(
@@ -270,7 +270,7 @@ def mapo(model: str = HANDWRITING) -> TrainConfig:
             "optimizer.ema_decay": 0.9,
             "lora": LoraConfig(),
         },
-        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0, "lora": LoraConfig(rank=8, alpha=8.0)},
+        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0, "lora": LoraConfig(rank=8, alpha=8.0), "updates": 2000},
     )
 
 
@@ -278,7 +278,7 @@ def kto(model: str = HANDWRITING) -> TrainConfig:
     """Diffusion-KTO (arXiv 2404.04465): fit images that are labelled good, and fit bad ones less, without pairs.
 
     Numbers of large models are those of its code's run on SD 1.5, which trains all weights with 8 images per GPU (8 GPUs are
-    assumed here) and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels (data.images). It drops a
+    assumed here), 20,000 updates and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels (data.images). It drops a
     fifth of the captions, which is not offered. On handwriting images of a rollout are good if their reward is above the
     mean of their group.
     """
@@ -291,7 +291,7 @@ def kto(model: str = HANDWRITING) -> TrainConfig:
             "method": Kto(labels="reward", beta=100.0, sampling=ODE, noising=NoisingConfig(each=8)),
             "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
         },
-        **{"train": "full", "optimizer": OptimizerConfig(lr=1e-7, warmup=200)},
+        **{"train": "full", "optimizer": OptimizerConfig(lr=1e-7, warmup=200), "updates": 20000},
     )
 
 

@@ -68,8 +68,8 @@ def test_rewards_are_labels(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "changes", "words"),
     [
-        ({"0": 2}, {}, "the image of '0' has the label 2, expected 1 or 0"),
-        ({"0": "good"}, {}, "the image of '0' has the label 'good', expected 1 or 0"),
+        ({"0": 2}, {}, "the record of '0' has 2 there, expected 1 or 0"),
+        ({"0": "good"}, {}, "the record of '0' has 'good' there, expected 1 or 0"),
         (LABELS, {"labels": "reward"}, "sampling.group is 1, expected at least 2: kto compares"),
     ],
 )
