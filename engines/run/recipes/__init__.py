@@ -256,9 +256,9 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
 def mapo(model: str = HANDWRITING) -> TrainConfig:
     """MaPO (arXiv 2406.06424): fit the preferred of two samples and make it likelier than the other, without a reference.
 
-    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, 2,000 updates, LoRA of rank 8 (its alpha is
-    assumed), learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout, it has not raised
-    the score: without a reference the policy also fits its own samples, and at beta 0.1 it fades.
+    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, 2,000 updates, LoRA of rank 8 (its
+    alpha is assumed), learning rate 1e-5; name a folder of pairs (preferences). On handwriting, with pairs of the rollout,
+    it has not raised the score: without a reference the policy also fits its own samples, and at beta 0.1 it fades.
     """
     return of_model(
         model,
@@ -278,9 +278,9 @@ def kto(model: str = HANDWRITING) -> TrainConfig:
     """Diffusion-KTO (arXiv 2404.04465): fit images that are labelled good, and fit bad ones less, without pairs.
 
     Numbers of large models are those of its code's run on SD 1.5, which trains all weights with 8 images per GPU (8 GPUs are
-    assumed here), 20,000 updates and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels (data.images). It drops a
-    fifth of the captions, which is not offered. On handwriting images of a rollout are good if their reward is above the
-    mean of their group.
+    assumed here) for 20,000 updates, and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels
+    (data.images). It drops a fifth of the captions, which is not offered. On handwriting images of a rollout are good if
+    their reward is above the mean of their group.
     """
     return of_model(
         model,
