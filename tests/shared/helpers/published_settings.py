@@ -102,6 +102,9 @@ READ_LATER: dict[str, dict[str, Any]] = {
     # The trainer's default, which its evaluations take (src/flow_factory/hparams/training_args.py:227-242).
     "flow_factory/sd3.5-medium/crd-ocr": {"ema_enabled": True, "ema_decay": 0.995, "ema_interval": 10},
     "flow_factory/flux.1-dev/grpo": {"lora_targets": FLUX},
+    # Intervals of SPO are epochs of the data, not rollouts; BranchGRPO's method has a scale of its own.
+    **{f"spo/{name}/4k-prompts": {"save_interval": None, "eval_interval": None} for name in ("sd1.5", "sdxl")},
+    "branchgrpo/flux.1-dev/hpsv2": {"advantage_scale": None},
     "verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo": {"ratio_clip_low": 1e-4, "ratio_clip_high": 1e-4},
     "flow_factory/sd3.5-medium/dmd2": {**FLOW_FACTORY, "sampler": "euler_ode", "loss_extra.fake_updates": 5},
     "flow_factory/sd3.5-medium/tdm": {**FLOW_FACTORY, "sampler": "euler_ode", "loss_extra.huber": 1e-3},
