@@ -37,9 +37,9 @@ GONE = 499  # status of a request whose client has hung up; nobody receives it
 
 
 class RequestError(Exception):
-    """Error of a request, for the client: a status and one line."""
+    """Error of a request, for the client: one line and a status."""
 
-    def __init__(self, status: int, problem: str, *, retry_after: int | None = None) -> None:
+    def __init__(self, problem: str, status: int = 400, *, retry_after: int | None = None) -> None:
         super().__init__(problem)
         self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
 
@@ -92,27 +92,27 @@ class Guard:
     def _problem(self, method: str, path: str, headers: Headers) -> RequestError | None:
         host = headers.get("host", "")
         if not self.expected and not _is_loopback(_hostname(host)):
-            return RequestError(421, f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}")
+            return RequestError(f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}", 421)
         if self.page and method == "GET" and path == self.page:
             return None
         if "origin" in headers and not (self.page and headers["origin"].partition("://")[2] == host):
-            return RequestError(403, "the request is of a web page (Origin), and this server answers none")
+            return RequestError("the request is of a web page (Origin), and this server answers none", 403)
         controls = bool(self.admin) and path in self.control
         wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
         asks = controls or bool(self.expected)
         sent = headers.get("authorization", "").encode("latin-1")
         if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
             name = "the admin key" if controls else "an API key"
-            return RequestError(401, f"this server asks for {name}, sent as a bearer token")
+            return RequestError(f"this server asks for {name}, sent as a bearer token", 401)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
-            return RequestError(415, f"the content type is {kind[:60]!r}, expected application/json")
+            return RequestError(f"the content type is {kind[:60]!r}, expected application/json", 415)
         return None
 
     def _overload(self, address: str) -> RequestError | None:
         if self.at_work[address] < self.limits.per_address and self.at_work.total() < self.limits.requests:
             return None
-        return RequestError(503, "too many requests are at work: try again later", retry_after=1)
+        return RequestError("too many requests are at work: try again later", 503, retry_after=1)
 
 
 def _token(key: str) -> bytes:
@@ -132,7 +132,7 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
         RequestError: it is too large.
         WireError: it is not JSON, or does not fit the type.
     """
-    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send less at once")
+    problem = RequestError(f"the request has more than {most_bytes // 1_000_000} MB: send less at once", 413)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:18]) > most_bytes:
         raise problem
@@ -145,9 +145,9 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
             if values <= MOST_VALUES:  # the rest is read all the same, for a client that sends it before it reads the answer
                 body += piece
     except ClientDisconnect:
-        raise RequestError(GONE, "the client has hung up") from None
+        raise RequestError("the client has hung up", GONE) from None
     if values > MOST_VALUES:
-        raise RequestError(413, f"the request has more than {MOST_VALUES} values: send less at once")
+        raise RequestError(f"the request has more than {MOST_VALUES} values: send less at once", 413)
     if len(body) <= SMALL:
         return decode(body, kind, lenient=lenient)
     return await asyncio.to_thread(decode, body, kind, lenient=lenient)
@@ -166,7 +166,7 @@ async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestError(GONE, "the client has hung up")
+            raise RequestError("the client has hung up", GONE)
         return task.result()
     finally:
         for pending in (task, gone):
@@ -207,8 +207,8 @@ def application(
 
     handlers: dict[Any, Any] = {
         RequestError: lambda request, error: refuse(error),
-        WireError: lambda request, error: refuse(RequestError(400, str(error))),
-        RunError: lambda request, error: refuse(RequestError(500, str(error))),
+        WireError: lambda request, error: refuse(RequestError(str(error))),
+        RunError: lambda request, error: refuse(RequestError(str(error), 500)),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
     return Guard(app, key, admin=admin, control=control, page=page, limits=limits)

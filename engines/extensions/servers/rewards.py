@@ -122,7 +122,7 @@ class RewardService:
         names = list(dict.fromkeys(name for each in requests for name in each.rewards))
         for name in names:
             if name not in self.batchers:
-                raise RequestError(400, f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
+                raise RequestError(f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
         rows = {name: [number for number, each in enumerate(requests) if name in each.rewards] for name in names}
         work = asyncio.gather(*(self._score(name, [requests[number].sample for number in rows[name]]) for name in names))
         results: list[dict[str, dict[str, float]]] = [{} for _ in requests]
@@ -140,7 +140,7 @@ class RewardService:
         """Return the name of a reward; RequestError if there is no such reward."""
         if name not in self.batchers:
             raise RequestError(
-                404, f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}"
+                f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}", 404
             )
         return name
 

@@ -54,7 +54,7 @@ def merge_adapters(adapters: Sequence[Adapter], product: Product) -> Applied | N
     for each in adapters:
         if not math.isfinite(each.scaling) or each.scaling == 0:
             scale = each.scaling * each.file.rank
-            raise RequestError(400, f"alpha times strength is {scale:g}, expected another finite number than 0")
+            raise RequestError(f"alpha times strength is {scale:g}, expected another finite number than 0")
     if len(adapters) <= 1:
         return Applied(tuple(adapters), adapters[0].file, adapters[0].scaling, product) if adapters else None
     rank = sum(each.file.rank for each in adapters)

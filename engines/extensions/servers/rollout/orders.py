@@ -92,7 +92,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     try:
         schedule = policy.schedule(steps, shape)
     except ValueError as error:
-        raise RequestError(400, str(error)) from None
+        raise RequestError(str(error)) from None
     # Without what names single samples, and what the recipe holds in another way.
     options = replace_fields(
         own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
@@ -107,7 +107,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
         size = len(windows[0])
         if own.windows is not None and (size == 0 or not noisy.issuperset(step for row in windows for step in row)):
             raise RequestError(
-                400, "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
+                "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
             )
         if size:
             recipe = replace(
@@ -154,12 +154,10 @@ def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) ->
         try:
             policy.model.check_prompt(text)
         except ValueError as error:
-            raise RequestError(400, f"{field}: {error}") from None
+            raise RequestError(f"{field}: {error}") from None
     tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
     if tokens is not None and (not trims_padding(policy.model) or tokens > own):
-        raise RequestError(
-            400, f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding"
-        )
+        raise RequestError(f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding")
 
 
 def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
@@ -174,11 +172,11 @@ def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tupl
     """Raise RequestError for steps that do not fit together."""
     own, taken = request.fluvial, [step for row in windows for step in row]
     if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):
-        raise RequestError(400, f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
+        raise RequestError(f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
     if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
-        raise RequestError(400, "after is set, expected one window for all samples, and a model that predicts a velocity")
+        raise RequestError("after is set, expected one window for all samples, and a model that predicts a velocity")
     if request.debug and len(_find_boundaries(recipe)) < recipe.steps + 1:
-        raise RequestError(400, "prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
+        raise RequestError("prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
 
 
 def _find_boundaries(recipe: Recipe) -> list[int]:
@@ -198,9 +196,8 @@ def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]
     wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
     if missing := sorted(set(wanted) - set(_find_boundaries(recipe))):
         raise RequestError(
-            400,
             f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
-            "set rollout_return_step_indices, or recorded_only",
+            "set rollout_return_step_indices, or recorded_only"
         )
     return wanted
 
@@ -221,9 +218,9 @@ def _check_size(orders: Sequence[SampleOrder], limits: ServeLimits) -> None:
     size = 4 * math.prod(recipe.shape) * numbers
     if size > limits.response:
         raise RequestError(
-            413,
             f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
             "samples, set rollout_return_step_indices, or rollout_debug_mode false",
+            413,
         )
 
 

@@ -71,9 +71,8 @@ class Policy:
         rule = SAMPLERS[name]
         if rule.prediction not in (None, self.model.prediction):
             raise RequestError(
-                400,
                 f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
-                f"{self.model.prediction}",
+                f"{self.model.prediction}"
             )
         return rule.bind(eta, schedule.levels)
 
@@ -86,32 +85,31 @@ class Policy:
         if height is None and width is None and frames is None:
             return self.shape
         if height is None or width is None:
-            raise RequestError(400, "width, height and num_frames go together, and one of width and height is missing")
+            raise RequestError("width, height and num_frames go together, and one of width and height is missing")
         try:
             return tuple(self.model.latent_shape(height, width, 1 if frames is None else frames))
         except ValueError as error:
-            raise RequestError(400, str(error)) from None
+            raise RequestError(str(error)) from None
 
     def check_guidance(self, guidance: Guidance) -> None:
         """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""
         own = self.guidance
         if is_recorded(self.model) and (guidance.scale, guidance.negative) != (own.scale, own.negative):
             raise RequestError(
-                400,
                 f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
-                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened",
+                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened"
             )
 
     def check_resumed(self) -> None:
         """Raise RequestError if the weights are released."""
         if self.weights.released:
-            raise RequestError(503, "the weights are released: POST /resume_memory_occupation", retry_after=1)
+            raise RequestError("the weights are released: POST /resume_memory_occupation", 503, retry_after=1)
 
     def check_version(self, wanted: int | None) -> None:
         """Raise RequestError if a request is for other weights than the present ones; weights do not go back."""
         if wanted not in (None, self.version):
             raise RequestError(
-                409, f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first"
+                f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first", 409
             )
 
     @contextmanager

@@ -30,19 +30,18 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
     names = request.fluvial.media if request.fluvial.media is not None else expected
     if given and not expected:
         raise RequestError(
-            400,
             "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
-            "takes images with --prompts, a file of prompts with images",
+            "takes images with --prompts, a file of prompts with images"
         )
     if request.fluvial.media is None and len(expected) == 1:  # of which there may be several
         names = expected * len(given)
     if len(given) != len(names) or {*names} != {*expected}:
         got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
-        raise RequestError(400, f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
+        raise RequestError(f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
     lists = find_list_arguments(policy.model)
     for name in names:
         if (count := names.count(name)) > 1 and name not in lists:
-            raise RequestError(400, f"image_path holds {count} images for {name}, expected one")
+            raise RequestError(f"image_path holds {count} images for {name}, expected one")
     media: dict[str, bytes | tuple[bytes, ...]] = {}
     for name, image in zip(names, given, strict=True):
         file = check_file(_file(image, policy, most_bytes), name, most_pixels)
@@ -55,45 +54,45 @@ def _file(image: str, policy: Policy, most_bytes: int) -> bytes:
     if image.startswith("data:"):
         head, _, data = image.partition(",")
         if not head.endswith(";base64"):
-            raise RequestError(400, f"image_path holds {head[:40]!r}, expected data:image/png;base64,...")
+            raise RequestError(f"image_path holds {head[:40]!r}, expected data:image/png;base64,...")
         try:
             found = base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError):
-            raise RequestError(400, "image_path holds a data URL whose base64 cannot be read") from None
+            raise RequestError("image_path holds a data URL whose base64 cannot be read") from None
     else:
         if len(image) > MOST_NAME:
-            raise RequestError(400, f"image_path holds a name of {len(image)} characters, expected at most {MOST_NAME}")
+            raise RequestError(f"image_path holds a name of {len(image)} characters, expected at most {MOST_NAME}")
         path = policy.weights.inside(image)
         if not S_ISREG(path.stat().st_mode):
-            raise RequestError(400, f"image_path holds {image!r}, which is no file")
+            raise RequestError(f"image_path holds {image!r}, which is no file")
         if (size := path.stat().st_size) > most_bytes:
-            raise RequestError(413, f"{image!r} has {size} bytes, expected at most {most_bytes}")
+            raise RequestError(f"{image!r} has {size} bytes, expected at most {most_bytes}", 413)
         try:
             found = path.read_bytes()
         except OSError as error:
-            raise RequestError(400, f"{str(path)!r} cannot be read: {error.strerror}") from None
+            raise RequestError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     if len(found) > most_bytes:
-        raise RequestError(413, f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}")
+        raise RequestError(f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}", 413)
     return found
 
 
 def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
     """Return the bytes of a file that is an image or a video of at most `most_pixels`, or a WAV file, by its argument."""
     if name in SOUND.arguments and not file.startswith(b"RIFF"):
-        raise RequestError(400, f"image_path: {name} cannot be read as WAV")
+        raise RequestError(f"image_path: {name} cannot be read as WAV")
     if name in SOUND.arguments:
         return file
     if name in VIDEO.arguments:
         try:
             check_pixels(file, most_pixels)
         except ValueError as error:
-            raise RequestError(400, f"image_path: {name}: {error}") from None
+            raise RequestError(f"image_path: {name}: {error}") from None
         return file
     try:
         with open_image(file, formats=FORMATS) as image:
             width, height = image.size
     except ValueError:
-        raise RequestError(400, f"image_path: {name} cannot be read as {', '.join(FORMATS)}") from None
+        raise RequestError(f"image_path: {name} cannot be read as {', '.join(FORMATS)}") from None
     if width * height > most_pixels:
-        raise RequestError(413, f"image_path: {name} has {width} x {height} pixels, expected at most {most_pixels}")
+        raise RequestError(f"image_path: {name} has {width} x {height} pixels, expected at most {most_pixels}", 413)
     return file

@@ -74,7 +74,7 @@ def generate_samples(policy: Policy, orders: Sequence[SampleOrder], *, micro_bat
     except Exception as error:
         said = one_line(error) or type(error).__name__
         if isinstance(error, ValueError):
-            raise RequestError(400, said) from None
+            raise RequestError(said) from None
         raise RunError(f"the samples cannot be made: {said}") from None
 
 

@@ -72,27 +72,27 @@ class ServedWeights:
             RequestError: it is elsewhere, a link that leads elsewhere, part of an unfinished export, or not there.
         """
         if not os.path.isabs(name):
-            raise RequestError(400, f"{name!r} is no absolute path")
+            raise RequestError(f"{name!r} is no absolute path")
         try:
             path = Path(name).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or "no such path"
-            raise RequestError(400, f"{name!r} cannot be read: {reason}") from None
+            raise RequestError(f"{name!r} cannot be read: {reason}") from None
         for root in self.roots:
             if path.is_relative_to(root):
                 if any(part.startswith(".") for part in path.relative_to(root).parts):
-                    raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
+                    raise RequestError(f"{name!r} is hidden, as the files of an unfinished export are")
                 return path
         shown = ", ".join(map(str, self.roots)) or "there are none"
-        raise RequestError(400, f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
+        raise RequestError(f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
 
     def _regular(self, path: Path, most_bytes: int) -> Path:
         """Return the real path of a safetensors file of at most `most_bytes` within the roots."""
         real = self.inside(str(path))
         if real.suffix != ".safetensors" or not S_ISREG(real.stat().st_mode):
-            raise RequestError(400, f"{str(path)!r} is no safetensors file")
+            raise RequestError(f"{str(path)!r} is no safetensors file")
         if real.stat().st_size > most_bytes:
-            raise RequestError(400, f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
+            raise RequestError(f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
         return real
 
     # All weights of networks
@@ -113,14 +113,14 @@ class ServedWeights:
         for name in self._targets(targets):
             where = folder / name
             if not where.is_dir():
-                raise RequestError(400, f"{path!r} holds no folder {name}")
+                raise RequestError(f"{path!r} holds no folder {name}")
             try:
                 staged[name] = self._read_network(name, where)
             except (UsageError, SafetensorError, OSError) as error:
-                raise RequestError(400, f"{str(where)!r} cannot be read: {error}") from None
+                raise RequestError(f"{str(where)!r} cannot be read: {error}") from None
             found = checksum(sorted(staged[name].items())) if name in sha256 else None
             if found != sha256.get(name):
-                raise RequestError(400, f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
+                raise RequestError(f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
         return staged
 
     def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class ServedWeights:
         for file in [self._regular(file, most) for file in weight_files(folder)]:
             for key, tensor in load(file.read_bytes()).items():
                 if key in tensors:
-                    raise RequestError(400, f"{str(folder)!r} holds {key} twice")
+                    raise RequestError(f"{str(folder)!r} holds {key} twice")
                 _check_tensor(key, tensor.shape, tensor.dtype, own, where=str(folder))
                 tensors[key] = tensor
         _check_complete(tensors, own, where=str(folder))
@@ -150,22 +150,22 @@ class ServedWeights:
         if bucket.index == 0:
             push, done, staged = bucket.push, 0, Staged()
         if (push, done) != (bucket.push, bucket.index):
-            raise RequestError(400, f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
+            raise RequestError(f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
         (name,) = self._targets([bucket.module])
         own, held = self.tensors(name), staged.setdefault(name, {})
         for place in bucket.places:
             if place.name in held:
-                raise RequestError(400, f"{place.name} comes twice")
+                raise RequestError(f"{place.name} comes twice")
             _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
         path, size = self.inside(bucket.file), bucket.places[-1].end_idx
         try:
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
-                raise RequestError(400, f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
+                raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
             data = bytearray(path.read_bytes())
         except OSError as error:
-            raise RequestError(400, f"{bucket.file!r} cannot be read: {error.strerror}") from None
+            raise RequestError(f"{bucket.file!r} cannot be read: {error.strerror}") from None
         if len(data) != size:
-            raise RequestError(400, f"{bucket.file!r} has changed while it was read")
+            raise RequestError(f"{bucket.file!r} has changed while it was read")
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         for place in bucket.places:
             raw = flat[place.start_idx : place.end_idx].clone()  # aligned
@@ -222,14 +222,14 @@ class ServedWeights:
         given, network = self.inside(path), self.networks[target]
         files = [given / name for name in FILES if (given / name).exists()] if given.is_dir() else [given]
         if not files:
-            raise RequestError(400, f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
+            raise RequestError(f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
         most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
         try:
             file = read_lora(self._regular(files[0], most), network)
         except (ValueError, OSError) as error:
-            raise RequestError(400, str(error)) from None
+            raise RequestError(str(error)) from None
         if not isinstance(file.form, LowRank):
-            raise RequestError(400, f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
+            raise RequestError(f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
         return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
 
     def find_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
@@ -240,7 +240,7 @@ class ServedWeights:
         """
         known = self.loaded.get((nickname, target))
         if known is None:
-            raise RequestError(400, f"adapter {nickname} of {target} is not loaded: send its lora_path")
+            raise RequestError(f"adapter {nickname} of {target} is not loaded: send its lora_path")
         return known._replace(strength=strength, file=known.file if alpha is None else known.file._replace(alpha=alpha))
 
     def set_last(self, target: str, *, strength: float, product: Product) -> Applied:
@@ -250,7 +250,7 @@ class ServedWeights:
             RequestError: there are none.
         """
         if target not in self.last:
-            raise RequestError(400, f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
+            raise RequestError(f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
         again = merge_adapters([each._replace(strength=strength) for each in self.last[target].adapters], product)
         assert again is not None
         return again
@@ -282,7 +282,7 @@ class ServedWeights:
             RequestError: no adapter of this name is loaded.
         """
         if not any(nickname == known for known, _ in self.loaded):
-            raise RequestError(400, f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
+            raise RequestError(f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
         return {
             name: merge_adapters([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
             for name, each in self.adapters.items()
@@ -359,7 +359,7 @@ class ServedWeights:
         wrong = missing or [key for key in sorted(expected) if digest_tensor(own[key]) != expected[key]]
         if wrong:
             what = "are missing" if missing else "have another checksum"
-            raise RequestError(400, f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
+            raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
@@ -376,7 +376,7 @@ class ServedWeights:
     def _targets(self, names: Collection[str] | None) -> list[str]:
         for name in names or ():
             if name not in self.networks:
-                raise RequestError(400, f"there is no network {name!r}, expected {' or '.join(self.networks)}")
+                raise RequestError(f"there is no network {name!r}, expected {' or '.join(self.networks)}")
         return list(self.networks) if names is None else list(dict.fromkeys(names))
 
 
@@ -388,15 +388,13 @@ def _alike(left: Applied, right: Applied) -> bool:
 def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
     """Raise RequestError unless a tensor can be copied to the network's own."""
     if name not in own:
-        raise RequestError(400, f"{where!r} holds {name}, which the network does not have")
+        raise RequestError(f"{where!r} holds {name}, which the network does not have")
     if list(shape) != list(own[name].shape):
-        raise RequestError(
-            400, f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}"
-        )
+        raise RequestError(f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}")
     if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
-        raise RequestError(400, f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
+        raise RequestError(f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
 
 
 def _check_complete(held: Collection[str], own: Collection[str], *, where: str) -> None:
     if missing := sorted(set(own) - set(held)):
-        raise RequestError(400, f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        raise RequestError(f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")

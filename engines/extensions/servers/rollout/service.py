@@ -76,7 +76,7 @@ class RolloutService:
             samples = await until_gone(request, work)
         except TimeoutError:
             raise RequestError(
-                504, f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline"
+                f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline", 504
             ) from None
         peak = None
         if is_accelerator(self.policy.device) and not wanted[0].suppress_logs:
@@ -120,7 +120,7 @@ class RolloutService:
         """
         name = request.path_params["model"]
         if name != self.policy.name:
-            raise RequestError(404, f"there is no model {name[:80]!r}, expected {self.policy.name}")
+            raise RequestError(f"there is no model {name[:80]!r}, expected {self.policy.name}", 404)
         return JSONResponse(self._card())
 
     async def model_info(self, request: Request) -> JSONResponse:
