@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError, convert_errors
 from fluvial.engines.rendezvous import describe_loss, open_store, tell_failure, watch_ranks
 from fluvial.models.device import default_device, is_accelerator
 
@@ -196,12 +196,10 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
-    try:
+    with convert_errors(RunError, RuntimeError, says=f"rank {rank}: the {size} processes did not find each other"):
         shared = open_store(rank, size, joining) if size > 1 else None
         store: dist.Store = dist.HashStore() if shared is None else shared
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
-    except RuntimeError as error:
-        raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
     # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, an H200) and
     # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
     failed, ended, cudnn = True, Event(), torch.backends.cuda.cudnn_sdp_enabled()

@@ -16,7 +16,7 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
@@ -155,12 +155,9 @@ def _built(
     own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
-    with world.agreed():
-        try:
-            conditioned = any(prompt.media for prompt in job.prompts)
-            check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    with world.agreed(), convert_errors(UsageError, ValueError):
+        conditioned = any(prompt.media for prompt in job.prompts)
+        check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
@@ -452,10 +449,8 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
         )
     check_negatives(prompts, guided=config.is_guided, field="sampling.guidance.scale")
     if config.is_guided and guidance.negative:
-        try:
+        with convert_errors(UsageError, ValueError, says="sampling.guidance.negative"):
             job.model.check_prompt(guidance.negative)
-        except ValueError as error:
-            raise UsageError(f"sampling.guidance.negative: {error}") from error
 
 
 def _check_sources(config: TrainConfig, job: Job) -> None:
@@ -520,10 +515,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 problem = f"an adapter of the form {each.form.kind} beside {settings.form.kind}: set lora.form"
                 raise UsageError(f"`teacher` names {taught[name]}, {problem}")
         further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
-        try:
+        with convert_errors(UsageError, ValueError):
             add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         layers = {*lora_layers(module)}
         for name, each in teachers.items():
             if differing := layers ^ {*each.layers}:
@@ -533,10 +526,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         behind = {name for name, follower in config.followers.items() if follower.network in learn}
         start = {} if found is None else dict.fromkeys([name for name in adapters if name not in {*learn, *behind}], found)
         for name, each in {**start, **teachers}.items():
-            try:
+            with convert_errors(UsageError, ValueError, says=f"`{'teacher' if name in teachers else 'lora.weights'}`"):
                 load_lora(module, each.tensors, name)
-            except ValueError as error:
-                raise UsageError(f"`{'teacher' if name in teachers else 'lora.weights'}`: {error}") from error
     return module, "".join(f" {digest(each)}" for each in (*([] if found is None else [found]), *teachers.values()))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
@@ -213,13 +213,10 @@ def _is_trained(key: str) -> bool:
 
 def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
     """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
-    try:
+    missing = f"checkpoint {place} does not say which run it is of, as those of this version do"
+    with convert_errors(RunError, KeyError, ValueError, says=missing):
         run = read_record(manifest["meta"]["run"])
         return locate_paths(run, folder or run.out), manifest["meta"]["lora"]
-    except (KeyError, ValueError) as error:
-        raise RunError(
-            f"checkpoint {place} does not say which run it is of, as those of this version do: {error}"
-        ) from error
 
 
 def _job(config: TrainConfig) -> jobs.Job:
@@ -249,10 +246,8 @@ def _build_network(
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
     module = jobs.build(job, empty=alone)
     if adapter is not None:
-        try:
+        with convert_errors(RunError, ValueError, says=f"the adapter of the checkpoint does not fit {config.model}"):
             add_lora(module, restore_lora(adapter), adapter["layers"])
-        except ValueError as error:
-            raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
     parameters = dict(module.named_parameters())
     for key, tensor in tensors.items():
         name = key.partition(".")[2]  # after weight. or average.

@@ -11,7 +11,7 @@ from rich.console import Console
 from fluvial.engines import plugins
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
+from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, convert_errors, is_out_of_memory
 from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -238,11 +238,9 @@ class Training:
         check = self.trainer.job.check
         if check is None:
             return
-        with self.trainer.engine.inference() as module, self.trainer.world.agreed():
-            try:
-                self.progress.say(check(module))
-            except ValueError as error:
-                raise UsageError(f"model {self.config.model}: {error}") from error
+        problem = convert_errors(UsageError, ValueError, says=f"model {self.config.model}")
+        with self.trainer.engine.inference() as module, self.trainer.world.agreed(), problem:
+            self.progress.say(check(module))
 
     def _due(self, every: int) -> bool:
         """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.extensions.judges import images as wire
 from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
@@ -393,10 +393,8 @@ def question_of(path: Path | None, name: str) -> str:
         UsageError: the file cannot be read, or is empty.
     """
     path = path or TEMPLATES / f"{name}.txt"
-    try:
+    with convert_errors(UsageError, OSError, ValueError, says=f"template is {path}, which cannot be read as text"):
         text = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"template is {path}, which cannot be read as text: {error}") from error
     if not text:
         raise UsageError(f"template is {path}, which is empty: write the question, with {PLACE} in place of the prompt")
     return text
@@ -425,9 +423,6 @@ def _rating(text: str) -> float:
 
 def _pairs(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
     """Return the questions of a prompt with their answers; RunError if there are none."""
-    try:
+    missing = f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer"
+    with convert_errors(RunError, WireError, says=missing):
         return convert(value, Annotated[list[tuple[str, str]], Meta(min_length=1)], name=column)  # type: ignore[arg-type]
-    except WireError as error:
-        raise RunError(
-            f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer: {error}"
-        ) from None

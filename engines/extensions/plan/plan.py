@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fluvial.core.checks import check_fields
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, parse_bytes
 from fluvial.engines.engine.optimizers import OPTIMIZERS
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.run.log.progress import table
@@ -371,10 +371,8 @@ def unit_of(largest: int) -> Unit:
 
 def find_transformer(name: str) -> ModelShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
-    try:
+    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
         found = model_shape(name)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"the memory of {name} cannot be computed: {error}") from error
     if found is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
     return found

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.remote.requests import OUTPUTS, PromptOrder, last_boundary
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.extensions.wire.decode import WireError
@@ -182,11 +183,9 @@ def _image(image: Tensor, expected: Expected, where: str) -> Tensor:
     event, shape = expected.sampling.shape, list(image.shape)
     if image.ndim == 4 and shape[1] == 1 and len(event) < 4:
         image = image.squeeze(1)  # a video of one frame
-    try:
+    with convert_errors(WireError, ValueError, says=f"{where} has an image of shape {shape}"):
         frames = image.shape[1] if image.ndim == 4 else 1
         made = tuple(expected.model.latent_shape(image.shape[-2], image.shape[-1], frames))
-    except ValueError as error:
-        raise WireError(f"{where} has an image of shape {shape}: {error}") from error
     if made != event or image.ndim not in (3, 4) or image.shape[0] not in (1, 3):
         raise WireError(f"{where} has an image of shape {shape}, of latents {list(made)}, expected {list(event)}")
     if image.dtype == torch.uint8:

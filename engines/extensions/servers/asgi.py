@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.extensions.servers.connections import Connection, ConnectionLimits
 from fluvial.engines.extensions.wire.decode import WireError, decode
 
@@ -288,11 +288,11 @@ def _stop_on_signals(server: Any) -> Iterator[None]:
 
 def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address."""
-    try:
+    with convert_errors(
+        UsageError, OSError, OverflowError, says=f"`host` is {host} and `port` is {port}, which cannot be listened on"
+    ):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"`host` is {host} and `port` is {port}, which cannot be listened on: {error}") from error
     made.set_inheritable(True)
     return made
 

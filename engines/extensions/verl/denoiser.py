@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.transitions import Sampler, bind
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.verl.architectures import ARCHITECTURES, Shape
 from fluvial.engines.extensions.verl.batch import Fields, lengths_of
 from fluvial.engines.extensions.verl.settings import Settings
@@ -40,10 +40,8 @@ class Denoiser:
                 f"expected one of {', '.join(ARCHITECTURES)}"
             )
         self.architecture = ARCHITECTURES[settings.architecture]
-        try:
+        with convert_errors(UsageError, ValueError, OSError, says="model.path"):
             self.model = open_model(settings.folder, device=device)
-        except (ValueError, OSError) as error:
-            raise UsageError(f"model.path: {error}") from error
         if self.model.pipeline != settings.architecture:
             raise UsageError(
                 f"model.architecture is {settings.architecture}, and {settings.folder} is {self.model.pipeline}"
@@ -64,10 +62,8 @@ class Denoiser:
         """Return the shape of a sample, (C, H, W) or (C, F, H, W). UsageError if the model does not support that size."""
         names = ("height", "width", "num_frames")
         size = (int(fields.plain(name, own)) for name, own in zip(names, self.settings.size, strict=True))
-        try:
+        with convert_errors(UsageError, ValueError, says="model.pipeline"):
             return self.model.latent_shape(*size)
-        except ValueError as error:
-            raise UsageError(f"model.pipeline: {error}") from error
 
     def latents(self, fields: Fields, name: str, shape: Shape, *before: int) -> Tensor:
         """Return samples `[*before, C, (F,) H, W]` of a batch, in float32. UsageError if it has none of that shape."""

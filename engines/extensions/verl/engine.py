@@ -21,7 +21,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
 from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
@@ -83,10 +83,8 @@ class VerlEngine:
         self.denoiser = Denoiser(settings, self.world.device)
         model = self.denoiser.model
         module = model.build(empty=True)
-        try:
+        with convert_errors(UsageError, ValueError, says="model"):
             self._add_adapters(module)
-        except ValueError as error:
-            raise UsageError(f"model: {error}") from error
         hooks = type(self).hooks(self.model_config)
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
 from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
@@ -289,13 +290,12 @@ def _images(texts: list[str]) -> list[bytes]:
     """
     found, sizes = [], set()
     for text in texts:
-        try:
+        # A damaged file raises many kinds.
+        with convert_errors(RequestError, Exception, says="an image is not a PNG file as base64"):
             data = base64.b64decode(text, validate=True)
             with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 sizes.add(image.size)
                 image.verify()
-        except Exception as error:  # a damaged file raises many kinds
-            raise RequestError(f"an image is not a PNG file as base64: {error}") from None
         found.append(data)
     if len(sizes) > 1:
         raise RequestError(f"the images have the sizes {sorted(sizes)}, expected one size")

@@ -5,7 +5,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, convert_errors
 
 
 def find_shared_folder() -> Path:
@@ -19,11 +19,9 @@ def find_shared_folder() -> Path:
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     folder = parent / f"fluvial-{os.getuid()}"
-    try:
+    with convert_errors(RunError, OSError, says=f"{folder} cannot be written"):
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o22:
         raise RunError(f"{folder} is not this user's own: remove it, or set `rollout.servers.weights_folder`")
     return folder

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import ScoreRow, as_records, write_rows, write_scores
 from fluvial.engines.run.log.images import sheet_of
@@ -40,10 +40,8 @@ class EvaluationFolder:
         with world.agreed():
             if (out / TABLE).exists():
                 raise UsageError(f"`out` is {out}, which already holds an evaluation: set it to another folder")
-            try:
+            with convert_errors(UsageError, OSError, says=f"`out` is {out}, which cannot be made"):
                 (out / IMAGES).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"`out` is {out}, which cannot be made: {error.strerror}") from error
 
     def keep(self, folder: str) -> Callable[[Sequence[str], Tensor], None]:
         """Return the function that writes images to a subfolder, see `evaluate`."""

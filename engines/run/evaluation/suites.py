@@ -10,7 +10,7 @@ from fluvial.core.checks import type_of
 from fluvial.engines import plugins
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.tables import read_text
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import SuiteConfig
 
 # GenEval has four samples per prompt (arXiv 2310.11513), and flow_grpo's evaluations of SD3.5 have 40 steps. Guidance and
@@ -46,10 +46,8 @@ def find(name: str) -> SuiteConfig:
 def _from_file(path: Path) -> SuiteConfig:
     """Return the suite in a file."""
     label = f"suite {path}"
-    try:
+    with convert_errors(UsageError, ValueError, says=f"{label} is not {path.suffix[1:].upper()}"):
         record = FORMATS[path.suffix](read_text(path, label))
-    except ValueError as error:
-        raise UsageError(f"{label} is not {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(record, dict):
         raise UsageError(f"{label} holds {type_of(record)}, expected an object of fields")
     known = [each.name for each in fields(SuiteConfig)]
@@ -65,10 +63,8 @@ def _from_file(path: Path) -> SuiteConfig:
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise UsageError(f"{label}: {name} is {words!r}, expected a list of text")
         record[name] = tuple(words)
-    try:
+    with convert_errors(UsageError, TypeError, ValueError, says=f"{label}"):
         return _whole(SuiteConfig(**record), label)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{label}: {error}") from error
 
 
 def _whole(suite: SuiteConfig, label: str) -> SuiteConfig:

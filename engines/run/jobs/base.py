@@ -14,7 +14,7 @@ from fluvial.engines.data.prompts import split_off
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.models import DiffusionModel, check_model
 
@@ -116,10 +116,8 @@ class Job:
             if not prompts:
                 raise UsageError(f"job: {field} is empty, expected at least one prompt")
             for i, prompt in enumerate(prompts):
-                try:
+                with convert_errors(UsageError, ValueError, says=f"job: {field}[{i}]"):
                     self.model.check_prompt(prompt.text)
-                except ValueError as error:
-                    raise UsageError(f"job: {field}[{i}]: {error}") from error
 
     def with_weights(self, weights: Path) -> "Job":
         """Return the job with the model of another folder of weights.

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
 from fluvial.engines.run.log import images, trackers
@@ -44,10 +44,8 @@ def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: 
         UsageError: it already holds a run, holds no run to resume, a living run writes it, or it cannot be written.
     """
     _check_held(out, resume=resume)
-    try:
+    with convert_errors(UsageError, OSError, says=f"run folder {out} cannot be made"):
         (out / "samples").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise UsageError(f"run folder {out} cannot be written")
     lock = FolderLock(out, say)
@@ -107,11 +105,9 @@ class RunFolder:
         if record in self.records:  # a finished run that is resumed evaluates again
             return
         self.records.append(record)
-        try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
+        problem = convert_errors(RunError, OSError, says=f"{self.metrics} cannot be written")
+        with problem, self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(numbers(record), record["update"])
 
@@ -253,8 +249,6 @@ def finite(record: Any) -> Any:
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with convert_errors(RunError, OSError, says=f"{path} cannot be written"):
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error

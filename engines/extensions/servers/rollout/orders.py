@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_fields
 from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, key
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.prompts import prompt_of
@@ -89,10 +90,8 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     shape = policy.latent_shape(request.height, request.width, request.num_frames)
     steps = request.num_inference_steps or policy.steps
     check_steps(request, steps)
-    try:
+    with convert_errors(RequestError, ValueError):
         schedule = policy.schedule(steps, shape)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
     # Without what names single samples, and what the recipe holds in another way.
     options = replace_fields(
         own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
@@ -151,10 +150,8 @@ def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) ->
     if guidance.negative and guidance.is_guided(policy.model):
         named["negative_prompt"] = guidance.negative
     for field, text in named.items():
-        try:
+        with convert_errors(RequestError, ValueError, says=f"{field}"):
             policy.model.check_prompt(text)
-        except ValueError as error:
-            raise RequestError(f"{field}: {error}") from None
     tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
     if tokens is not None and (not trims_padding(policy.model) or tokens > own):
         raise RequestError(f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fluvial.core.transitions import Sampler
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import Guidance, on_device
@@ -86,10 +87,8 @@ class Policy:
             return self.shape
         if height is None or width is None:
             raise RequestError("width, height and num_frames go together, and one of width and height is missing")
-        try:
+        with convert_errors(RequestError, ValueError):
             return tuple(self.model.latent_shape(height, width, 1 if frames is None else frames))
-        except ValueError as error:
-            raise RequestError(str(error)) from None
 
     def check_guidance(self, guidance: Guidance) -> None:
         """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""

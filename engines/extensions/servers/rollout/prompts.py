@@ -5,6 +5,7 @@ import binascii
 from stat import S_ISREG
 
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.request import RolloutRequest
@@ -67,10 +68,8 @@ def _file(image: str, policy: Policy, most_bytes: int) -> bytes:
             raise RequestError(f"image_path holds {image!r}, which is no file")
         if (size := path.stat().st_size) > most_bytes:
             raise RequestError(f"{image!r} has {size} bytes, expected at most {most_bytes}", 413)
-        try:
+        with convert_errors(RequestError, OSError, says=f"{str(path)!r} cannot be read"):
             found = path.read_bytes()
-        except OSError as error:
-            raise RequestError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     if len(found) > most_bytes:
         raise RequestError(f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}", 413)
     return found
@@ -83,10 +82,8 @@ def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
     if name in SOUND.arguments:
         return file
     if name in VIDEO.arguments:
-        try:
+        with convert_errors(RequestError, ValueError, says=f"image_path: {name}"):
             check_pixels(file, most_pixels)
-        except ValueError as error:
-            raise RequestError(f"image_path: {name}: {error}") from None
         return file
     try:
         with open_image(file, formats=FORMATS) as image:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
@@ -114,10 +114,8 @@ class ServedWeights:
             where = folder / name
             if not where.is_dir():
                 raise RequestError(f"{path!r} holds no folder {name}")
-            try:
+            with convert_errors(RequestError, UsageError, SafetensorError, OSError, says=f"{str(where)!r} cannot be read"):
                 staged[name] = self._read_network(name, where)
-            except (UsageError, SafetensorError, OSError) as error:
-                raise RequestError(f"{str(where)!r} cannot be read: {error}") from None
             found = checksum(sorted(staged[name].items())) if name in sha256 else None
             if found != sha256.get(name):
                 raise RequestError(f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
@@ -158,12 +156,10 @@ class ServedWeights:
                 raise RequestError(f"{place.name} comes twice")
             _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
         path, size = self.inside(bucket.file), bucket.places[-1].end_idx
-        try:
+        with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
                 raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
             data = bytearray(path.read_bytes())
-        except OSError as error:
-            raise RequestError(f"{bucket.file!r} cannot be read: {error.strerror}") from None
         if len(data) != size:
             raise RequestError(f"{bucket.file!r} has changed while it was read")
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -224,10 +220,8 @@ class ServedWeights:
         if not files:
             raise RequestError(f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
         most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
-        try:
+        with convert_errors(RequestError, ValueError, OSError):
             file = read_lora(self._regular(files[0], most), network)
-        except (ValueError, OSError) as error:
-            raise RequestError(str(error)) from None
         if not isinstance(file.form, LowRank):
             raise RequestError(f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
         return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
