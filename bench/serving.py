@@ -38,9 +38,8 @@ from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
-from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.source import RolloutSource
+from fluvial.engines.sampling.source import InProcess, RolloutSource
 from fluvial.models.handwriting.model import CONFIG
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise

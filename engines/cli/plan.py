@@ -79,8 +79,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
 
     from fluvial.engines.extensions.plan.fit import plan_of
     from fluvial.engines.extensions.plan.plan import PlanConfig
-    from fluvial.engines.extensions.published import takes
-    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.resolve import lines, resolve
     from fluvial.engines.extensions.published.runs import find
 
     published = find(name)
@@ -89,7 +88,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
         parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus,
     )
     if not set(HELP) & set(flags):
-        print("\n".join(takes.lines(published, config, gpus=count)))
+        print("\n".join(lines(published, config, gpus=count)))
     try:
         planned = plan_of(config, config.model, count, torch.device("cuda"))
     except UsageError as error:

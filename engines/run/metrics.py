@@ -26,7 +26,7 @@ from fluvial.engines.run.monitoring import mfu
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
-from fluvial.engines.scoring.floors import free_weights
+from fluvial.engines.scoring.advantages import free_weights
 from fluvial.engines.scoring.gather import Rewards
 
 PHASES = ("rollout", "reward", "update")

@@ -24,8 +24,8 @@ from fluvial.engines.run.jobs.evaluated import with_size_of
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.loop import Loop
 from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.passes.probe import compile_blocks
-from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.solvers import serving_solver

@@ -22,12 +22,10 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.monitoring.diagnostics import Probe
-from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.run.monitoring.diagnostics import KeptImages, Probe, explain
 from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
-from fluvial.engines.run.monitoring.shortage import explain
 from fluvial.engines.run.passes.probe import notes
-from fluvial.engines.run.process import restart, run_folder
+from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.lock import FolderLock
 from fluvial.engines.run.process.run_folder import RunFolder
@@ -328,4 +326,4 @@ class Training:
 
 def _resume_restarted(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as it goes on if torchrun has started it before, else as it is configured."""
-    return replace(config, resume=True) if restart.check_restart(config.out, world) else config
+    return replace(config, resume=True) if run_folder.check_restart(config.out, world) else config

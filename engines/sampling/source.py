@@ -1,4 +1,4 @@
-"""Protocol of a source of samples."""
+"""Protocol of a source of samples, and the one that makes them in this process."""
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
@@ -7,9 +7,10 @@ from typing import Protocol
 from torch import nn
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.engines.sampling.sampler_copy import Copy
+from fluvial.models import DiffusionModel
 
 Holder = Engine | Copy  # of the weights that are pushed
 # Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
@@ -68,3 +69,25 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """End connections, threads and files."""
         return None
+
+
+class InProcess(RolloutSource):
+    """Source of samples that shares the trainer's weights.
+
+    Args:
+        behaviour: opens the network that makes the rollouts.
+    """
+
+    def __init__(self, model: DiffusionModel, behaviour: Behaviour) -> None:
+        self.model, self.behaviour = model, behaviour
+        self._version = 0
+
+    def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
+        """Yield the requested samples, see `RolloutSource`."""
+        with self.behaviour() as module:
+            for chunk in generate(self.model, module, requests, sampling, micro_batch=micro_batch):
+                yield chunk._replace(version=self._version)
+
+    def push(self, engine: Holder, version: int) -> None:
+        """Note the version; the weights are shared."""
+        self._version = version

@@ -16,8 +16,7 @@ from fluvial.engines.run.job import Job
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.method import RecordedRows
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.micro_batch import Choice, Passes
-from fluvial.engines.run.passes.warm_up import WarmUp, warm_up
+from fluvial.engines.run.passes.micro_batch import Choice, Passes, WarmUp, warm_up
 from fluvial.engines.sampling.generate import samples_per_rank
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity

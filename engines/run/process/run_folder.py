@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines import plugins
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
@@ -28,10 +29,50 @@ from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.records import read_json, read_records
 from fluvial.engines.run.log.sounds import write_wave
 from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
-from fluvial.engines.run.process import restart
 from fluvial.engines.run.process.lock import FolderLock
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
+
+MARK = ".launch"
+LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process, the same on all ranks and in all attempts
+
+
+def mark(out: Path) -> None:
+    """Write the name of this process's torchrun to a run folder, if there is one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if (name := os.environ.get(LAUNCH)) is not None:
+        (out / MARK).write_text(name, encoding="utf-8")
+
+
+def unmark(out: Path) -> None:
+    """Remove the note of an earlier torchrun with the same name: this one may not have the run, nor may its next attempt."""
+    if _is_marked(out):
+        (out / MARK).unlink()
+
+
+def check_restart(out: Path, world: World) -> bool:
+    """Return whether an earlier attempt of the same torchrun began or resumed this run; every rank must take part.
+
+    A run that torchrun starts again (--max-restarts) continues by itself, and never takes another run for its own.
+
+    Raises:
+        RunError: the run folder cannot be read.
+    """
+    # Torchrun counts per machine, and a machine whose processes were well does not count.
+    if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
+        return False
+    with world.agreed():
+        mine = world.is_main and _is_marked(out) and (out / "config.json").exists()
+    return world.gather_items(mine)[0]
+
+
+def _is_marked(out: Path) -> bool:
+    note = out / MARK
+    return note.is_file() and note.read_text(encoding="utf-8") == os.environ.get(LAUNCH)
+
 
 CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
 WIDTH = 256  # of a sample, in pixels, about
@@ -51,7 +92,7 @@ def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: 
     lock = FolderLock(out, say)
     try:
         _check_held(out, resume=resume)  # another process may have begun a run, and ended, meanwhile
-        restart.mark(out)
+        mark(out)
     except BaseException:
         lock.release()
         raise
@@ -64,7 +105,7 @@ def _check_held(out: Path, *, resume: bool) -> None:
     if resume and not held:
         raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
     if held and not resume:
-        restart.unmark(out)
+        unmark(out)
         raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
 
 

@@ -16,7 +16,7 @@ from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.metrics import EDGES, advantage_record, group_record, parts_record
-from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.run.monitoring.diagnostics import KeptImages
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow

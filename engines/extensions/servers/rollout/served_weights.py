@@ -4,11 +4,12 @@ What a client names is read and checked completely before anything changes, and 
 safetensors are read, from folders that the server was started with; nothing is unpickled.
 """
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,14 +19,76 @@ from torch import Tensor, nn
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
 from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
 from fluvial.engines.files import weight_files
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
-from fluvial.models.lora_files import FILES, load_lora, read_lora
+from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
 from fluvial.models.lora_layer import Product
+
+MOST_LOADED = 16  # adapters that are kept for requests that name them again, and that act together at most
+
+
+class Adapter(NamedTuple):
+    """An adapter of one network."""
+
+    nickname: str
+    path: str
+    strength: float
+    file: LoraFile
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product of its two matrices."""
+        return self.file.alpha * self.strength / self.file.rank
+
+
+class Applied(NamedTuple):
+    """The adapters that act on a network, as one.
+
+    Args:
+        scaling: factor of the product of the two matrices of `file`.
+    """
+
+    adapters: tuple[Adapter, ...]
+    file: LoraFile
+    scaling: float
+    product: Product
+
+
+def merge_adapters(adapters: Sequence[Adapter], product: Product) -> Applied | None:
+    """Return adapters as one whose rank is the sum of theirs; None if there is none.
+
+        sum_i s_i B_i A_i = [s_1 B_1, s_2 B_2, ...] [A_1; A_2; ...]
+
+    A single adapter keeps the bits of its factors, and so its checksum.
+
+    Raises:
+        RequestError: the scale of one is no number, or 0.
+    """
+    for each in adapters:
+        if not math.isfinite(each.scaling) or each.scaling == 0:
+            scale = each.scaling * each.file.rank
+            raise RequestError(f"alpha times strength is {scale:g}, expected another finite number than 0")
+    if len(adapters) <= 1:
+        return Applied(tuple(adapters), adapters[0].file, adapters[0].scaling, product) if adapters else None
+    rank = sum(each.file.rank for each in adapters)
+    layers = tuple(sorted({layer for each in adapters for layer in each.file.layers}))
+    tensors = dict[str, Tensor]()
+    for layer in layers:
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        shape = next(
+            (each.file.tensors[a].shape[1], len(each.file.tensors[b])) for each in adapters if a in each.file.tensors
+        )
+        downs, ups = [], []
+        for each in adapters:
+            held = a in each.file.tensors
+            downs.append(each.file.tensors[a] if held else torch.zeros(each.file.rank, shape[0]))
+            ups.append(each.scaling * each.file.tensors[b] if held else torch.zeros(shape[1], each.file.rank))
+        tensors[a], tensors[b] = torch.cat(downs), torch.cat(ups, 1)
+    return Applied(tuple(adapters), LoraFile(rank, float(rank), layers, tensors), 1.0, product)
+
 
 Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
 

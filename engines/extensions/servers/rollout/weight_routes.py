@@ -26,8 +26,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
-from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.servers.rollout.served_weights import (
+    MOST_LOADED,
+    Adapter,
+    Applied,
+    ServedWeights,
+    merge_adapters,
+)
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, Text, open_shared_bucket
 from fluvial.models.lora_layer import Product

@@ -18,8 +18,7 @@ from helpers import asgi, real_sglang, tiny_pipelines
 from helpers import rollout_servers as servers
 from torch import Tensor, nn
 
-from fluvial.engines.extensions.servers.rollout.opening import open_policy
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import Policy, open_policy
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
