@@ -239,7 +239,7 @@ class Engine:
         self._check_onloaded()
         with self.sharded.train():
             for i, run in enumerate(passes, start=1):
-                self.set_last(last and i == len(passes))
+                self.sharded.set_last(last and i == len(passes))
                 self.sharded.last_backward.begin(last and i == len(passes))
                 run()
         self.sharded.last_backward.end()
@@ -428,10 +428,6 @@ class Engine:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
         return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
-
-    def set_last(self, last: bool) -> None:
-        """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
-        self.sharded.set_last(last)
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""

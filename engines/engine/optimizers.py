@@ -31,7 +31,7 @@ START = 1e-6  # d before the first step
 
 
 class Prodigy(Optimizer):
-    """Prodigy (arXiv 2306.06101), for parameters that are sharded by rows.
+    """Prodigy (arXiv 2306.06101), AdamW that estimates its own step size, for parameters that are sharded by rows.
 
     With G the gradient, W0 the first weights, c = sqrt(b2), h = d lr, and sums over all parameters and ranks:
 
@@ -255,8 +255,8 @@ class Adafactor(Optimizer):
     step sum over the ranks, and nothing is read on the host.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, *, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        super().__init__(params, {"lr": config.lr, "weight_decay": config.weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -313,20 +313,8 @@ def _build_quantised_adamw(parameters: Iterable[nn.Parameter], config: Optimizer
     return made(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def _adafactor(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return Adafactor(parameters, config.lr, weight_decay=config.weight_decay)
-
-
 def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
-
-
-def _muon(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return MuonAdamW(parameters, config)
-
-
-def _prodigy(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return Prodigy(parameters, config)
 
 
 def _adam_moments(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
@@ -357,9 +345,9 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adam_moments, "device", True),
     "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
     "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
-    "adafactor": OptimizerKind(_adafactor, _factor, "host"),
-    "muon": OptimizerKind(_muon, _momentum, "device"),
-    "prodigy": OptimizerKind(_prodigy, _estimated, "host"),
+    "adafactor": OptimizerKind(Adafactor, _factor, "host"),
+    "muon": OptimizerKind(MuonAdamW, _momentum, "device"),
+    "prodigy": OptimizerKind(Prodigy, _estimated, "host"),
     "sgd": OptimizerKind(
         _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError, convert_errors
@@ -242,7 +242,7 @@ class VerlEngine:
             if part == PARAMETERS:
                 (sharded.offload if away else sharded.onload)()
             elif part == GRADIENTS and away:
-                self._gradients.offload(_shard(p.grad) for p in self.module.parameters() if p.grad is not None)
+                self._gradients.offload(local(p.grad).detach() for p in self.module.parameters() if p.grad is not None)
             elif part == GRADIENTS:
                 self._gradients.onload()
             elif engine is not None:
@@ -419,10 +419,6 @@ class VerlEngine:
 def _check_remote(path: str | None) -> None:
     if path is not None:
         raise UsageError(f"hdfs_path is {path}, expected None: checkpoints are written to and read from local_path")
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _join_world() -> World:

@@ -24,6 +24,10 @@ USABLE = 0.8  # fraction of the free memory that passes may take: allocators lea
 REPEATS = 2  # timed passes per size, of which the faster one counts
 AS_FAST = 0.98  # of pairs per pass, the smallest number counts whose speed is this fraction of the best
 SLOWER = 1.1  # no larger number of pairs is tried after one whose time per pair is this multiple of the best so far
+TOO_LARGE = (
+    "the passes of {} sample(s) do not fit into the memory: set `engine.checkpointing` to block, `engine.offload`, or a "
+    "smaller resolution (fluvial plan adds up the bytes)"
+)
 
 Pass = Callable[[nn.Module, int], Tensor]  # a forward pass of as many samples, to a tensor that a loss can be made of
 
@@ -103,62 +107,45 @@ def sizes(samples: int) -> list[int]:
     return found
 
 
-def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int) -> Choice:
-    """Return the smallest size whose time per sample the next one does not improve by more than 5 %.
+def choose(
+    sizes: Sequence[int],
+    measure: Callable[[int], Trial],
+    *,
+    budget: int,
+    most: float = FASTER,
+    again: bool = False,
+    name: str = "micro_batch",
+) -> Choice:
+    """Return the smallest size whose speed is at least 98 % of the best, among those with the bits of a rollout.
 
-    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget.
+    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget, until one
+    has other bits, or takes too long per sample.
 
     Args:
-        sizes: sizes to try, rising.
+        sizes: sizes to try, rising; the first one is taken whatever memory it takes.
         measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take; the first size is tried whatever it takes.
+        budget: bytes that a pass may take.
+        most: time per sample, in units of the best so far, beyond which a size is not taken and no larger one is tried.
+        again: whether those that remain are tried once more, because times are noisy and differ little.
+        name: the setting.
 
     Raises:
         UsageError: not even the first size fits.
     """
-    start, trials, best = time.perf_counter(), dict[int, Trial](), 0
-    for size in sizes:
-        if best and _extrapolate(trials, size) > budget:
-            break
-        trials[size] = measure(size)
-        if not trials[size].fits or (best and trials[size].peak > budget):
-            break
-        if best and trials[size].seconds / size > FASTER * trials[best].seconds / best:
-            break
-        best = size
-    if not best:
-        raise UsageError(
-            f"the passes of {sizes[0]} sample(s) do not fit into the memory: set `engine.checkpointing` to "
-            "block, `engine.offload`, or a smaller resolution (fluvial plan adds up the bytes)"
-        )
-    return Choice(best, trials, budget, time.perf_counter() - start)
-
-
-def fastest(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int, name: str) -> Choice:
-    """Return the smallest size whose speed is at least 98 % of the best, among those with the bits of a rollout.
-
-    Sizes are tried in turn, as long as the memory of the next is within the budget, until one has other bits or takes a
-    tenth longer per sample. Those that remain are tried once more, because times are noisy and differ little.
-
-    Args:
-        sizes: sizes to try, rising; the first one is a rollout's own, which is taken whatever it takes.
-        measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take.
-        name: the setting.
-    """
     start, trials, good = time.perf_counter(), dict[int, Trial](), list[int]()
     for size in sizes:
-        if trials and _extrapolate(trials, size) > budget:
+        if good and _extrapolate(trials, size) > budget:
             break
-        trials[size] = measure(size)
-        if good and not (trials[size].fits and trials[size].peak <= budget and trials[size].same):
+        trials[size] = trial = measure(size)
+        if not good and not trial.fits:
+            raise UsageError(TOO_LARGE.format(size))
+        if good and not (trial.fits and trial.peak <= budget and trial.same):
+            break
+        if good and trial.seconds / size > most * min(trials[other].seconds / other for other in good):
             break
         good.append(size)
-        if trials[size].seconds / size > SLOWER * min(trials[other].seconds / other for other in good):
-            break
-    for size in good if len(good) > 1 else ():
-        again = measure(size)
-        trials[size] = trials[size]._replace(seconds=min(trials[size].seconds, again.seconds))
+    for size in good if again and len(good) > 1 else ():
+        trials[size] = trials[size]._replace(seconds=min(trials[size].seconds, measure(size).seconds))
     least = min(trials[size].seconds / size for size in good)
     best = next(size for size in good if AS_FAST * trials[size].seconds / size <= least)
     return Choice(best, trials, budget, time.perf_counter() - start, name)
@@ -288,10 +275,7 @@ def _begin(engine: Engine, passes: Passes) -> None:
         with engine.inference():
             pass  # registers the shards again
     except torch.OutOfMemoryError as error:
-        raise UsageError(
-            "the passes of one sample do not fit into the memory: set `engine.checkpointing` to block, `engine.offload`, "
-            "or a smaller resolution (fluvial plan adds up the bytes)"
-        ) from error
+        raise UsageError(TOO_LARGE.format(1)) from error
 
 
 def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False) -> float:
@@ -302,7 +286,7 @@ def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False)
             found = passes.rollout(module, size)
             if decode and passes.decode is not None:
                 passes.decode(found.float())
-    engine.set_last(False)
+    engine.sharded.set_last(False)
     with engine.sharded.train():
         passes.update(engine.module, size).float().square().mean().backward()
     return _now(engine.world.device) - start
@@ -312,7 +296,7 @@ def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
     """Reduce and drop the gradients of all passes, so that the next update finds none."""
     if failed:
         recover(engine)
-    engine.set_last(True)
+    engine.sharded.set_last(True)
     with engine.sharded.train():
         passes.update(engine.module, size).float().square().mean().backward()
     with engine.inference():

@@ -76,7 +76,7 @@ class RunPasses:
             predict = partial(self._predict, shape=shape, tokens=None, guided=self._updates_guided, chunk=rows)
             with engine.inference() as module:
                 alone = [_rows(predict(module, rows, first=first)) for first in range(0, size, rows)]
-            engine.set_last(False)
+            engine.sharded.set_last(False)
             with engine.sharded.train():
                 found = predict(engine.module, size)
                 found.float().square().mean().backward()  # a forward pass alone would leave parameters gathered
@@ -158,11 +158,9 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     tried = passes.of(passes.largest)
     own = Passes(tried.update, same=lambda size: passes.same_bits(size, rows))
     with micro_batch.trials(engine, own) as measure:
-        sizes, budget = (
-            [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))],
-            _budget(config, passes, samples),
-        )
-        return micro_batch.fastest(sizes, measure, budget=budget, name="update_micro_batch")
+        sizes = [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))]
+        budget, most = _budget(config, passes, samples), micro_batch.SLOWER
+        return micro_batch.choose(sizes, measure, budget=budget, most=most, again=True, name="update_micro_batch")
 
 
 def explain_fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
