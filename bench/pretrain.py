@@ -212,7 +212,7 @@ def levels(u: Tensor, prediction: Prediction) -> Tensor:
     A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
     drawn uniformly.
     """
-    from fluvial.models.handwriting.unet import alphas_cumprod
+    from fluvial.models.handwriting.model import alphas_cumprod
     from fluvial.models.pixel_model import SHIFT
 
     if prediction == "velocity":

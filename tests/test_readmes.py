@@ -176,7 +176,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.extensions.dryrun import run as dry_runs
-    from fluvial.engines.extensions.plan import check, fit, plan, simulate, trace
+    from fluvial.engines.extensions.plan import check, fit, plan, simulate
     from fluvial.engines.run import exports
 
     reached: list[str] = []
@@ -202,7 +202,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (dry_runs, "run", None),
         (plan, "show_table", None),
         (check, "check", None),
-        (trace, "show", None),
+        (check, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
         (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fluvial.bench import harness
-from fluvial.bench.objectives import worker
+from fluvial.bench.objectives import cases
 from fluvial.bench.objectives.cases import TEACHER, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError
 
@@ -207,6 +207,6 @@ def _is_of(point: Point, case: Case, *, same: bool = False) -> bool:
 def _run(case: Case) -> list[Point] | str:
     """Return the evaluations of a run, made by a process with one thread, or what went wrong."""
     try:
-        return harness.in_processes(worker.points, case, threads=1)
+        return harness.in_processes(cases.points, case, threads=1)
     except RunError as error:
         return str(error)

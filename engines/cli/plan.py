@@ -61,7 +61,7 @@ def _show(name: str, config: "PlanConfig") -> None:
 
             show_fit(name, config, console=console())
         elif config.trace:
-            from fluvial.engines.extensions.plan.trace import show as show_trace
+            from fluvial.engines.extensions.plan.check import show as show_trace
 
             show_trace(name, config, console=console())
         else:

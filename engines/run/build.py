@@ -30,7 +30,7 @@ from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives,
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.method import Images, Preferences
-from fluvial.engines.run.monitoring.gaming import evaluator_of
+from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
@@ -43,7 +43,7 @@ from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
-from fluvial.engines.sampling.sampler_copy import Copy
+from fluvial.engines.sampling.source import Copy
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward

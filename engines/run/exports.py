@@ -15,9 +15,8 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
-from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.export.model_folder import writing
+from fluvial.engines.export.model_folder import is_exported, open_draft, writing
 from fluvial.engines.files import digest_weights
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint

@@ -28,7 +28,7 @@ from fluvial.engines.run.batch import Batch, RolloutPlan
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
-from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
+from fluvial.engines.sampling.source import Copy, snapshot_weights
 from fluvial.engines.scoring.gather import Scoring
 from fluvial.engines.scoring.runner import Collected
 from fluvial.models import DiffusionModel

@@ -36,8 +36,7 @@ from fluvial.engines.sampling.generate import (
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
-from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
-from fluvial.engines.sampling.source import Behaviour, RolloutSource
+from fluvial.engines.sampling.source import Behaviour, Copy, RolloutSource, snapshot_weights
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream

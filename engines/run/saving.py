@@ -22,7 +22,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
-from fluvial.engines.run.monitoring.gaming import Point, best_of
+from fluvial.engines.run.monitoring.diagnostics import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate

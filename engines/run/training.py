@@ -22,13 +22,20 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.monitoring.diagnostics import KeptImages, Probe, explain
-from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
+from fluvial.engines.run.monitoring.diagnostics import (
+    KeptImages,
+    Point,
+    Probe,
+    best_of,
+    describe_gaming,
+    evaluator_of,
+    explain,
+    find_gaming,
+)
 from fluvial.engines.run.passes.probe import notes
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
-from fluvial.engines.run.process.lock import FolderLock
-from fluvial.engines.run.process.run_folder import RunFolder
+from fluvial.engines.run.process.run_folder import FolderLock, RunFolder
 from fluvial.engines.run.process.stop import stop_request
 from fluvial.engines.run.record import as_record, with_absolute_paths
 from fluvial.engines.run.trainer import Trainer

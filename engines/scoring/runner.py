@@ -1,4 +1,4 @@
-"""Reward threads: rewards score a chunk of images while the next chunk is generated."""
+"""Reward threads: rewards score a chunk of images, whole groups too, while the next chunk is generated, or with gradient."""
 
 import copy
 import time
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import FluvialError, RunError
+from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.scoring.protocol import Reward
-from fluvial.engines.scoring.scores import Scored, concatenate, format_prompts, make_invalid, one_line, read_scores
+from fluvial.engines.scoring.scores import SCORE, Scored, concatenate, format_prompts, make_invalid, one_line, read_scores
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.models.device import compute_on, use_here
 
@@ -412,3 +412,29 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str | Prompt], *, la
         return runner.collect()
     finally:
         runner.close()
+
+
+def weighted_sum(rewards: Mapping[str, tuple[Reward, float]], samples: Samples, *, objective: str) -> Tensor:
+    """Return the weighted sum of rewards of samples, `[B]`, with gradient.
+
+    Args:
+        objective: name of what follows the gradient, for messages.
+
+    Raises:
+        UsageError: a reward gives no gradient.
+    """
+    total = torch.zeros(len(samples.prompts), device=samples.images.device)
+    for name, (reward, weight) in rewards.items():
+        found = signature_of(reward).call(reward, samples)
+        scores = found.get(SCORE) if isinstance(found, Mapping) else found
+        if (
+            not isinstance(scores, Tensor)
+            or scores.shape != total.shape
+            or (torch.is_grad_enabled() and not scores.requires_grad)
+        ):
+            raise UsageError(
+                f"reward {name!r} gives no gradient, and {objective} follows it: expected PyTorch operations on the images, "
+                f"and a tensor [{len(total)}]"
+            )
+        total = total + weight * scores
+    return total

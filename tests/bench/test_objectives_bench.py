@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fluvial.bench import harness
-from fluvial.bench.objectives import report, worker
+from fluvial.bench.objectives import cases, report
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import recipes
@@ -101,7 +101,7 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(recipes.RECIPES, "grpo", lambda: with_values(usual(), tiny))
     monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)
     case = Case("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
-    points = worker.points(case)
+    points = cases.points(case)
     assert [(p.updates, p.samples, p.evaluated) for p in points] == [(n, 4 * n, 4 if n in (0, 5) else 2) for n in range(6)]
     assert points[0].seconds == points[0].drift == 0 < points[1].drift
     assert all(a.seconds < b.seconds for a, b in pairwise(points))
@@ -109,8 +109,8 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "teacher-0" / "weights").is_dir()
     (base,) = tmp_path.glob("base-*.json")
     base.write_text(base.read_text().replace('"heldout": ', '"heldout": 2'))
-    monkeypatch.setattr(worker, "_time_rollout", lambda config: 3.0)
-    timed = worker.points(replace(case, rollouts=0, seconds=7.0))
+    monkeypatch.setattr(cases, "_time_rollout", lambda config: 3.0)
+    timed = cases.points(replace(case, rollouts=0, seconds=7.0))
     assert [p.updates for p in timed] == [0, 1, 2]
     assert timed[0].heldout >= 2
 
@@ -142,4 +142,4 @@ def test_what_cannot_be_compared_is_refused() -> None:
         with pytest.raises(UsageError, match=message):
             ObjectivesConfig(**words)
     # A budget is exceeded by no more than one rollout.
-    assert [worker.affordable(seconds, 60.0) for seconds in (1.0, 7.0, 90.0)] == [60, 8, 1]
+    assert [cases.affordable(seconds, 60.0) for seconds in (1.0, 7.0, 90.0)] == [60, 8, 1]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, format_reply
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply, in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
-from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
 
 T = TypeVar("T")

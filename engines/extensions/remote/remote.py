@@ -19,16 +19,14 @@ from fluvial.engines.extensions.remote.replies import Expected, Sample, read_sam
 from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang, check_sglang_steps
 from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
-from fluvial.engines.extensions.wire.client import START, UnreachableError
+from fluvial.engines.extensions.wire.client import START, UnreachableError, in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
-from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake, compare
-from fluvial.engines.sampling.sampler_copy import Copy
-from fluvial.engines.sampling.source import Behaviour, Holder, RolloutSource
+from fluvial.engines.sampling.source import Behaviour, Copy, Holder, RolloutSource
 from fluvial.models import DiffusionModel
 from fluvial.models.lora_layer import Product
 from fluvial.models.replay.media import list_arguments

@@ -13,7 +13,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.invalid import check_scores
+from fluvial.engines.scoring.gather import check_scores
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.engines.scoring.scores import concatenate

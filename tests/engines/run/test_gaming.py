@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import train
-from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
+from fluvial.engines.run.monitoring.diagnostics import Point, best_of, describe_gaming, evaluator_of, find_gaming
 from fluvial.engines.run.trainer import Trainer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from helpers.tiny_models import Net, data, squared
 
-from fluvial.bench.counting import Collectives
+from fluvial.bench.update.measure import Collectives
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
