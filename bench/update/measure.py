@@ -7,22 +7,19 @@ python -P -m fluvial.bench update --ranks 1 2 --steps 2 4 10 --json       every 
 import gc
 import json
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop
+from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.harness import Measurement
 from fluvial.bench.update.cases import (
     CUDA,
@@ -42,118 +39,6 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.run.monitoring import mfu as utilisation
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.flops import FlopCounter
-
-aten = torch.ops.aten
-
-# Operations whose result, or the size of it, the host must wait for. `x[mask]` is one too, see `_waits`.
-WAITING = {
-    aten._local_scalar_dense,  # item(), bool(), float(), int() and every other use of a tensor as a number
-    aten.equal,
-    aten.is_nonzero,
-    aten.masked_select,
-    aten.nonzero,
-    aten.unique_consecutive,
-    aten._unique2,
-}
-# Operations of the collectives' namespaces that talk to no other rank.
-LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
-# Methods that hand numbers to the host. On tensors of the CPU they dispatch nothing, so their calls are counted.
-READING = {"tolist", "numpy", "cpu", "__array__"}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by the name of their operation, as `counts`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    @property
-    def all_gathers(self) -> int:
-        """All-gathers of parameters; those of small tensors have another name."""
-        return self.counts["_allgather_base_"]
-
-    @property
-    def reduce_scatters(self) -> int:
-        """Reduce-scatters of gradients."""
-        return self.counts["_reduce_scatter_base_"]
-
-    @property
-    def others(self) -> int:
-        """Everything else: metrics, norms, barriers."""
-        return self.counts.total() - self.all_gathers - self.reduce_scatters
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back here as operations on its local tensors
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in LOCAL:
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the reads for which the host waits for an accelerator's queue, by name, as `counts`.
-
-    On the CPU nothing waits, and reads that would wait are counted. Those that dispatch no operation there (`tolist`,
-    `numpy`, `cpu`) are counted by their call. `to("cpu")` is counted only if it copies from an accelerator.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.calls, self.inside_call = _Calls(self), False
-
-    @property
-    def total(self) -> int:
-        """All reads."""
-        return self.counts.total()
-
-    def __enter__(self) -> Self:
-        self.calls.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self.calls.__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if not self.inside_call and _waits(func, args, result):
-            self.counts[func.overloadpacket.__name__] += 1
-        return result
-
-
-class _Calls(TorchFunctionMode):
-    """Counts the methods that hand numbers to the host."""
-
-    def __init__(self, reads: HostReads) -> None:
-        super().__init__()
-        self.reads = reads
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")  # properties of tensors come as slots, some without a name
-        if name not in READING or self.reads.inside_call:
-            return func(*args, **(kwargs or {}))
-        self.reads.counts[name] += 1
-        self.reads.inside_call = True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.reads.inside_call = False
-
-
-def _waits(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    operation = func.overloadpacket
-    if operation in (aten.index, aten.index_put, aten.index_put_):  # the size of x[mask] is known when the mask is
-        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if operation in (aten._to_copy, aten.copy_):
-        source = args[1] if operation is aten.copy_ else args[0]
-        return isinstance(result, Tensor) and result.device.type == "cpu" and source.device.type != "cpu"
-    return operation in WAITING
-
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 

@@ -25,7 +25,7 @@ from fluvial.engines.engine.module import HostOffload, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
@@ -244,8 +244,9 @@ class Engine:
                 run()
         self.sharded.last_backward.end()
 
+    @collective
     def step(self) -> UpdateInfo:
-        """Take an optimizer step with the gradients that `backward` added, and clear them; every rank must take part."""
+        """Take an optimizer step with the gradients that `backward` added, and clear them."""
         self._check_onloaded()
         norm = self._gradient_norm()
         return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
@@ -366,10 +367,11 @@ class Engine:
         self.sharded.host.check_onloaded()
         self.host.check_onloaded()
 
+    @collective
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) as `gather_weights` does. Every rank must take part.
+        """Yield (name, full tensor on the CPU) as `gather_weights` does.
 
         With `average` they are those of the moving average, if there is one.
         """

@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,8 +21,16 @@ from fluvial.engines.rendezvous import describe_loss, open_store, tell_failure, 
 from fluvial.models.device import default_device, is_accelerator
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 TIMEOUT = 600.0  # default seconds that a collective waits for the other ranks
 _entered: ContextVar["World | None"] = ContextVar("world", default=None)
+
+
+def collective(function: Function) -> Function:
+    """Mark a function that every rank must call, in one order on all of them, and say so in its docstring."""
+    function.__dict__["is_collective"] = True
+    function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\nEvery rank must take part.\n"
+    return function
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,16 @@ class World:
             raise UsageError("engine.context_parallel", sequence, f"a divisor of the {self.size} ranks")
         return replace(self, sequence=sequence)
 
+    @collective
     def background(self) -> "World":
-        """Return this world with a new group on the CPU, for collectives of another thread. Every rank must take part."""
+        """Return this world with a new group on the CPU, for collectives of another thread."""
         backend = "fake" if _is_fake() else "gloo"
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
+    @collective
     def alone(self) -> "World":
-        """Return a world of this process alone, for modules that it holds whole. Every rank must take part."""
+        """Return a world of this process alone, for modules that it holds whole."""
         if self.size == 1:
             return self
         mesh = self.new_mesh((self.size, 1), ("ranks", "alone"))["alone"]

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.weights import gather_weights, layout, plain_name
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import LORA, MODEL, save_tensors, sync
 from fluvial.models.lora import Dora, is_adapter, read_form
 from fluvial.models.quantised import find_quantised
 
 
+@collective
 def export(
     module: nn.Module,
     out: Path,
@@ -35,7 +36,7 @@ def export(
     max_shard_size: int | str = "5GB",
     world: World,
 ) -> None:
-    """Write a (sharded) module as a model folder that `from_pretrained` opens. Every rank must take part.
+    """Write a (sharded) module as a model folder that `from_pretrained` opens.
 
     An nn.ModuleDict of models is written as one folder per model, by name, within `out`.
 
@@ -104,6 +105,7 @@ def write_model(
                 (folder / "config.json").write_text(config, encoding="utf-8")
 
 
+@collective
 def write_lora(
     module: nn.Module,
     out: Path,
@@ -113,7 +115,7 @@ def write_lora(
     dtype: torch.dtype | None = None,
     world: World,
 ) -> None:
-    """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens. Every rank must take part.
+    """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens.
 
     Where a pipeline does not know LoKr, its network does: `load_lora_adapter`. Rank and alpha are written too, so that
     loading scales the adapter as training did. The adapters of an nn.ModuleDict of models are written to one folder per
@@ -270,9 +272,10 @@ def is_exported(out: Path, record: dict[str, Any]) -> bool:
     return True
 
 
+@collective
 @contextmanager
 def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes `out` when the context ends without an error. Every rank must take part.
+    """Yield a temporary folder, which becomes `out` when the context ends without an error.
 
     Args:
         out: folder of the export; an earlier one there is replaced.

@@ -15,7 +15,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
 from fluvial.engines.methods.table import with_checked_loss
@@ -77,6 +77,7 @@ class Parts(NamedTuple):
     base: str  # fingerprint of the weights, and of the adapter, that training starts from
 
 
+@collective
 def build_parts(
     config: TrainConfig,
     job: Job,
@@ -86,7 +87,7 @@ def build_parts(
     stop: Callable[[], bool] = lambda: False,
     resume_from: Path | str | None = None,
 ) -> Parts:
-    """Return the parts of a run; every rank must take part.
+    """Return the parts of a run.
 
     Args:
         memory: what the run remembers between batches.
@@ -125,6 +126,7 @@ def build_parts(
     return parts
 
 
+@collective
 def _built(
     config: TrainConfig,
     job: Job,
@@ -136,7 +138,7 @@ def _built(
     stop: Callable[[], bool],
     resume_from: Path | str | None,
 ) -> Parts:
-    """Return the parts of a run, whose rewards work; every rank must take part."""
+    """Return the parts of a run, whose rewards work."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.engine.init == "sharded" else None
@@ -220,10 +222,11 @@ def _built(
     return Parts(config, choices, pairs, job, asked, *parts)
 
 
+@collective
 def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, dict[str, Choice]]:
-    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
+    """Return a run with a number as its micro-batch, and why that one if it was chosen now."""
     if config.engine.micro_batch != "auto":
         return config, {}
     if resume_from is not None:
@@ -232,6 +235,7 @@ def _with_micro_batch(
     return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
 
 
+@collective
 def _pairs(
     config: TrainConfig,
     job: Job,
@@ -240,7 +244,7 @@ def _pairs(
     resume_from: Path | str | None,
     choices: dict[str, Choice],
 ) -> tuple[int, ...]:
-    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
+    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`.
 
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
     `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
@@ -263,10 +267,11 @@ def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collecti
     return {name: [*adapter_names(module, name).values()] for name in learn}
 
 
+@collective
 def _networks(
     config: TrainConfig, job: Job, engine: Engine, weights: Weights | None, adapters: Mapping[str, Collection[str]]
 ) -> BuiltNetworks:
-    """Return the networks that the method declares; every rank must take part.
+    """Return the networks that the method declares.
 
     Args:
         adapters: parameters of those that are adapters and learn, by name.
@@ -318,8 +323,9 @@ def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
 
 
+@collective
 def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) -> Copy:
-    """Return a second network, which samples while the engine's own is trained; every rank must take part."""
+    """Return a second network, which samples while the engine's own is trained."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
         weights = job.model.weights if config.engine.init == "sharded" else None

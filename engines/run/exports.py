@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import Format, check_format, write
@@ -101,11 +101,12 @@ def export_run(
     return out, False
 
 
+@collective
 def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Module, Weights | None]:
     """Return the network of a checkpoint with the policy, before sharding, and the folder of its base weights.
 
     Where an adapter was trained, the parameters of the network itself are on the meta device, and are to be read from that
-    folder. Without one the network is whole, and there is no folder. Every rank must take part.
+    folder. Without one the network is whole, and there is no folder.
 
     Args:
         path: folder or URL of the checkpoint.
@@ -126,8 +127,9 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     return module.requires_grad_(False), None if adapter is None else job.model.weights
 
 
+@collective
 def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Path:
-    """Export the present weights of a run to its `exports`, and return the folder. Every rank must take part.
+    """Export the present weights of a run to its `exports`, and return the folder.
 
     Raises:
         RunError: the folder cannot be written.
@@ -139,6 +141,7 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
     return out
 
 
+@collective
 def _write(
     exported: Exported,
     config: TrainConfig,
@@ -150,7 +153,7 @@ def _write(
     world: World,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an export with its model card; every rank must take part."""
+    """Write an export with its model card."""
     card = _card(config, model, module, exported)
     with open_draft(out, exported._asdict(), world) as draft:
         dtype = EXPORT_DTYPES[exported.dtype]

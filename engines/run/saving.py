@@ -16,7 +16,7 @@ from torch import Tensor
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import EngineConfig, lr_factor
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
@@ -259,8 +259,9 @@ class Saver:
         return {**runs_on(self.config, self.world), **chosen}
 
 
+@collective
 def read_micro_batch(path: Path | str, world: World) -> int:
-    """Return the number of samples per forward pass of the run that a checkpoint is of; every rank must take part."""
+    """Return the number of samples per forward pass of the run that a checkpoint is of."""
     saved, _ = checkpoint.settings(path, world=world)
     found: int = flat(migrate(saved))["engine.micro_batch"]
     return found

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fluvial.engines import plugins
 from fluvial.engines.data.records import texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World, collective, init_world
 from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, convert_errors, is_out_of_memory
 from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
@@ -205,8 +205,9 @@ class Training:
         self.progress.say(f"{self.trainer.stop.name or 'asked'}: {what}; continue with --resume --out {self.config.out}")
         return {}
 
+    @collective
     def _save(self, *, ends: bool = False) -> None:
-        """Write a checkpoint, unless another process has taken the run folder; every rank must take part."""
+        """Write a checkpoint, unless another process has taken the run folder."""
         self.trainer.loop.phase = "checkpoint"
         self._check_lock()
         self.trainer.save(ends=ends)
@@ -216,8 +217,9 @@ class Training:
             if self.lock is not None:
                 self.lock.check()
 
+    @collective
     def _watch_reward(self, evaluation: Evaluation) -> str:
-        """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
+        """Return why the run stops after an evaluation, nothing where the reward is not gamed."""
         trainer, count, update = self.trainer, self.config.evaluation.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
@@ -267,8 +269,9 @@ class Training:
             self._show(kept, result, extremes)
         return result
 
+    @collective
     def _show(self, kept: KeptImages, result: Evaluation, count: int) -> None:
-        """Write the best and the worst samples of an evaluation; every rank must take part."""
+        """Write the best and the worst samples of an evaluation."""
         for kind, chosen in zip(
             ("best", "worst"), kept.extremes(result.scores, self.trainer.world, count=count), strict=True
         ):

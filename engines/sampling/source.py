@@ -15,7 +15,7 @@ from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.weights import gather
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.models import DiffusionModel
@@ -23,8 +23,9 @@ from fluvial.models.lora import use_adapter
 from fluvial.models.protocol import Weights
 
 
+@collective
 def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
-    """Return the current weights that training changes, whole and on the host; every rank must take part.
+    """Return the current weights that training changes, whole and on the host.
 
     They are the trained parameters, and those of adapters that follow them.
     """
@@ -93,8 +94,9 @@ class RolloutSource(Protocol):
     By default there are no weights to push, nothing to compare and nothing to end.
     """
 
+    @collective
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
-        """Yield the requested samples in their order, in chunks of `micro_batch`; every rank must take part.
+        """Yield the requested samples in their order, in chunks of `micro_batch`.
 
         Only the source of this process has collectives here, those of its sharded network.
 
@@ -106,8 +108,9 @@ class RolloutSource(Protocol):
         """
         raise NotImplementedError
 
+    @collective
     def push(self, engine: Holder, version: int) -> None:
-        """Make later samples with the current weights; every rank must take part.
+        """Make later samples with the current weights.
 
         Args:
             engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
@@ -118,10 +121,9 @@ class RolloutSource(Protocol):
         """
         return None
 
+    @collective
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         """Return how far the source's numbers are from this process's own, None where they are its own or not comparable.
-
-        Every rank must take part.
 
         Args:
             requests: samples of one prompt.

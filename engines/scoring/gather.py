@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError
 from fluvial.engines.scoring.runner import Collected, RewardRunners
 
@@ -25,8 +25,9 @@ def find_kept_samples(rewards: Tensor, group: int) -> Tensor:
     return ~wrong.unflatten(0, (-1, group)).any(1).repeat_interleave(group)
 
 
+@collective
 def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most: float, world: World) -> dict[str, int]:
-    """Return how many samples are invalid and how many groups are left out; every rank must take part.
+    """Return how many samples are invalid and how many groups are left out.
 
     The main rank warns of what is tolerated.
 
@@ -47,8 +48,9 @@ def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most:
     return {"samples": samples, "groups": groups}
 
 
+@collective
 def check_scores(scores: Tensor, problems: Sequence[str], *, most: float, world: World) -> Tensor:
-    """Return which samples of an evaluation have all scores, bool `[N]`; every rank must take part.
+    """Return which samples of an evaluation have all scores, bool `[N]`.
 
     The main rank warns of those that do not.
 
@@ -98,8 +100,9 @@ class Scoring:
     runners: RewardRunners
     collected: Collected | None = None
 
+    @collective
     def collect(self, world: World, *, batch: int, stop: Callable[[], bool] | None = None) -> Collected:
-        """Wait for the scores of this rank's samples of a batch; every rank must take part.
+        """Wait for the scores of this rank's samples of a batch.
 
         Args:
             batch: number of samples, of all ranks.
@@ -148,8 +151,9 @@ class Rewards(NamedTuple):
     waited: float = 0.0  # seconds that this rank waited for their end
 
 
+@collective
 def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float, world: World) -> tuple[Rewards, bool]:
-    """Return the rewards of a rollout, and whether any rank was asked to stop; every rank must take part.
+    """Return the rewards of a rollout, and whether any rank was asked to stop.
 
     Args:
         stop: whether this rank was asked to stop. The request travels with the rewards, so that all ranks stop after the

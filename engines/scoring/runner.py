@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import SCORE, Scored, concatenate, format_prompts, make_invalid, one_line, read_scores
@@ -45,8 +45,9 @@ class GroupBuffer:
                 self.waiting.setdefault(number // self.size, {})[number] = samples.images[i], samples.prompts[i], latent
         return self._complete()
 
+    @collective
     def exchange(self, world: World) -> list[Samples]:
-        """Return the groups that are complete with the samples of other ranks; every rank must take part.
+        """Return the groups that are complete with the samples of other ranks.
 
         A group goes to the first rank that has samples of it.
         """
@@ -382,8 +383,9 @@ class RewardRunners:
             runner.tally.seconds = 0.0
         return Collected(table, parts, problems, computed, time.perf_counter() - start, abandoned)
 
+    @collective
     def exchange(self, world: World) -> None:
-        """Start scoring the groups whose samples are on several ranks, on one of them; every rank must take part."""
+        """Start scoring the groups whose samples are on several ranks, on one of them."""
         if self.buffer is not None:
             self._start(self.buffer.exchange(world))
 

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fluvial.bench.counting import HostReads
 from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Case, Rollout, make_rollout, update_engine
-from fluvial.bench.update.measure import HostReads
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt

@@ -10,8 +10,9 @@ import torch
 from helpers import launch
 from torch import Tensor
 
+from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update.cases import MODEL, SIZES, UpdateConfig
-from fluvial.bench.update.measure import COMPARED, Collectives, Compared, CountRow, HostReads, summarize
+from fluvial.bench.update.measure import COMPARED, Compared, CountRow, summarize
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 

@@ -13,7 +13,7 @@ from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.extensions.remote.replies import Expected, Sample, read_samples
 from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang, check_sglang_steps
@@ -143,8 +143,9 @@ class Remote(RolloutSource):
             self.version = version
             self.pool.keep({address for address in addresses if address not in failed}, failed)
 
+    @collective
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake:
-        """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
+        """Return how far the servers' numbers for some samples are from the trainer's."""
         with self.world.agreed():
             (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
         with self.behaviour() as module:

@@ -18,7 +18,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.shards import local
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, out_of_memory
 from fluvial.engines.files import save_tensors
 from fluvial.engines.run.evaluation.evaluate import Scores
@@ -40,9 +40,10 @@ class Probe(NamedTuple):
     timestep: Tensor  # [P]
     v: Tensor  # [P, *event]
 
+    @collective
     @staticmethod
     def take(job: Job, module: nn.Module, schedule: Schedule, *, micro_batch: int) -> "Probe":
-        """Return the probe of a model as it is now, whole on every rank; every rank must take part.
+        """Return the probe of a model as it is now, whole on every rank.
 
         Samples of held-out prompts are generated without noise in their steps, and then noised to levels that are spread
         over the schedule.
@@ -128,8 +129,9 @@ class KeptImages:
                 shown.save(buffer, "jpeg", quality=90)
             self.files[name] = buffer.getvalue()
 
+    @collective
     def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
-        """Return the samples of the highest scores by the last evaluator, and of the lowest; every rank must take part.
+        """Return the samples of the highest scores by the last evaluator, and of the lowest.
 
         No sample is in both. Of equal scores the earlier sample comes first.
 

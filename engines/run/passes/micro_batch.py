@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import count_programs
+from fluvial.engines.engine.world import collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.storages import LiveStorages
@@ -191,9 +192,10 @@ def _free_in_container(root: Path = Path("/sys/fs/cgroup")) -> int:
     return 2**62
 
 
+@collective
 @contextmanager
 def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
-    """Yield a function that tries a size; every rank must take part.
+    """Yield a function that tries a size.
 
     Nothing of it remains when the context ends: gradients, torch's random numbers and the modes of the modules are as
     before. Compiled blocks run as they were written, so that no size of a trial is compiled.
@@ -235,8 +237,9 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
         _end(engine, passes, 1, failed=failed)
 
 
+@collective
 def once(engine: Engine, passes: Passes, size: int) -> None:
-    """Make the passes of a size once, and leave no trace; every rank must take part.
+    """Make the passes of a size once, and leave no trace.
 
     Args:
         engine, passes: see `trials`.
@@ -321,8 +324,9 @@ def without_zeros(engine: Engine) -> Iterator[None]:
             shard.zero_()
 
 
+@collective
 def recover(engine: Engine) -> None:
-    """Reset the engine after a pass that ended halfway; every rank must take part.
+    """Reset the engine after a pass that ended halfway.
 
     Raises:
         RunError: this version of torch cannot.
@@ -379,8 +383,9 @@ class WarmUp(NamedTuple):
         return f"blocks compiled to {self.programs} programs in {self.seconds:.1f} s"
 
 
+@collective
 def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: RunProgress | None = None) -> WarmUp:
-    """Make each of the passes with a number of samples, and leave no trace but the programs; every rank must take part.
+    """Make each of the passes with a number of samples, and leave no trace but the programs.
 
     Passes with other sizes make the compiler treat a dimension as variable, so that further sizes need no program of their
     own. If the blocks cannot be compiled and engine.compile is auto, they run as written from now on.

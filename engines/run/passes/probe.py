@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import collective
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log.progress import RunProgress
@@ -61,8 +62,9 @@ class RunPasses:
 
         return Passes(update, *((rollout, model.decode) if self.config.makes_samples else ()))
 
+    @collective
     def same_bits(self, size: int, rows: int) -> bool:
-        """Return whether an update's pass gives each row the bits of a rollout's pass; every rank must take part.
+        """Return whether an update's pass gives each row the bits of a rollout's pass.
 
         Rows of a pass of the rollout are at one level, those of the update's at the levels of as many steps as it takes
         passes of the rollout. Means over a row's values are compared as well, which log-probabilities are.
@@ -212,10 +214,11 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
         )
 
 
+@collective
 def compile_blocks(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, *, progress: RunProgress | None = None
 ) -> WarmUp:
-    """Compile the blocks of a run before its first rollout, for each form of its passes; every rank must take part.
+    """Compile the blocks of a run before its first rollout, for each form of its passes.
 
     Raises:
         UsageError: they cannot be compiled, and engine.compile is True.

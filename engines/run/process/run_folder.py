@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
@@ -179,8 +179,9 @@ def unmark(out: Path) -> None:
         (out / MARK).unlink()
 
 
+@collective
 def check_restart(out: Path, world: World) -> bool:
-    """Return whether an earlier attempt of the same torchrun began or resumed this run; every rank must take part.
+    """Return whether an earlier attempt of the same torchrun began or resumed this run.
 
     A run that torchrun starts again (--max-restarts) continues by itself, and never takes another run for its own.
 

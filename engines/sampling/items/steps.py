@@ -13,7 +13,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, Schedule, host_values
 from fluvial.models.device import is_accelerator
@@ -66,8 +66,9 @@ def transfers(counts: Sequence[int]) -> list[list[int]]:
     return plan
 
 
+@collective
 def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> tuple[Kind, Cond]:
-    """Return items and conditioning after moving items between ranks as `transfers` says; every rank must take part.
+    """Return items and conditioning after moving items between ranks as `transfers` says.
 
     Args:
         items: items of this rank; the last ones are sent.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_jobs import Run, config
 
-from fluvial.bench.update.measure import HostReads
+from fluvial.bench.counting import HostReads
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Dppo, Grpo, Guard
 from fluvial.engines.run.config import with_values

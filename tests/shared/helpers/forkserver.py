@@ -47,7 +47,7 @@ PRELOADED = (
     "safetensors.torch",
     "torch.utils.tensorboard",
     "tyro",
-    "fluvial.bench.update.measure",
+    "fluvial.bench.counting",
     "fluvial.engines.cli.main",
     "fluvial.engines.run.recipes",
     "fluvial.engines.run.trainer",

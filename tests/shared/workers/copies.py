@@ -10,7 +10,7 @@ from helpers.lora_model import perturb
 from helpers.tiny_models import Info, Wide, data, gather_state
 from torch import Tensor, nn
 
-from fluvial.bench.update.measure import Collectives, HostReads
+from fluvial.bench.counting import Collectives, HostReads
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.world import World

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from helpers.tiny_models import SHARDINGS, Net, data, squared
 
-from fluvial.bench.update.measure import Collectives
+from fluvial.bench.counting import Collectives
 from fluvial.engines import rendezvous
 from fluvial.engines.engine import world
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

@@ -3,8 +3,9 @@
 from functools import partial
 from typing import Any
 
+from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update.cases import SIZES, Case, build_engine, build_published, make_rollout, update_engine
-from fluvial.bench.update.measure import Collectives, HostReads, count_update, gradient_distance
+from fluvial.bench.update.measure import count_update, gradient_distance
 from fluvial.engines.engine.engine import EngineConfig
 from fluvial.engines.engine.world import World
 
