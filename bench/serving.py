@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fluvial.bench import harness
 from fluvial.bench.peers.work import PeerModel
-from fluvial.bench.update.cases import SIZES, Size
+from fluvial.bench.update.cases import SIZES, NetworkSize
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
@@ -70,7 +70,7 @@ SETTINGS = {
     "joint_attention_dim": 1024,
     "pooled_projection_dim": 768,
 }
-SMALL, TINY = Transformer(Size(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
+SMALL, TINY = Transformer(NetworkSize(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
 
 
 @contextmanager

@@ -80,11 +80,11 @@ class ObjectivesConfig:
         """Whether the teacher's weights are kept from before."""
         return self.keep is not None and (self.keep / "teacher" / "weights").is_dir()
 
-    def cases(self, folder: Path) -> list["Case"]:
+    def cases(self, folder: Path) -> list["ObjectiveCase"]:
         """Return the runs; those that need what another one leaves in `folder` come last."""
         limits = ([float(self.rollouts)] if self.rollouts else [], [self.budget_seconds] if self.budget_seconds else [])
         found = [
-            Case(name, seed, rollouts=int(limit) if by == 0 else 0, seconds=limit if by else 0.0, folder=folder)
+            ObjectiveCase(name, seed, rollouts=int(limit) if by == 0 else 0, seconds=limit if by else 0.0, folder=folder)
             for by, known in enumerate(limits)
             for limit in known
             for seed in self.seeds
@@ -94,7 +94,7 @@ class ObjectivesConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class ObjectiveCase:
     """A run: a recipe and a seed, over a number of rollouts or of seconds.
 
     Args:
@@ -130,7 +130,7 @@ class Case:
             made = with_values(made, {"method.preferences": self.folder / f"preferences-{self.seed}"})
         return made
 
-    def is_covered(self, points: Sequence["Point"]) -> bool:
+    def is_covered(self, points: Sequence["CurvePoint"]) -> bool:
         """Return whether this run of equal time can be read off the evaluations of one of equal samples, which is longer."""
         return bool(self.seconds) and any(point.seconds >= self.seconds for point in points)
 
@@ -146,7 +146,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """An evaluation of a run."""
 
     recipe: str
@@ -170,7 +170,7 @@ class Point:
 PROBED = 4  # updates from which the time of one is taken; the first is left out
 
 
-def points(case: Case) -> list[Point]:
+def points(case: ObjectiveCase) -> list[CurvePoint]:
     """Train once, and return the evaluations, the base model's first."""
     chosen = case.folder / f"preferences-{case.seed}"
     if case.recipe == OFFLINE and not (chosen / "preferences.jsonl").is_file():
@@ -181,7 +181,7 @@ def points(case: Case) -> list[Point]:
     rollouts = config.updates // config.updates_per_rollout
     samples, seconds, diversity, ratio = 0, 0.0, float("nan"), float("nan")
 
-    evaluations = list[Point]()
+    evaluations = list[CurvePoint]()
 
     def note(updates: int, found: dict[str, Any], evaluated: int) -> None:
         known: dict[str, Any] = {
@@ -190,8 +190,8 @@ def points(case: Case) -> list[Point]:
             "seconds": round(seconds, 2),
             "diversity": diversity,
         }
-        known |= {"evaluated": evaluated, "max_log_ratio": ratio, **found, **harness.facts(Point)}
-        evaluations.append(Point(case.recipe, case.seed, case.limit, case.settings, **known))
+        known |= {"evaluated": evaluated, "max_log_ratio": ratio, **found, **harness.facts(CurvePoint)}
+        evaluations.append(CurvePoint(case.recipe, case.seed, case.limit, case.settings, **known))
 
     with Trainer(config) as trainer:
         note(0, _base(trainer, case), config.evaluation.final_samples)
@@ -239,7 +239,7 @@ def _evaluate(trainer: Trainer, samples: int, probe: Probe | None = None) -> dic
     return {**exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
 
 
-def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
+def _base(trainer: Trainer, case: ObjectiveCase) -> dict[str, Any]:
     """Return the evaluation of the base model, which runs of the same model with the same evaluation share."""
     config = trainer.config
     name = f"{config.model}-{config.evaluation_steps}-{config.evaluation.solver}-{config.evaluation_guidance.scale:g}"

@@ -115,7 +115,7 @@ def fill_object(kind: Any, **attributes: Any) -> Any:
     return made
 
 
-class Settings(dict[str, Any]):
+class CloneSettings(dict[str, Any]):
     """Settings that are read as attributes and as a dictionary, as the projects' own classes of arguments are."""
 
     def __getattr__(self, name: str) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
-from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
+from fluvial.engines.engine.items import Diagnostics, Numbers, PartNumbers, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
@@ -46,7 +46,7 @@ class UpdateInfo(NamedTuple):
     max_abs: dict[str, float]
     items: int  # computed items of all ranks
     flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
-    parts: Parts | None = None  # diagnostics by part, where the items are split
+    parts: PartNumbers | None = None  # diagnostics by part, where the items are split
     memory: tuple[float, ...] = ()  # largest `World.peak_memory` of the ranks, in bytes
 
 

@@ -59,7 +59,7 @@ from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """The parts of a run."""
 
     config: TrainConfig  # its micro-batch a number
@@ -86,7 +86,7 @@ def build_parts(
     *,
     stop: Callable[[], bool] = lambda: False,
     resume_from: Path | str | None = None,
-) -> Parts:
+) -> RunParts:
     """Return the parts of a run.
 
     Args:
@@ -137,7 +137,7 @@ def _built(
     memory: Memory,
     stop: Callable[[], bool],
     resume_from: Path | str | None,
-) -> Parts:
+) -> RunParts:
     """Return the parts of a run, whose rewards work."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
@@ -219,7 +219,7 @@ def _built(
     ahead = None if copy is None else Ahead(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base + adapter
-    return Parts(config, choices, pairs, job, asked, *parts)
+    return RunParts(config, choices, pairs, job, asked, *parts)
 
 
 @collective

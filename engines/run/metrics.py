@@ -16,7 +16,7 @@ from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine, UpdateInfo
-from fluvial.engines.engine.items import Parts
+from fluvial.engines.engine.items import PartNumbers
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
@@ -185,7 +185,7 @@ def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
     }
 
 
-def parts_record(parts: Parts | None, *, steps: bool) -> dict[str, Any]:
+def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     """Return the diagnostics by recorded step, or by tenth of the noise levels; parts without items are left out.
 
     Args:

@@ -22,7 +22,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
-from fluvial.engines.run.monitoring.diagnostics import Point, best_of
+from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
@@ -50,7 +50,7 @@ class Progress:
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
     state: dict[str, list[float]] = field(default_factory=dict)  # numbers of the method's own
-    evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
+    evaluations: list[EvaluationPoint] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `scoring.floors`
 
@@ -228,7 +228,7 @@ class Saver:
             self._say(f"resumed with {', '.join(changed)}: bits may differ")
         self._say(f"resumed {path} after update {self.engine.updates}")
         known = {name: meta[name] for name in asdict(Progress()) if name in meta}
-        return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
+        return Progress(**{**known, "evaluations": [EvaluationPoint(*point) for point in known["evaluations"]]})
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of every network that learns, that of another than the policy under its name."""

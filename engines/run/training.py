@@ -23,8 +23,8 @@ from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.monitoring.diagnostics import (
+    EvaluationPoint,
     KeptImages,
-    Point,
     Probe,
     best_of,
     describe_gaming,
@@ -225,7 +225,7 @@ class Training:
             return ""
         points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])
         if recent:
-            points.append(Point(update, evaluation.score[evaluator], fmean(recent)))
+            points.append(EvaluationPoint(update, evaluation.score[evaluator], fmean(recent)))
             recent.clear()
         best = best_of(points)
         if not count or best is None:

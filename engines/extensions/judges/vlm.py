@@ -58,7 +58,7 @@ class Message(Struct, frozen=True):
     content: str | None
 
 
-class Choice(Struct, frozen=True):
+class ChatChoice(Struct, frozen=True):
     """A reply of a model."""
 
     message: Message
@@ -77,7 +77,7 @@ class Rated(Struct, frozen=True):
     score: float
 
 
-class Answer(NamedTuple):
+class ChatAnswer(NamedTuple):
     """Reply of the model.
 
     Args:
@@ -109,7 +109,7 @@ class Chat:
         max_tokens: int,
         logprobs: bool = False,
         schema: Mapping[str, Any] | None = None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Return the model's reply to images and a text, drawn at temperature 0.
 
         Args:
@@ -134,12 +134,12 @@ class Chat:
             request["response_format"] = {"type": "json_schema", "json_schema": shape}
         answer = self.server.post(f"{self.path}/chat/completions", request)
         where = f"{self.server.address}{self.path}/chat/completions"
-        choices: list[Choice] = field(answer, "choices", Annotated[list[Choice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
+        choices: list[ChatChoice] = field(answer, "choices", Annotated[list[ChatChoice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
         first = choices[0].logprobs
         tokens = first.content[0].top_logprobs if first is not None and first.content else []
         # Rounding may lift a certain token above 0. A NaN counts as impossible.
         known = {top.token: min(top.logprob, 0.0) if top.logprob == top.logprob else -math.inf for top in tokens}
-        return Answer(choices[0].message.content or "", known)
+        return ChatAnswer(choices[0].message.content or "", known)
 
     def probability(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
         """Return the probability that the reply begins with one of the words of each answer, in any case and with blanks.

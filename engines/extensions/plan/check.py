@@ -27,7 +27,7 @@ from fluvial.models.shapes import MODELS, ModelShape, blocks
 EXCESS = 0.2
 
 
-class Compared(NamedTuple):
+class ComparedBytes(NamedTuple):
     """Bytes of one kind."""
 
     kind: str
@@ -74,7 +74,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
             raise RunError(f"the plan does not agree with what was measured: {', '.join(wrong)}")
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     """A plan, its engine over a network with random weights, and what its updates take."""
 
     name: str
@@ -85,7 +85,7 @@ class Case(NamedTuple):
     micro_batch: int
 
 
-def build_case(name: str, config: PlanConfig, world: World) -> Case:
+def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     """Return the engine of a plan with random weights, and random items; frozen weights are drawn in the compute dtype.
 
     Args:
@@ -120,10 +120,10 @@ def build_case(name: str, config: PlanConfig, world: World) -> Case:
         loss = engine.module(**batch, **shared, **each, return_dict=False)[0].float().square().flatten(1).sum(1)
         return loss, Loss(loss.detach())
 
-    return Case(name, config, engine, items, loss_fn, micro_batch)
+    return PlanCase(name, config, engine, items, loss_fn, micro_batch)
 
 
-def compare(case: Case) -> list[Compared]:
+def compare(case: PlanCase) -> list[ComparedBytes]:
     """Return planned and measured bytes of the updates of a case whose engine has taken none yet, on this rank."""
     name, config, engine, items, loss_fn, micro_batch = case
     device, count = engine.world.device, len(items["timestep"])
@@ -133,17 +133,17 @@ def compare(case: Case) -> list[Compared]:
     measured = measure(engine, items, torch.ones(count, device=device), loss_fn, micro_batch=micro_batch)
     rows = [
         # Parameters without a gradient, such as the text branch of a last block, are planned with one.
-        Compared(kind, planned._asdict()[kind], size, most=int((1 + EXCESS) * size) if kind == "gradients" else size)
+        ComparedBytes(kind, planned._asdict()[kind], size, most=int((1 + EXCESS) * size) if kind == "gradients" else size)
         for kind, size in measured._asdict().items()
         if kind != "peak"
     ]
     copies = plan(name, config, device=device).update  # these depend on the offload: without it one rank may need none
     gradients = planned.gradients + planned.unsharded_gradients
     allocated = copies.gathered + copies.communication + gradients + planned.activations
-    return [*rows, Compared("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
+    return [*rows, ComparedBytes("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
 
 
-class Measured(NamedTuple):
+class MeasuredBytes(NamedTuple):
     """Bytes that an engine holds on a rank, and the peak that an update allocates beyond them."""
 
     parameters: int
@@ -154,7 +154,7 @@ class Measured(NamedTuple):
     peak: int
 
 
-def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> Measured:
+def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> MeasuredBytes:
     """Take two updates, and return the bytes of the second.
 
     Args:
@@ -178,7 +178,7 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
     held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
     with LiveStorages(held) as live:
         update()
-    return Measured(
+    return MeasuredBytes(
         parameters=_bytes(module.parameters()),
         buffers=_bytes(module.buffers()),
         moments=_bytes(moments),

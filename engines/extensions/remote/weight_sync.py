@@ -36,8 +36,8 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     FACTORS,
     PRECISIONS,
     UNKNOWN,
+    BucketPlace,
     Checksum,
-    Place,
     SharedBucket,
     adapter_checksum,
     buckets,
@@ -307,7 +307,7 @@ class WeightSync:
     def _push_buckets(self, push: _Push) -> None:
         self.last = None
         options, peers, failed = self._options(push), push.peers, push.failed
-        plans = list[tuple[str, nn.Module, list[Place]]]()
+        plans = list[tuple[str, nn.Module, list[BucketPlace]]]()
         for part, network in components(push.module).items():
             like = layout(network, **options)
             laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)

@@ -139,7 +139,7 @@ class RequestError(Exception):
         self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
 
 
-class Guard:
+class RequestGuard:
     """Application that lets through what may be answered: requests with the API key, within the limits, of no web page.
 
     A page in a browser on this machine can send requests to a server that other machines do not reach. Its browser names the
@@ -292,7 +292,7 @@ def application(
     """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
     Args:
-        key, admin, control, page, limits: see `Guard`.
+        key, admin, control, page, limits: see `RequestGuard`.
     """
 
     @asynccontextmanager
@@ -306,7 +306,7 @@ def application(
         RunError: lambda request, error: refuse(RequestError(str(error), 500)),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
-    return Guard(app, key, admin=admin, control=control, page=page, limits=limits)
+    return RequestGuard(app, key, admin=admin, control=control, page=page, limits=limits)
 
 
 def key_of(host: str) -> str:

@@ -31,7 +31,7 @@ class Limits:
     most_pixels: int = 128_000_000
 
 
-class Sample(NamedTuple):
+class SampleToScore(NamedTuple):
     """A sample to score."""
 
     image: Tensor  # [3, H, W] uint8; of a video [3, F, H, W]
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 class ScoreRequest(NamedTuple):
     """A sample of UniRL's format with the rewards that are asked for."""
 
-    sample: Sample
+    sample: SampleToScore
     rewards: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ class Score(Struct, frozen=True):
     requests: list[History]
 
 
-def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
+def flow_factory(body: Compute, limits: Limits) -> list[SampleToScore]:
     """Return the samples of a request to /compute.
 
     Raises:
@@ -100,7 +100,7 @@ def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
         if not decoded or len({frame.shape for frame in decoded}) > 1:
             raise RequestError(f"{name}[{number}] has no frames, or frames of several sizes")
         image = decoded[0] if body.image else torch.stack(decoded, dim=1)
-        samples.append(Sample(image, Prompt(text, image=condition)))
+        samples.append(SampleToScore(image, Prompt(text, image=condition)))
     return samples
 
 
@@ -120,11 +120,11 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
             raise RequestError(f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
         image = decoder.decode_image(turn.image_b64, f"{where}.image_b64")
         rewards = tuple(dict.fromkeys(request.required_rewards))
-        found.append(ScoreRequest(Sample(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
+        found.append(ScoreRequest(SampleToScore(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
     return found
 
 
-def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, list[Prompt]]:
+def batch_of(samples: Sequence[SampleToScore]) -> tuple[Tensor, list[Prompt]]:
     """Return samples of one shape as a reward takes them: images `[B, 3, H, W]` in [0, 1], or videos, and prompts."""
     return torch.stack([sample.image for sample in samples]).float() / 255, [sample.prompt for sample in samples]
 

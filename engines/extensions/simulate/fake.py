@@ -52,7 +52,7 @@ class FakeMode(FakeTensorMode):
         self._local.stack = value
 
 
-class Result(NamedTuple):
+class FakeResult(NamedTuple):
     """A tensor that an operation returns."""
 
     argument: int | None  # number of the tensor among the arguments that is returned or viewed
@@ -67,7 +67,7 @@ class Result(NamedTuple):
 class OperationResult(NamedTuple):
     """Results and floating-point operations of an operation whose arguments have certain shapes."""
 
-    results: tuple[Result, ...]
+    results: tuple[FakeResult, ...]
     structure: Any  # of what it returns
     flops: int
 
@@ -157,7 +157,7 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
     ):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    found = list[Result]()
+    found = list[FakeResult]()
     for result in results:
         same = next((number for number, tensor in enumerate(tensors) if tensor is result), None)
         storage = result.untyped_storage()
@@ -166,7 +166,7 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
         if same is None and viewed is None and storage.nbytes() != (size * result.itemsize if result.numel() else 0):
             return None
         shape = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.fake_device
-        found.append(Result(viewed if same is None else same, viewed is not None, *shape))
+        found.append(FakeResult(viewed if same is None else same, viewed is not None, *shape))
     return OperationResult(tuple(found), structure, flops)
 
 

@@ -76,7 +76,7 @@ PLAIN = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 SILENT = ("wait_tensor", "barrier")
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective."""
 
     name: str  # all_gather, reduce_scatter, all_reduce, all_to_all or broadcast
@@ -84,7 +84,7 @@ class Call(NamedTuple):
     ranks: int
 
 
-def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> CollectiveCall | None:
     """Return what a collective sends, None for one of a single rank and for one that sends nothing."""
     name = function._schema.name.partition("::")[2]
     ranks = _ranks(args, kwargs)
@@ -99,7 +99,7 @@ def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Call | 
         largest *= ranks  # each argument is of one rank
     # In a ring of n ranks, a rank sends (n - 1) / n of the bytes of the largest tensor, and those of a reduction twice.
     plain = _plain(name)
-    return Call(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
+    return CollectiveCall(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
 
 
 def _plain(name: str) -> str:

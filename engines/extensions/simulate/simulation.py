@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fluvial.engines.engine.world import World, enter_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, Meter, Stream, simulate_device
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, DeviceStream, Meter, simulate_device
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 
 
@@ -179,7 +179,7 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         replace_attribute(FakeTensor, "__reduce_ex__", reduce_tensor),
         replace_attribute(FakeTensor, "record_stream", lambda *_: None),
         replace_attribute(torch.Tensor, "data", property(*_data())),
-        replace_attribute(torch.accelerator, "current_stream", lambda *_: Stream()),
+        replace_attribute(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
         replace_attribute(
             dist.ProcessGroup, "_has_hooks", lambda _: False
         ),  # of the fake backend, which has none, PyTorch warns

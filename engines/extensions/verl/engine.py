@@ -26,7 +26,7 @@ from fluvial.engines.export.model_folder import base_tensors, export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
-from fluvial.engines.extensions.verl.passes import LossFunction, Passes
+from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
@@ -193,7 +193,7 @@ class VerlEngine:
         size = fields.plain("micro_batch_size_per_gpu", self.settings.micro_batches[forward_only])
         if size is None:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
-        passes = Passes(
+        passes = BatchPasses(
             self.algorithm.batch(self.denoiser, fields, loss_function is not None),
             self.algorithm,
             self.denoiser,

@@ -83,7 +83,7 @@ def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None
     return {**base, **{name + FACTORS: (adapters or {}).get(name, UNKNOWN) for name in base}}
 
 
-class Place(Struct, frozen=True):
+class BucketPlace(Struct, frozen=True):
     """Place of a tensor in a bucket; the fields are those of sglang's `FlattenedTensorMetadata`."""
 
     name: Text
@@ -101,7 +101,7 @@ class Place(Struct, frozen=True):
             )
 
 
-def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place]]:
+def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[BucketPlace]]:
     """Return how tensors are laid out in buckets of at most `most_bytes`; a larger tensor has a bucket of its own.
 
     The tensors of a bucket have one dtype, so that each begins at a multiple of its item size.
@@ -109,18 +109,18 @@ def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place
     Args:
         layout: tensors by name, in the order in which they will be sent. Their values are not read.
     """
-    found: list[list[Place]] = []
+    found: list[list[BucketPlace]] = []
     for name, tensor in layout.items():
         size, last = tensor.numel() * tensor.element_size(), found[-1][-1] if found else None
         if last is None or last.dtype != tensor.dtype or last.end_idx + size > most_bytes:
             found.append([])
             last = None
         start = 0 if last is None else last.end_idx
-        found[-1].append(Place(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
+        found[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
     return found
 
 
-def flatten(places: Iterable[Place], tensors: Iterable[Tensor]) -> Tensor:
+def flatten(places: Iterable[BucketPlace], tensors: Iterable[Tensor]) -> Tensor:
     """Return a bucket, uint8 `[bytes]`, on the device of its tensors."""
     return torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in zip(places, tensors, strict=True)])
 
@@ -142,7 +142,7 @@ class SharedBucket(Struct, frozen=True):
     count: Annotated[int, Meta(ge=1, le=MOST_BUCKETS)]
     module: Text
     file: Text
-    places: Annotated[list[Place], Meta(min_length=1, max_length=65536)]
+    places: Annotated[list[BucketPlace], Meta(min_length=1, max_length=65536)]
 
     def __post_init__(self) -> None:
         if self.index >= self.count:

@@ -204,7 +204,7 @@ def _bytes(tensors: Iterable[Tensor]) -> float:
 UNSEEN = "heldout"  # name of the evaluator that training never sees
 
 
-class Point(NamedTuple):
+class EvaluationPoint(NamedTuple):
     """An evaluation during a run; the one before training is not one, because it takes other samples."""
 
     update: int
@@ -212,12 +212,12 @@ class Point(NamedTuple):
     reward: float  # mean reward of the rollouts since the evaluation before
 
 
-def best_of(points: Sequence[Point]) -> Point | None:
+def best_of(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
     """Return the evaluation with the highest score, of equal ones the first; None before the first evaluation."""
     return max(points, key=lambda point: point.score, default=None)
 
 
-def find_gaming(points: Sequence[Point], count: int) -> Sequence[Point]:
+def find_gaming(points: Sequence[EvaluationPoint], count: int) -> Sequence[EvaluationPoint]:
     """Return the last evaluations if the score fell from each to the next, `count` times, while the reward rose.
 
     Otherwise none are returned. The reward rose if it is higher before the last of them than before the first.
@@ -232,7 +232,7 @@ def evaluator_of(names: Sequence[str]) -> str:
     return UNSEEN if UNSEEN in names else names[-1]
 
 
-def describe_gaming(points: Sequence[Point], evaluator: str) -> str:
+def describe_gaming(points: Sequence[EvaluationPoint], evaluator: str) -> str:
     """Return what happened over the evaluations that `find_gaming` found."""
     scores = " > ".join(f"{point.score:.3f}" for point in points)
     return (

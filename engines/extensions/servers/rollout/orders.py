@@ -20,7 +20,7 @@ from fluvial.core.random import Key, key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
@@ -33,7 +33,7 @@ MOST_NAME = 4096  # characters
 FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
 
 
-def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_pixels: int) -> Prompt:
+def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int, most_pixels: int) -> Prompt:
     """Return the prompt of a request with the images that the pipeline is given.
 
     Args:
@@ -66,7 +66,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
     return Prompt(request.prompt, media=media)
 
 
-def _file(image: str, policy: Policy, most_bytes: int) -> bytes:
+def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
     """Return the bytes of an image's file."""
     if image.startswith("data:"):
         head, _, data = image.partition(",")
@@ -164,7 +164,7 @@ class SampleOrder(NamedTuple):
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
 
 
-def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
+def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
     """Return the seed of a request, None where its noise comes from a key, and its orders.
 
     Raises:
@@ -232,7 +232,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     return seed, orders
 
 
-def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) -> None:
+def _check_texts(request: RolloutRequest, guidance: Guidance, policy: ServedPolicy) -> None:
     """Raise RequestError for prompts that the model cannot encode, and for what it has no input for."""
     named = {"prompt": request.prompt}
     if guidance.negative and guidance.is_guided(policy.model):
@@ -253,7 +253,7 @@ def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int,
     return [tuple(range(first, steps)) if shared is None else shared] * request.outputs
 
 
-def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: Policy) -> None:
+def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: ServedPolicy) -> None:
     """Raise RequestError for steps that do not fit together."""
     own, taken = request.fluvial, [step for row in windows for step in row]
     if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):

@@ -31,7 +31,7 @@ from fluvial.models.protocol import Weights
 Result = TypeVar("Result")
 
 
-class Policy:
+class ServedPolicy:
     """A model whose samples are served. One batch at a time is sampled, and weights change between two batches only.
 
     Args:
@@ -173,7 +173,7 @@ def open_policy(
     roots: Sequence[Path] = (),
     prompts: Sequence[str] = (),
     device: torch.device | None = None,
-) -> Policy:
+) -> ServedPolicy:
     """Return the policy of a name, with its network on the device.
 
     Args:
@@ -207,7 +207,7 @@ def open_policy(
         parameter.data = fresh_copy(parameter.data.to(kind), device)
     module.to(device)
     served = ServedWeights(module, roots=roots or [find_shared_folder(), *_folders(job.model.weights)], device=device)
-    return Policy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
+    return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
 
 
 def _folders(weights: Weights | None) -> list[Path]:

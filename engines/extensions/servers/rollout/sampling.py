@@ -19,7 +19,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.orders import Recipe, SampleOrder, words
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample
 from fluvial.engines.sampling.generate import (
@@ -118,13 +118,15 @@ class _Steps:
         self.x[step.t], self.v[step.t] = step.x, step.v
 
 
-def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, RolloutSample]:
+def batcher(
+    policy: ServedPolicy, *, micro_batch: int, linger: float, most_waiting: int
+) -> Batcher[SampleOrder, RolloutSample]:
     """Return what makes the samples of a policy; see `generate_samples` and `Batcher`."""
     make = partial(generate_samples, policy, micro_batch=micro_batch)
     return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
 
 
-def generate_samples(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
+def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
     """Return the samples of at most `micro_batch` orders with one recipe.
 
     The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is
@@ -152,7 +154,7 @@ def generate_samples(policy: Policy, orders: Sequence[SampleOrder], *, micro_bat
 
 
 def _generate(
-    policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
+    policy: ServedPolicy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
 ) -> list[RolloutSample]:
     start, recipe = time.perf_counter(), filled[0].recipe
     schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()

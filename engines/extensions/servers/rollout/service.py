@@ -25,7 +25,7 @@ from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of, until_gone
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits, orders_of
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
 from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
 from fluvial.engines.extensions.wire.weight_buckets import PRECISIONS
@@ -40,7 +40,7 @@ class RolloutService:
     """The handlers of the rollout server."""
 
     def __init__(
-        self, policy: Policy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
+        self, policy: ServedPolicy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
     ) -> None:
         self.policy, self.batcher, self.limits, self.deadline = policy, batcher, limits, deadline
         self.started = int(time.time())
