@@ -36,7 +36,7 @@ from fluvial.bench.update.cases import (
 from fluvial.engines.engine.engine import Engine, EngineConfig
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.run.monitoring import mfu as utilisation
+from fluvial.engines.run import metrics as utilisation
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.flops import FlopCounter
 

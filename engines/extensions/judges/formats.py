@@ -11,8 +11,18 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges import images as wire
-from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score, scores
+from fluvial.engines.extensions.judges.batches import (
+    QUALITY,
+    as_text,
+    check_positive,
+    field,
+    frames,
+    in_batches,
+    jpeg,
+    png,
+    score,
+    scores,
+)
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 
 MOST_OPCODES = 1_000_000
@@ -144,13 +154,13 @@ class FlowFactory:
         return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        files = [[wire.as_text(wire.png(frame)) for frame in wire.frames(sample)] for sample in samples]
+        files = [[as_text(png(frame)) for frame in frames(sample)] for sample in samples]
         videos = samples.ndim == 5
         return {
             "prompt": prompts,
             "image": None if videos else [file for (file,) in files],
             "video": files if videos else None,
-            "condition_images": None if conditions is None else [[wire.as_text(wire.png(image))] for image in conditions],
+            "condition_images": None if conditions is None else [[as_text(png(image))] for image in conditions],
             "condition_videos": None,
         }
 
@@ -177,7 +187,7 @@ class UniRL:
         rewards: tuple[str, ...],
         metric: Literal["first", "mean", "max"] = "first",
         batch: int = 16,
-        quality: int = wire.QUALITY,
+        quality: int = QUALITY,
     ) -> None:
         if not rewards or len(set(rewards)) < len(rewards) or not all(rewards):
             raise UsageError("rewards", list(rewards), "names that the server has, each once")
@@ -203,7 +213,7 @@ class UniRL:
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             requests = [
                 {
-                    "history": [{"text": str(prompt), "image_b64": wire.as_text(wire.jpeg(sample, quality=self.quality))}],
+                    "history": [{"text": str(prompt), "image_b64": as_text(jpeg(sample, quality=self.quality))}],
                     "required_rewards": list(self.rewards),
                     "metadata": {name: value for name, value in record.items() if _is_json(value)},
                 }
@@ -303,7 +313,7 @@ class FlowGrpo:
         return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        files = [wire.jpeg(sample) for sample in samples]
+        files = [jpeg(sample) for sample in samples]
         if self.form == "deqa":
             return {"images": files}
         if self.form == "unified":

@@ -17,8 +17,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError, convert_errors
-from fluvial.engines.extensions.judges import images as wire
-from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score
+from fluvial.engines.extensions.judges.batches import as_text, check_positive, field, in_batches, png, score, spread
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.scoring.pairwise import win_rates
@@ -119,7 +118,7 @@ class Chat:
         Raises:
             RunError: there is no reply, or it has another form.
         """
-        urls = [f"data:image/png;base64,{wire.as_text(file)}" for file in images]
+        urls = [f"data:image/png;base64,{as_text(file)}" for file in images]
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         request: dict[str, Any] = {
             "model": self._model(),
@@ -319,7 +318,7 @@ class UnifiedReward2:
         """
 
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
-            files = [wire.png(frame) for frame in wire.spread(samples[0], FRAMES)]
+            files = [png(frame) for frame in spread(samples[0], FRAMES)]
             text = self.question.replace(PLACE, str(prompts[part.start]))
             said = {
                 name.lower(): float(number)
@@ -409,7 +408,7 @@ def _each_sample(
     """Return `ask_number(PNG files of a sample, its number)` for each sample, `[B]`."""
 
     def score_part(samples: Tensor, part: slice) -> list[float]:
-        files = [wire.png(frame, size=size) for frame in wire.spread(samples[0], FRAMES)]
+        files = [png(frame, size=size) for frame in spread(samples[0], FRAMES)]
         return [score(asked(files, part.start))]
 
     return in_batches(images, prompts, score_part, server=chat.server, batch=1)
@@ -477,9 +476,9 @@ class WinRate:
                 "win_rate compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
             )
         samples, pairs = images.detach().cpu().float(), list(combinations(range(len(images)), 2))
-        files = [[wire.png(frame, size=self.size) for frame in wire.spread(sample, FRAMES)] for sample in samples]
+        files = [[png(frame, size=self.size) for frame in spread(sample, FRAMES)] for sample in samples]
         name = "pairwise_video" if images.ndim == 5 else "pairwise" if condition_images is None else "pairwise_edit"
-        before = [wire.png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
+        before = [png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
         question = self.questions[name].replace(PLACE, str(prompts[0]))
 
         def compare(_: Tensor, part: slice) -> list[float]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.judges.batches import field
-from fluvial.engines.extensions.judges.images import as_text, png
+from fluvial.engines.extensions.judges.batches import as_text, field, png
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.scoring.pairwise import bradley_terry
 

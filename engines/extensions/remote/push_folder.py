@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, convert_errors
-from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
+from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
 from fluvial.engines.files import LORA
 

@@ -16,7 +16,7 @@ from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
-from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
+from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run

@@ -22,8 +22,7 @@ from fluvial.engines.methods import Distill
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.models.handwriting import BASE
