@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from fluvial.engines.extensions.simulate import attention, autocast
+from fluvial.engines.extensions.simulate import operators
 from fluvial.models.device import SIMULATED as TYPE
 
 GIB = 2**30
@@ -121,8 +121,7 @@ def register() -> None:
     hooks, guard = _Hooks(), _Guard()
     _setup_privateuseone_for_python_backend(TYPE, _module(), hooks, guard)
     torch.distributed.Backend.default_device_backend_map.setdefault(TYPE, "fake")
-    attention.register()
-    autocast.register()
+    operators.register()
 
 
 def _module() -> types.ModuleType:
