@@ -162,11 +162,7 @@ def rollout(source: RolloutSource, requests: Requests, sampling: Sampling, serve
 
 
 def measure(config: ServingConfig) -> Iterator[ServingRow]:
-    """Yield the row of each window.
-
-    Raises:
-        RunError: the server does not start, or makes other samples than this process.
-    """
+    """Yield the row of each window; RunError if the server does not start, or makes other samples than this process."""
     torch.set_num_threads(1)
     model, kept = TINY if config.tiny else SMALL, list[tuple[bytes, bytes]]()
     module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))

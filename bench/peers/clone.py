@@ -119,11 +119,7 @@ class CloneSettings(dict[str, Any]):
     """Settings that are read as attributes and as a dictionary, as the projects' own classes of arguments are."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting.
-
-        Raises:
-            AttributeError: there is no such setting.
-        """
+        """Return a setting; AttributeError if there is no such setting."""
         try:
             return self[name]
         except KeyError:

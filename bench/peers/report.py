@@ -53,11 +53,7 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
 
 
 def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
-    """Return what is compared, in order.
-
-    Raises:
-        UsageError: there is no clone.
-    """
+    """Return what is compared, in order; UsageError if there is no clone."""
     there, on_host = [], not is_accelerator(default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):

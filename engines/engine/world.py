@@ -247,11 +247,7 @@ def enter_world(world: World) -> Iterator[None]:
 
 
 def current_world() -> World:
-    """Return the world of the enclosing `init_world()`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the world of the enclosing `init_world()`; UsageError if there is none."""
     world = _entered.get()
     if world is None:
         raise UsageError("there is no process group: create the engine within `with init_world():`, or pass `world`")

@@ -97,11 +97,7 @@ class Ahead:
 
     @collective
     def next(self) -> Batch:
-        """Return the next batch, and ask for those after it.
-
-        Raises:
-            RunError: its samples could not be made.
-        """
+        """Return the next batch, and ask for those after it; RunError if its samples could not be made."""
         every = self.config.updates_per_rollout
         number = self.engine.updates // every
         self._ask(range(number, min(number + self.config.rollout.ahead + 1, self.config.updates // every)))

@@ -61,11 +61,7 @@ class Signature:
         return self.takes(name) or name in self.optional
 
     def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
-        """Return what a reward returns for samples.
-
-        Raises:
-            UsageError: the samples lack an input of the reward.
-        """
+        """Return what a reward returns for samples; UsageError if the samples lack an input of the reward."""
         found = [_value(name, samples) for name in self.positional]
         held = [
             name for name in self.optional if all(find_condition(prompt, name) is not None for prompt in samples.prompts)

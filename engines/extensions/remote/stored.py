@@ -201,11 +201,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
 
 
 def open_replayed(rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
-    """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`.
-
-    Raises:
-        UsageError: it holds none.
-    """
+    """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`; UsageError if it holds none."""
     return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
 
 

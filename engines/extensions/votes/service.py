@@ -283,11 +283,7 @@ def application(service: VoteService, *, key: str) -> ASGIApp:
 
 
 def _images(texts: list[str]) -> list[bytes]:
-    """Return PNG files.
-
-    Raises:
-        RequestError: one is no PNG, they have several sizes, or too many pixels.
-    """
+    """Return PNG files; RequestError if one is no PNG, they have several sizes, or too many pixels."""
     found, sizes = [], set()
     for text in texts:
         # A damaged file raises many kinds.

@@ -36,11 +36,7 @@ class Checksum:
         self.dtype, self._last, self._digest = dtype, "", hashlib.sha256()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor.
-
-        Raises:
-            ValueError: its name does not come after the last one.
-        """
+        """Take the next tensor; ValueError if its name does not come after the last one."""
         if name <= self._last:
             raise ValueError(f"checksum: {name} comes after {self._last}, expected names in ascending order")
         plain = tensor.detach() if self.dtype is None or not tensor.is_floating_point() else tensor.detach().to(self.dtype)
@@ -161,11 +157,7 @@ class SharedBucket(Struct, frozen=True):
 
 
 def open_shared_bucket(value: Any) -> SharedBucket:
-    """Return the bucket of a JSON value.
-
-    Raises:
-        WireError: it is wrong.
-    """
+    """Return the bucket of a JSON value; WireError if it is wrong."""
 
     def dtype(kind: type, name: Any) -> torch.dtype:
         if not isinstance(name, str) or name not in DTYPES:

@@ -120,11 +120,7 @@ class Job:
                     self.model.check_prompt(prompt.text)
 
     def with_weights(self, weights: Path) -> "Job":
-        """Return the job with the model of another folder of weights.
-
-        Raises:
-            UsageError: the job cannot load other weights.
-        """
+        """Return the job with the model of another folder of weights; UsageError if the job cannot load other weights."""
         if self.load is None:
             raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
         return replace(self, model=self.load(weights))
@@ -153,11 +149,7 @@ def _name_rewards(field: str, rewards: Mapping[str, Reward] | Reward | None) -> 
 
 
 def only_shape(model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape of a sample of a model that has one size.
-
-    Raises:
-        UsageError: the model has several sizes.
-    """
+    """Return the shape of a sample of a model that has one size; UsageError if the model has several sizes."""
     if not has_one_size(model):
         raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)")
     latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape

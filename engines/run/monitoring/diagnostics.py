@@ -73,11 +73,7 @@ class Probe(NamedTuple):
 
     @staticmethod
     def load(path: Path, device: torch.device) -> "Probe":
-        """Return the probe of a file.
-
-        Raises:
-            RunError: the file is missing or damaged.
-        """
+        """Return the probe of a file; RunError if the file is missing or damaged."""
         try:
             return Probe(**{name: tensor.to(device) for name, tensor in load_file(path).items()})
         except (OSError, SafetensorError, TypeError) as error:

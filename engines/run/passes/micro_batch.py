@@ -326,11 +326,7 @@ def without_zeros(engine: Engine) -> Iterator[None]:
 
 @collective
 def recover(engine: Engine) -> None:
-    """Reset the engine after a pass that ended halfway.
-
-    Raises:
-        RunError: this version of torch cannot.
-    """
+    """Reset the engine after a pass that ended halfway; RunError if this version of torch cannot."""
     reset = getattr(engine.sharded.copies or engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(

@@ -164,11 +164,7 @@ LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process
 
 
 def mark(out: Path) -> None:
-    """Write the name of this process's torchrun to a run folder, if there is one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the name of this process's torchrun to a run folder, if there is one; OSError if it cannot be written."""
     if (name := os.environ.get(LAUNCH)) is not None:
         (out / MARK).write_text(name, encoding="utf-8")
 

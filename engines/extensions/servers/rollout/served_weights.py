@@ -301,11 +301,7 @@ class ServedWeights:
         return known._replace(strength=strength, file=known.file if alpha is None else known.file._replace(alpha=alpha))
 
     def set_last(self, target: str, *, strength: float, product: Product) -> Applied:
-        """Return the adapters of a network that were set last, of another strength.
-
-        Raises:
-            RequestError: there are none.
-        """
+        """Return the adapters of a network that were set last, of another strength; RequestError if there are none."""
         if target not in self.last:
             raise RequestError(f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
         again = merge_adapters([each._replace(strength=strength) for each in self.last[target].adapters], product)

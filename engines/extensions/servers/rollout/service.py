@@ -100,11 +100,7 @@ class RolloutService:
         return JSONResponse(found)
 
     async def ready(self, request: Request) -> JSONResponse:
-        """Return that samples can be made.
-
-        Raises:
-            RequestError: the weights are released.
-        """
+        """Return that samples can be made; RequestError if the weights are released."""
         self.policy.check_resumed()
         return JSONResponse({"status": "ok", "weight_version": self.policy.version})
 
@@ -113,11 +109,7 @@ class RolloutService:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> JSONResponse:
-        """Return the model by its name.
-
-        Raises:
-            RequestError: it has another name.
-        """
+        """Return the model by its name; RequestError if it has another name."""
         name = request.path_params["model"]
         if name != self.policy.name:
             raise RequestError(f"there is no model {name[:80]!r}, expected {self.policy.name}", 404)
