@@ -1,5 +1,6 @@
 """The numbers of structure.py stay within its bounds; one that has fallen takes its bound with it."""
 
+import ast
 import json
 import os
 import runpy
@@ -17,6 +18,12 @@ BOUNDS: dict[str, int] = STRUCTURE["BOUNDS"]
 def test_the_files_stay_within_their_bounds() -> None:
     found = STRUCTURE["bound_tree"]()
     assert {name: number for name, number in found.items() if number > BOUNDS[name]} == {}
+
+
+def test_a_name_of_two_classes_is_counted_once() -> None:
+    """Private ones are the matter of their file."""
+    files = {path: ast.parse("class A: ...\nclass _B: ...") for path in ("one.py", "two.py")}
+    assert STRUCTURE["shared_names"](files | {"three.py": ast.parse("class C: ...")}) == ["A"]
 
 
 @pytest.mark.long
