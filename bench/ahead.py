@@ -22,8 +22,7 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.window import RandomWindow
 

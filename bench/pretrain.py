@@ -20,7 +20,7 @@ from fluvial.engines.data.records import model_inputs, texts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import export
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
@@ -129,10 +129,8 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         with world.agreed():
             if (config.out / "config.json").exists():
                 raise UsageError(f"{config.out} already holds a model: set `out` to another folder")
-            try:
+            with convert_errors(UsageError, OSError, says=f"`out` is {config.out}, which cannot be made"):
                 config.out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"`out` is {config.out}, which cannot be made: {error.strerror}") from error
         console = console if world.is_main else None
         module = model.build()
         engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
@@ -214,7 +212,7 @@ def levels(u: Tensor, prediction: Prediction) -> Tensor:
     A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
     drawn uniformly.
     """
-    from fluvial.models.handwriting.unet import alphas_cumprod
+    from fluvial.models.handwriting.model import alphas_cumprod
     from fluvial.models.pixel_model import SHIFT
 
     if prediction == "velocity":

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fluvial.bench import harness
 from fluvial.bench.peers.work import PeerModel
-from fluvial.bench.update.cases import SIZES, Size
+from fluvial.bench.update.cases import SIZES, NetworkSize
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
@@ -38,9 +38,8 @@ from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
-from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.source import RolloutSource
+from fluvial.engines.sampling.source import InProcess, RolloutSource
 from fluvial.models.handwriting.model import CONFIG
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
@@ -71,7 +70,7 @@ SETTINGS = {
     "joint_attention_dim": 1024,
     "pooled_projection_dim": 768,
 }
-SMALL, TINY = Transformer(Size(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
+SMALL, TINY = Transformer(NetworkSize(SETTINGS, (16, 32, 32), 77)), Transformer(SIZES["tiny"])
 
 
 @contextmanager
@@ -163,11 +162,7 @@ def rollout(source: RolloutSource, requests: Requests, sampling: Sampling, serve
 
 
 def measure(config: ServingConfig) -> Iterator[ServingRow]:
-    """Yield the row of each window.
-
-    Raises:
-        RunError: the server does not start, or makes other samples than this process.
-    """
+    """Yield the row of each window; RunError if the server does not start, or makes other samples than this process."""
     torch.set_num_threads(1)
     model, kept = TINY if config.tiny else SMALL, list[tuple[bytes, bytes]]()
     module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))

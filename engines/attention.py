@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
@@ -19,11 +19,11 @@ def set_attention(module: nn.Module, backend: str) -> None:
     """
     from diffusers.models.modeling_utils import ModelMixin
 
-    try:
+    with convert_errors(
+        UsageError, ValueError, ImportError, RuntimeError, says=f"`engine.attention` is {backend}, which cannot be used"
+    ):
         if isinstance(module, ModelMixin):
             module.set_attention_backend(backend)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
     # Models with older attention ignore the setting, and diffusers does not say so.
     if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
         hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"

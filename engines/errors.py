@@ -6,7 +6,8 @@ backticks: "set `rollout.eta` above 0" is printed as "set rollout.eta above 0", 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _FIELD = re.compile(r"`([A-Za-z_][\w.]*)`")
 _NOT_GIVEN = object()
@@ -89,6 +90,16 @@ def machine_failure(error: BaseException) -> str | None:
         how = "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
         return f"a collective of the processes failed{where} ({said}); {how}"
     return None
+
+
+@contextmanager
+def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], says: str = "") -> Iterator[None]:
+    """Raise an error of a kind in place of one of `causes` within the context: `says`, and its own words in a line."""
+    try:
+        yield
+    except causes as error:
+        own = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise kind(f"{says}: {own}" if says else own) from error
 
 
 class RunError(FluvialError, RuntimeError):

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models.digests import digest_tensors
 from fluvial.models.protocol import Weights
 
@@ -32,10 +32,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         names = [f"{MODEL}.safetensors"]
     else:
-        try:
+        with convert_errors(UsageError, ValueError, KeyError, TypeError, AttributeError, says=f"{index} cannot be read"):
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{index} cannot be read: {error}") from error
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
     return [folder / name for name in names]
@@ -125,8 +123,6 @@ def sync(path: Path) -> None:
 @contextmanager
 def _open_file(file: Path) -> Iterator[Any]:
     """Open a safetensors file; what fails within is a UsageError."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
+    problem = convert_errors(UsageError, SafetensorError, OSError, says=f"{file} cannot be read")
+    with problem, safe_open(file, framework="pt") as tensors:
+        yield tensors

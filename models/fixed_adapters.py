@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.lora_layer import adapted_linear, is_merged, is_transformed, light_factors, rows_linear
-from fluvial.models.prompt_layers import Place, is_current, replace_forwards
+from fluvial.models.prompt_layers import LayerPlace, is_current, replace_forwards
 
 # Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
 LARGEST = 2**20
@@ -80,7 +80,7 @@ def _times(weight: Tensor, base: Any, x: Tensor) -> Tensor:
 
 
 # The adapted layers of a network: every chunk of a rollout asks for them, and a walk over the modules takes a while.
-_places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, list[LayerPlace]] = WeakKeyDictionary()
 
 
 def _find_layers(module: nn.Module) -> list[nn.Module]:
@@ -88,7 +88,7 @@ def _find_layers(module: nn.Module) -> list[nn.Module]:
     places = _places.get(module)
     if not places or not is_current(places):
         places = _places[module] = [
-            Place(parent, name, part)
+            LayerPlace(parent, name, part)
             for parent in module.modules()
             for name, part in parent._modules.items()
             if part is not None and hasattr(type(part), "light_product")

@@ -84,7 +84,7 @@ def replace_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..
                 layer.__dict__["forward"] = before
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A layer, and where it is registered."""
 
     parent: nn.Module
@@ -92,14 +92,14 @@ class Place(NamedTuple):
     layer: nn.Module
 
 
-def is_current(places: Sequence[Place]) -> bool:
+def is_current(places: Sequence[LayerPlace]) -> bool:
     """Return whether every layer is still registered at its place."""
     return all(place.parent._modules.get(place.name) is place.layer for place in places)
 
 
 # The layers of a network by (patterns, whether within blocks): every chunk of a rollout asks for them, and a walk over the
 # modules takes as long as a step of a small network.
-_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[Place]]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[LayerPlace]]] = WeakKeyDictionary()
 
 
 def _find_layers(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
@@ -112,10 +112,10 @@ def _find_layers(model: DiffusionModel, module: nn.Module, patterns: tuple[str, 
     return [place.layer for place in places]
 
 
-def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[Place]:
+def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[LayerPlace]:
     """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`."""
     matches = re.compile("|".join(translate(pattern) for pattern in patterns)).match
-    found, seen = list[Place](), set(left_out)
+    found, seen = list[LayerPlace](), set(left_out)
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, part in parent._modules.items():
@@ -123,7 +123,7 @@ def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.
                 continue
             seen.add(part)
             if matches(prefix + name):
-                found.append(Place(parent, name, part))
+                found.append(LayerPlace(parent, name, part))
             else:
                 visit(part, f"{prefix}{name}.")
 

@@ -1,12 +1,14 @@
 """Prints how the code is built, in numbers: what one update of GRPO runs through, who takes the configuration, and sizes.
 
-    python -P tests/structure.py
+    python -P tests/structure.py            every number
+    python -P tests/structure.py --bounds   those of an update that are bounded, as JSON
 
 Functions are those that the second update calls, on the built-in model. Folders that do not exist count nothing, so that the
-numbers of two trees can be set side by side.
+numbers of two trees can be set side by side. test_structure.py holds the tree to `BOUNDS`, which may only fall.
 """
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -29,9 +31,20 @@ COMMANDS = ("train grpo", "train nft", "sample", "eval", "serve")
 CONFIG, TRAITS = "TrainConfig", "ObjectiveTraits"  # classes of the configuration of a run, and of an objective's flags
 EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
 
+# What the tree has today at most.
+BOUNDS = {
+    "files of the control layer of an update": 14,
+    "functions of the control layer of an update": 88,
+    "files of an update": 64,
+    "functions of an update": 364,
+    "functions that take the configuration": 87,
+    "names of several classes": 13,
+    "files of engines/engine": 10,
+    "lines of engines/engine": 2549,
+    "lines of the product": 69261,
+}
+
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-sys.path[:0] = [str(ROOT / "tests" / "shared")]
 
 
 class Tracer:
@@ -52,11 +65,16 @@ class Tracer:
             self.given[path, code.co_qualname] += any(type(values.get(name)).__name__ == CONFIG for name in arguments)
 
 
-def spans(calls: Calls, *folders: str) -> str:
-    """Return files and functions of some folders as text, without and with lambdas and comprehensions."""
+def count(calls: Calls, *folders: str) -> tuple[int, int, int]:
+    """Return the numbers of files, of functions, and of functions with lambdas and comprehensions, of some folders."""
     inside = [call for call in +calls if not folders or call[0].startswith(tuple(f"{folder}/" for folder in folders))]
     names = [name for _, name in inside if not name.split(".")[-1].startswith("<")]
-    return f"{len({path for path, _ in inside})} files, {len(names)} functions ({len(inside)} with lambdas)"
+    return len({path for path, _ in inside}), len(names), len(inside)
+
+
+def spans(calls: Calls, *folders: str) -> str:
+    """Return `count` in words."""
+    return "{} files, {} functions ({} with lambdas)".format(*count(calls, *folders))
 
 
 def takes(node: ast.AST) -> bool:
@@ -95,6 +113,12 @@ def circles(parsed: dict[str, ast.Module]) -> list[int]:
     return sorted((len(circle) for circle in found if circle), reverse=True)
 
 
+def shared_names(parsed: dict[str, ast.Module]) -> list[str]:
+    """Return the names that several classes have, but for private ones."""
+    names = Counter(node.name for tree in parsed.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return [name for name, count in names.items() if count > 1 and not name.startswith("_")]
+
+
 def settings(command: str) -> int:
     """Return the number of flags in the help of a command, the whole one where there are two."""
     line = [sys.executable, "-P", "-m", "fluvial.engines", *command.split()]
@@ -102,8 +126,10 @@ def settings(command: str) -> int:
     return max(len(re.findall(r"^\W*--[a-z]", text, re.MULTILINE)) for text in said)
 
 
-def report() -> Iterator[tuple[str, object]]:
-    """Yield names and numbers."""
+def trace_update() -> tuple[Tracer, Any]:
+    """Return what the second update of a run called, and the run's configuration."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    sys.path[:0] = [str(ROOT / "tests" / "shared")]
     import torch
     from helpers.digest_cases import cases, job
 
@@ -117,28 +143,73 @@ def report() -> Iterator[tuple[str, object]]:
             tracer.calls.clear()
             trainer.update()
             sys.setprofile(None)
+    return tracer, config
+
+
+def bound_update() -> dict[str, int]:
+    """Return the numbers of an update that have bounds."""
+    calls = trace_update()[0].calls
+    (files, functions, _), (all_files, all_functions, _) = count(calls, *CONTROL), count(calls)
+    numbers = {"files": all_files, "functions": all_functions}
+    control = {"files of the control layer": files, "functions of the control layer": functions}
+    return {f"{name} of an update": number for name, number in {**control, **numbers}.items()}
+
+
+def read_texts() -> dict[str, str]:
+    """Return the text of every Python file, by its path."""
+    files = [path for folder in (*PRODUCT, "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def count_lines(texts: dict[str, str]) -> Counter[str]:
+    """Return the lines of each folder, and of each folder in it."""
+    lines: Counter[str] = Counter()
+    for path, text in texts.items():
+        for folder in {path.split("/")[0], "/".join(path.split("/")[: path.count("/")][:2])}:
+            lines[folder] += len(text.splitlines())
+    return lines
+
+
+def parse_product(texts: dict[str, str]) -> dict[str, ast.Module]:
+    """Return the syntax tree of each file of the product."""
+    return {path: ast.parse(text) for path, text in texts.items() if not path.startswith("tests/")}
+
+
+def bound_tree() -> dict[str, int]:
+    """Return the numbers of the files that have bounds."""
+    texts = read_texts()
+    lines, parsed = count_lines(texts), parse_product(texts)
+    those = [tree for path, tree in parsed.items() if CONFIG in texts[path]]
+    return {
+        "functions that take the configuration": sum(takes(node) for tree in those for node in ast.walk(tree)),
+        "names of several classes": len(shared_names(parsed)),
+        "files of engines/engine": sum(path.startswith("engines/engine/") for path in texts),
+        "lines of engines/engine": lines["engines/engine"],
+        "lines of the product": sum(lines[top] for top in PRODUCT),
+    }
+
+
+def report() -> Iterator[tuple[str, object]]:
+    """Yield names and numbers."""
+    tracer, config = trace_update()
     update, given = tracer.calls, +tracer.given
     yield f"control layer of an update ({', '.join(f for f in CONTROL if (ROOT / f).exists())})", spans(update, *CONTROL)
     yield "whole update", spans(update)
     for folder in sorted({"/".join(path.split("/")[: path.count("/")][:2]) for path, _ in update}):
         yield f"  {folder}", spans(update, folder)
     yield "calls that are given the configuration, from the start on", f"{given.total()}: {spans(given)}"
-    files = [path for folder in (*PRODUCT, "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
-    parsed = {path: ast.parse(text) for path, text in texts.items() if not path.startswith("tests/")}
+    texts = read_texts()
+    parsed, lines = parse_product(texts), count_lines(texts)
     takers = Counter(path for path, tree in parsed.items() for node in ast.walk(tree) if takes(node))
     yield "functions that take the configuration", f"{takers.total()} in {len(takers)} files"
     yield "flags of objectives, places that read them, files of these", flags(parsed)
     yield "circles of imports, by their files", circles(parsed)
+    yield "names of several classes", shared_names(parsed)
     yield "fields of a run's configuration at the top", len(fields(config))
     for command in COMMANDS:
         yield f"flags of {command}", settings(command)
     layout = runpy.run_path(str(ROOT / "tests" / "test_layout.py"), run_name="layout")
     yield "exemptions of the layout", {name: len(layout.get(name, ())) for name in EXEMPTIONS}
-    lines: Counter[str] = Counter()
-    for path, text in texts.items():
-        for folder in {path.split("/")[0], "/".join(path.split("/")[: path.count("/")][:2])}:
-            lines[folder] += len(text.splitlines())
     yield "lines of the product", sum(lines[top] for top in PRODUCT)
     for name in sorted(lines):
         yield f"{'  ' * (1 + name.count('/'))}{name}", lines[name]
@@ -146,5 +217,7 @@ def report() -> Iterator[tuple[str, object]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    for name, number in report():
+    if "--bounds" in sys.argv:
+        print(json.dumps(bound_update()))
+    for name, number in () if "--bounds" in sys.argv else report():
         print(f"{name}: {number}", flush=True)

@@ -36,7 +36,6 @@ FLOORS = (
         "engines.data",
         "engines.sampling",
         "engines.run.passes.micro_batch",
-        "engines.run.passes.warm_up",
         "engines.run.passes.storages",
     ),
     ("engines.scoring", "engines.export"),

@@ -46,7 +46,7 @@ def every_flag() -> set[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import expand_flags, field_names
-    from fluvial.engines.extensions.dryrun.command import DryRunConfig
+    from fluvial.engines.extensions.dryrun.run import DryRunConfig
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.plan.simulate import AheadConfig
     from fluvial.engines.run import recipes
@@ -175,8 +175,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines import run as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
-    from fluvial.engines.extensions.dryrun import command as dry_runs
-    from fluvial.engines.extensions.plan import check, fit, plan, simulate, trace
+    from fluvial.engines.extensions.dryrun import run as dry_runs
+    from fluvial.engines.extensions.plan import check, fit, plan, simulate
     from fluvial.engines.run import exports
 
     reached: list[str] = []
@@ -202,7 +202,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (dry_runs, "run", None),
         (plan, "show_table", None),
         (check, "check", None),
-        (trace, "show", None),
+        (check, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
         (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),

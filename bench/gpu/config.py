@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from fluvial.bench import harness
-from fluvial.bench.update.cases import SIZES, Size
+from fluvial.bench.update.cases import SIZES, NetworkSize
 from fluvial.core.checks import check_number
 
 Part = Literal["smoke", "train", "tests", "kernels", "networks", "update", "published", "compile", "invariance", "nccl"]
@@ -67,7 +67,7 @@ class GpuConfig:
             raise ValueError(f"gpu: device is {self.device}, and this machine has {here}: use {here}")
 
     @property
-    def model(self) -> Size:
+    def model(self) -> NetworkSize:
         """The transformer of the parts that have one."""
         return SIZES["sd3.5-medium 512^2" if self.size == "real" else "tiny"]
 

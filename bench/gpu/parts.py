@@ -32,7 +32,7 @@ from fluvial.bench import harness, kernels
 from fluvial.bench.gpu import programs
 from fluvial.bench.gpu.config import GpuConfig, GpuRow, Part, Rows
 from fluvial.bench.traffic import Operations
-from fluvial.bench.update.cases import MODEL, Case, build_engine, make_rollout, update_engine
+from fluvial.bench.update.cases import MODEL, UpdateCase, build_engine, make_rollout, update_engine
 from fluvial.bench.update.measure import time_case
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import init_world
@@ -99,7 +99,7 @@ def of_compile(config: GpuConfig, rows: Rows, until: float) -> None:
 def _updates(config: GpuConfig, rows: Rows, train: Literal["lora", "full"], sharding: EngineConfig, until: float) -> None:
     """Make rollouts and their updates, and write what they took."""
     samples, setting = config.samples, f"{train}{', compiled' if sharding.compile else ''}"
-    case = Case(config.model, train, 2, True, samples, samples, checkpointing=train == "full")
+    case = UpdateCase(config.model, train, 2, True, samples, samples, checkpointing=train == "full")
     if config.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with init_world() as world:
@@ -223,7 +223,7 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
 
 def of_published(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time updates in turn with the loop of published trainers on the same rollout."""
-    case = Case(config.model, "lora", 4, True, config.samples, config.samples // 2)
+    case = UpdateCase(config.model, "lora", 4, True, config.samples, config.samples // 2)
     with init_world() as world:
         measured, compared = time_case(case, world, name=config.size, runs=3)
     for row in measured:

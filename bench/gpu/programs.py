@@ -188,7 +188,7 @@ def _time_network(name: str, plan: PlanConfig, setting: str, rows: Rows) -> None
         _time_case(check.build_case(name, plan, world), setting, rows)
 
 
-def _time_case(case: check.Case, setting: str, rows: Rows) -> None:
+def _time_case(case: check.PlanCase, setting: str, rows: Rows) -> None:
     engine, items, loss, micro_batch = case.engine, case.items, case.loss, case.micro_batch
     count, on_gpu = len(items["timestep"]), engine.world.device.type == "cuda"
     for compared in check.compare(case):

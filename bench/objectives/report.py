@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from fluvial.bench import harness
-from fluvial.bench.objectives import worker
-from fluvial.bench.objectives.cases import TEACHER, Case, ObjectivesConfig, Point
+from fluvial.bench.objectives import cases
+from fluvial.bench.objectives.cases import TEACHER, CurvePoint, ObjectiveCase, ObjectivesConfig
 from fluvial.engines.errors import RunError
 
 
@@ -28,13 +28,17 @@ def run(config: ObjectivesConfig) -> None:
             folder = Path(made) if config.keep is None else config.keep
             folder.mkdir(parents=True, exist_ok=True)
             for timed in (False, True):  # which runs of equal time are needed is known when those of equal samples are done
-                cases = [case for case in _missing(config, harness.read(path, Point), folder) if bool(case.seconds) == timed]
+                cases = [
+                    case for case in _missing(config, harness.read(path, CurvePoint), folder) if bool(case.seconds) == timed
+                ]
                 for case, found in measure(cases, config, folder):
                     if isinstance(found, str):
                         failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
                         continue
                     harness.write(
-                        path, [*(point for point in harness.read(path, Point) if not _is_of(point, case)), *found], Point
+                        path,
+                        [*(point for point in harness.read(path, CurvePoint) if not _is_of(point, case)), *found],
+                        CurvePoint,
                     )
                     end = found[-1]
                     print(
@@ -42,7 +46,7 @@ def run(config: ObjectivesConfig) -> None:
                         f"{end.seconds:.0f} s, {end.samples} samples",
                         flush=True,
                     )
-    points = harness.read(path, Point)
+    points = harness.read(path, CurvePoint)
     shown = [point for point in points if point.limit.endswith("rollouts")] + at_time(points, config.cases(Path()))
     if shown:
         draw(shown, config.out / "objectives.png")
@@ -52,7 +56,9 @@ def run(config: ObjectivesConfig) -> None:
         raise RunError("; ".join(failed))
 
 
-def measure(cases: Sequence[Case], config: ObjectivesConfig, folder: Path) -> Iterator[tuple[Case, list[Point] | str]]:
+def measure(
+    cases: Sequence[ObjectiveCase], config: ObjectivesConfig, folder: Path
+) -> Iterator[tuple[ObjectiveCase, list[CurvePoint] | str]]:
     """Yield each run with its evaluations, or with what it failed with, as it ends; distillation waits for its teacher."""
     with ThreadPoolExecutor(config.parallel) as pool:
         for learning in (False, True):
@@ -65,7 +71,7 @@ def measure(cases: Sequence[Case], config: ObjectivesConfig, folder: Path) -> It
                 teacher.rename(kept)
 
 
-def at_time(points: Sequence[Point], cases: Sequence[Case]) -> list[Point]:
+def at_time(points: Sequence[CurvePoint], cases: Sequence[ObjectiveCase]) -> list[CurvePoint]:
     """Return the evaluations of the cases of equal time, the last one at their time.
 
     A case has its own run, or else those evaluations of the run of equal samples that came before, and one that is
@@ -82,7 +88,7 @@ def at_time(points: Sequence[Point], cases: Sequence[Case]) -> list[Point]:
     return found
 
 
-def _until(curve: Sequence[Point], case: Case) -> list[Point]:
+def _until(curve: Sequence[CurvePoint], case: ObjectiveCase) -> list[CurvePoint]:
     """Return the evaluations of a run up to a time, and one at that time, interpolated linearly."""
     curve = sorted(curve, key=lambda point: point.seconds)
     before = [point for point in curve if point.seconds < case.seconds]
@@ -99,20 +105,20 @@ def _until(curve: Sequence[Point], case: Case) -> list[Point]:
     return [replace(point, limit=case.limit) for point in [*before, here]]
 
 
-def ends(points: Sequence[Point]) -> dict[str, list[Point]]:
+def ends(points: Sequence[CurvePoint]) -> dict[str, list[CurvePoint]]:
     """Return the last evaluation of each seed, by recipe, the best recipe first."""
-    last: dict[tuple[str, int], Point] = {}
+    last: dict[tuple[str, int], CurvePoint] = {}
     for point in points:
         known = last.get((point.recipe, point.seed))
         if known is None or point.updates >= known.updates:
             last[point.recipe, point.seed] = point
-    by_recipe: dict[str, list[Point]] = {}
+    by_recipe: dict[str, list[CurvePoint]] = {}
     for point in last.values():
         by_recipe.setdefault(point.recipe, []).append(point)
     return dict(sorted(by_recipe.items(), key=lambda item: -np.mean([point.heldout for point in item[1]])))
 
 
-def table(points: Sequence[Point]) -> str:
+def table(points: Sequence[CurvePoint]) -> str:
     """Return a Markdown table: mean and spread over seeds of each recipe's last evaluation."""
     starts = {(point.recipe, point.seed): point for point in points if point.updates == 0}
     first_diversity: dict[tuple[str, int], float] = {}
@@ -139,7 +145,7 @@ def table(points: Sequence[Point]) -> str:
     return harness.markdown(lines)
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
+def draw(points: Sequence[CurvePoint], path: Path) -> None:
     """Plot accuracy against samples (runs of equal samples) and seconds (of equal time), and its cost: drift, diversity."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -183,7 +189,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def _missing(config: ObjectivesConfig, known: Sequence[Point], folder: Path) -> list[Case]:
+def _missing(config: ObjectivesConfig, known: Sequence[CurvePoint], folder: Path) -> list[ObjectiveCase]:
     """Return the cases whose numbers are not in the table; the teacher's too if distillation has to wait for it."""
     cases = config.cases(folder)
     rows = {case: [point for point in known if _is_of(point, case, same=True)] for case in cases}
@@ -198,15 +204,15 @@ def _missing(config: ObjectivesConfig, known: Sequence[Point], folder: Path) -> 
     return missing
 
 
-def _is_of(point: Point, case: Case, *, same: bool = False) -> bool:
+def _is_of(point: CurvePoint, case: ObjectiveCase, *, same: bool = False) -> bool:
     """Return whether a row comes from a case, and from its very settings if `same`."""
     alike = (point.recipe, point.seed, point.limit) == (case.recipe, case.seed, case.limit)
     return alike and (not same or point.settings == case.settings)
 
 
-def _run(case: Case) -> list[Point] | str:
+def _run(case: ObjectiveCase) -> list[CurvePoint] | str:
     """Return the evaluations of a run, made by a process with one thread, or what went wrong."""
     try:
-        return harness.in_processes(worker.points, case, threads=1)
+        return harness.in_processes(cases.points, case, threads=1)
     except RunError as error:
         return str(error)

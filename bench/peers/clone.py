@@ -115,15 +115,11 @@ def fill_object(kind: Any, **attributes: Any) -> Any:
     return made
 
 
-class Settings(dict[str, Any]):
+class CloneSettings(dict[str, Any]):
     """Settings that are read as attributes and as a dictionary, as the projects' own classes of arguments are."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting.
-
-        Raises:
-            AttributeError: there is no such setting.
-        """
+        """Return a setting; AttributeError if there is no such setting."""
         try:
             return self[name]
         except KeyError:

@@ -105,7 +105,7 @@ class PeersConfig:
             check_choice("peers", "sizes", size, SIZES)
 
 
-class Case(NamedTuple):
+class PeerCase(NamedTuple):
     """One comparison: all rows of a project, a size, a number of processes and a window."""
 
     peer: str

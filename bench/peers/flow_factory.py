@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Its files import them for video and audio data and for loggers.
@@ -48,7 +48,7 @@ class FlowFactory(Peer):
         self.pipeline.scheduler = scheduler
         transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
         accelerator = self.accelerator
-        settings = clone.Settings(
+        settings = clone.CloneSettings(
             per_device_batch_size=work.samples,
             num_batches_per_epoch=1,
             num_inner_epochs=1,
@@ -120,7 +120,7 @@ class FlowFactory(Peer):
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
 
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its trainer's `optimize`."""
         batch, steps = self._batch(), torch.tensor(self.work.recorded)
         latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)

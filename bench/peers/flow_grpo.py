@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Halves, Sampled, Stored, Work
+from fluvial.bench.peers.work import Halves, RolloutOfWork, Sampled, Work
 from fluvial.models.device import is_accelerator
 
 
@@ -120,7 +120,7 @@ class FlowGrpo(Peer):
             ]
         return torch.stack(steps, dim=1)
 
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
             "latents": stored.x,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.config import TRANSFORMER, PeerCase, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.ours import Ours, Spent, start_clocks
-from fluvial.bench.peers.pipeline import Passes, Peer
-from fluvial.bench.peers.work import Stored, Work
+from fluvial.bench.peers.pipeline import Peer, PeerPasses
+from fluvial.bench.peers.work import RolloutOfWork, Work
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.passes import micro_batch
@@ -44,7 +44,7 @@ class Compared(NamedTuple):
     """Results of a comparison."""
 
     agreement: Agreement
-    stored: Stored  # the rollout that both sides update on
+    stored: RolloutOfWork  # the rollout that both sides update on
     held: tuple[int, int]  # bytes that stay after the first update and did not exist before
 
 
@@ -58,7 +58,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> Compared:
         log_prob = max(log_prob, _apart(ours.log_prob(theirs.x[:, :-1], theirs.x[:, 1:]), theirs.log_prob))
         del theirs
     old = made.log_prob if project.recomputes else work.old_log_prob(made.log_prob)
-    stored, items = Stored(x, x_next, old, work.advantage), None
+    stored, items = RolloutOfWork(x, x_next, old, work.advantage), None
     before = live_bytes()
     loss = peer.update(stored)
     after = live_bytes()
@@ -176,7 +176,9 @@ def without_passes(*modules: Any) -> Iterator[None]:
         yield
 
 
-def measure(name: str, project: Project, folder: Path, case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
+def measure(
+    name: str, project: Project, folder: Path, case: PeerCase, config: PeersConfig, world: World
+) -> Iterator[PeerRow]:
     """Yield the rows of a case as they are known; every rank must take part.
 
     Raises:
@@ -229,10 +231,10 @@ def _fewer(project: Project, work: Work) -> list[int]:
     return micro_batch.sizes(work.samples)[:-1] if project.micro_batches else []
 
 
-def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
+def measure_alone(case: PeerCase, config: PeersConfig, world: World) -> Iterator[PeerRow]:
     """Yield the rows of the transformer's passes alone: what both sides have to compute whatever is around them."""
     work = case.of(config, rank=world.rank, device=world.device)
-    own, other = Passes(work, peft=False), Passes(work, peft=True)
+    own, other = PeerPasses(work, peft=False), PeerPasses(work, peft=True)
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
     pairs, clocks = case.pairs(config), partial(time_calls, world.device)
@@ -249,7 +251,7 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
 
 
 def common_columns(
-    case: Case, commit: str, agreement: Agreement, held: tuple[int, int], config: PeersConfig
+    case: PeerCase, commit: str, agreement: Agreement, held: tuple[int, int], config: PeersConfig
 ) -> dict[str, Any]:
     """Return what all rows of a case have in common, by the names of `PeerRow`.
 
@@ -359,7 +361,7 @@ def row(
     )
 
 
-def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], world: World) -> Iterator[PeerRow]:
+def rows_of(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project], world: World) -> Iterator[PeerRow]:
     """Yield the rows of a case as they are known; every rank must take part."""
     if case.peer == TRANSFORMER:
         yield from measure_alone(case, config, world)
@@ -369,7 +371,7 @@ def rows_of(case: Case, config: PeersConfig, projects: Mapping[str, Project], wo
     gc.collect()  # hooks hold modules in reference cycles
 
 
-def measure_cases(cases: Sequence[Case], config: PeersConfig, projects: Mapping[str, Project]) -> None:
+def measure_cases(cases: Sequence[PeerCase], config: PeersConfig, projects: Mapping[str, Project]) -> None:
     """Append the rows of cases to peers.csv as they are known; every rank must take part.
 
     Both sides run in one process, which keeps freed memory as `fluvial train` does.

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
@@ -150,7 +150,7 @@ class Ours:
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
 
-    def items(self, stored: Stored) -> Items:
+    def items(self, stored: RolloutOfWork) -> Items:
         """Return a stored rollout as the items of an update."""
         device = self.work.device
         steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)

@@ -1,6 +1,6 @@
 """Base of the projects' adapters: diffusers' SD3 pipeline over the transformer of the work, with LoRA by peft's functions.
 
-`Passes` is the transformer alone, with peft's or fluvial's LoRA: what neither side of a comparison can save.
+`PeerPasses` is the transformer alone, with peft's or fluvial's LoRA: what neither side of a comparison can save.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 from fluvial.models.lora import adapter_parameters, add_lora
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
@@ -96,7 +96,7 @@ class Peer(ABC):
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
 
     @abstractmethod
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step on a stored rollout, and return the loss before it."""
 
     def gradients(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class Peer(ABC):
         return {name: self.optimizer.state[p]["exp_avg"].clone() for name, p in adapter_of(self.module).items()}
 
 
-class Passes:
+class PeerPasses:
     """The passes of a transformer over both halves of guidance; their inputs cost nothing.
 
     Args:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
-from fluvial.bench.peers.config import KNOWN, PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.config import KNOWN, PROJECTS, TRANSFORMER, PeerCase, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import ROOT, measure_cases
 from fluvial.engines.errors import UsageError
 from fluvial.models.device import default_device, is_accelerator
@@ -52,12 +52,8 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
     return rows
 
 
-def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
-    """Return what is compared, in order.
-
-    Raises:
-        UsageError: there is no clone.
-    """
+def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
+    """Return what is compared, in order; UsageError if there is no clone."""
     there, on_host = [], not is_accelerator(default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
@@ -70,7 +66,7 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
         folders = dict.fromkeys(projects[name].folder for name in config.peers if name != TRANSFORMER)
         raise UsageError(f"peers: {config.clones} holds no clone: expected {', '.join(folders)}")
     return [
-        Case(name, size, ranks, window)
+        PeerCase(name, size, ranks, window)
         for ranks in config.ranks
         for size in config.sizes
         for window in config.windows
@@ -79,7 +75,7 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
     ]
 
 
-def is_done(case: Case, config: PeersConfig, projects: Mapping[str, Project], rows: Sequence[PeerRow]) -> bool:
+def is_done(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project], rows: Sequence[PeerRow]) -> bool:
     """Return whether the rows hold every row of a case, of these commits, with at least as many rounds."""
     alone = case.peer == TRANSFORMER
     commit = "peft" if alone else clone.commit(config.clones / projects[case.peer].folder)

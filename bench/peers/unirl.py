@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import VAE_SCALE, Peer
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 
 # Its files import them for processes, configurations and logging.
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
@@ -105,7 +105,7 @@ class UniRL(Peer):
             ).log_probs
         return found
 
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its training loop."""
         track = self.types.RolloutTrack(
             sample_ids=self.work.prompts,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Stored, Work
+from fluvial.bench.peers.work import RolloutOfWork, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
@@ -37,10 +37,10 @@ BARE = (
 REPLACED = ("verl_omni.workers.config", "verl_omni.utils", "verl_omni.trainer.omni")
 
 
-class Batch(dict[str, Any]):
+class VerlBatch(dict[str, Any]):
     """The methods of a TensorDict that its engine calls."""
 
-    def to(self, device: Any) -> "Batch":
+    def to(self, device: Any) -> "VerlBatch":
         """Return the batch, which is where it should be."""
         return self
 
@@ -87,12 +87,12 @@ def _device() -> str:
 
 # What its files take from the packages that are replaced.
 CONTENTS: dict[str, dict[str, Any]] = {
-    "tensordict": {"TensorDict": Batch},
+    "tensordict": {"TensorDict": VerlBatch},
     "verl.utils": {
         "tensordict_utils": SimpleNamespace(
             assign_non_tensor=lambda data, **values: data.update(values),
             get_non_tensor_data=lambda data, key, default: data.get(key, default),
-            get_tensordict=Batch,
+            get_tensordict=VerlBatch,
         )
     },
     "verl.utils.device": {"get_device_name": _device, "get_device_id": _device},
@@ -148,23 +148,23 @@ class VerlOmni(Peer):
             loss_scale_factor=None,
             use_kl_loss=False,
             use_distill_loss=False,
-            diffusion_loss=clone.Settings(loss_mode="flow_grpo", clip_ratio=work.clip, adv_clip_max=1e9),
+            diffusion_loss=clone.CloneSettings(loss_mode="flow_grpo", clip_ratio=work.clip, adv_clip_max=1e9),
             rollout_correction=SimpleNamespace(bypass_mode=False),
         )
         self.loss = partial(losses.diffusion_loss, actor)
         steps = work.recorded
         self.timesteps = scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
 
-    def _batch(self, x: Tensor, x_next: Tensor) -> Batch:
+    def _batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
         mask = torch.ones(self.embeddings["prompt_embeds"].shape[:2], dtype=torch.bool)
-        batch = Batch(
+        batch = VerlBatch(
             all_latents=torch.cat([x, x_next[:, -1:]], dim=1),
             all_timesteps=self.timesteps,
             prompt_embeds_mask=mask,
             negative_prompt_embeds_mask=mask,
             **self.embeddings,
         )
-        padded: Batch = self.padding.embeds_padding_2_no_padding(batch)
+        padded: VerlBatch = self.padding.embeds_padding_2_no_padding(batch)
         return padded
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class VerlOmni(Peer):
         found: Tensor = output["model_output"]["log_probs"]
         return found
 
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its engine."""
         old = self.log_prob(stored.x, stored.x_next).float() if self.recomputes else stored.log_prob
         batch = self._batch(stored.x, stored.x_next)

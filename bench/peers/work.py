@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fluvial.bench.update.cases import Size
+from fluvial.bench.update.cases import NetworkSize
 from fluvial.core.random import fold_in, key, normal
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import Handwriting
@@ -36,7 +36,7 @@ class Sampled(NamedTuple):
     log_prob: Tensor  # [B, S], in nats per dimension
 
 
-class Stored(NamedTuple):
+class RolloutOfWork(NamedTuple):
     """A rollout as both sides are given it for an update."""
 
     x: Tensor  # [B, S, *event] before each recorded step
@@ -60,7 +60,7 @@ class PeerModel(Handwriting):
         size: transformer and shape of its inputs.
     """
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: NetworkSize) -> None:
         super().__init__(None)
         self.size = size
 
@@ -103,7 +103,7 @@ class Work:
         lora: adapters of the layers that both projects adapt.
     """
 
-    size: Size
+    size: NetworkSize
     samples: int = 8
     steps: int = 10
     window: range | None = None

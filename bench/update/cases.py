@@ -43,7 +43,7 @@ CUDA = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
-class Size:
+class NetworkSize:
     """A transformer and what goes into it.
 
     Args:
@@ -84,15 +84,15 @@ TINY = {
     "pos_embed_max_size": 4,
 }
 SIZES = {
-    "tiny": Size(TINY, (1, 4, 4), 2),  # for tests
-    "small": Size(CONFIG, (1, 8, 32), 4),  # the handwriting model: 0.6 million parameters
-    "medium": Size(  # 8 million
+    "tiny": NetworkSize(TINY, (1, 4, 4), 2),  # for tests
+    "small": NetworkSize(CONFIG, (1, 8, 32), 4),  # the handwriting model: 0.6 million parameters
+    "medium": NetworkSize(  # 8 million
         {**CONFIG, "num_layers": 6, "attention_head_dim": 32, "num_attention_heads": 6, "caption_projection_dim": 192},
         (1, 8, 32),
         4,
     ),
-    "sd3.5-medium 512^2": Size(SD35, (16, 64, 64), 333),  # 2.2 billion
-    "sd3.5-medium 1024^2": Size(SD35, (16, 128, 128), 333),
+    "sd3.5-medium 512^2": NetworkSize(SD35, (16, 64, 64), 333),  # 2.2 billion
+    "sd3.5-medium 1024^2": NetworkSize(SD35, (16, 128, 128), 333),
 }
 
 
@@ -146,10 +146,10 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class UpdateCase:
     """One rollout: the model, the samples and the micro-batches of its update."""
 
-    size: Size
+    size: NetworkSize
     train: Literal["lora", "full"]
     steps: int
     guidance: bool
@@ -168,7 +168,7 @@ class Rollout(NamedTuple):
     timesteps: Tensor  # [T]
 
 
-def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
+def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
     """Sample trajectories with the engine's policy and record every step."""
     device, size = world.device, case.size
     root = fold_in(key(1), world.rank)
@@ -216,7 +216,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
     return Rollout(flat, cond, stored, sigmas, timesteps)
 
 
-def build_engine(case: Case, world: World, sharding: EngineConfig) -> Engine:
+def build_engine(case: UpdateCase, world: World, sharding: EngineConfig) -> Engine:
     """Return fluvial's engine over a new transformer."""
     module = case.size.build(case.train, world.device)
     if case.checkpointing:
@@ -224,7 +224,7 @@ def build_engine(case: Case, world: World, sharding: EngineConfig) -> Engine:
     return Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=1000, sharding=sharding)
 
 
-def build_published(case: Case, world: World) -> PublishedLoop:
+def build_published(case: UpdateCase, world: World) -> PublishedLoop:
     """Return the published loop over a new transformer."""
     dtype = EngineConfig().compute_dtype(world.device)
     module: Any = case.size.build(case.train, world.device)

@@ -25,8 +25,8 @@ from fluvial.bench.update.cases import (
     CUDA,
     MODEL,
     SIZES,
-    Case,
     Rollout,
+    UpdateCase,
     UpdateConfig,
     build_engine,
     build_published,
@@ -36,7 +36,7 @@ from fluvial.bench.update.cases import (
 from fluvial.engines.engine.engine import Engine, EngineConfig
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.run.monitoring import mfu as utilisation
+from fluvial.engines.run import metrics as utilisation
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.flops import FlopCounter
 
@@ -63,7 +63,7 @@ class CountRow:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedUpdates:
     """The speed of each side: the median of its ratios to the baseline's time in the same round."""
 
     size: str
@@ -76,12 +76,12 @@ class Compared:
     mfu: dict[str, float]  # from the FLOPs that the engine's update needs; empty if the device's peak is unknown
 
 
-class Measured(NamedTuple):
+class MeasuredUpdate(NamedTuple):
     """Everything that was measured with one number of ranks."""
 
     rows: list[Measurement]
     counts: list[CountRow]
-    compared: list[Compared]
+    compared: list[ComparedUpdates]
 
 
 def count_update(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Side(NamedTuple):
     passes: int  # forward and backward passes per update, on one rank
 
 
-def build_sides(case: Case, world: World) -> tuple[dict[str, Side], Rollout, float]:
+def build_sides(case: UpdateCase, world: World) -> tuple[dict[str, Side], Rollout, float]:
     """Return every way to update on one rollout, the rollout, and the relative distance of their gradients.
 
     Each has made one update, so that its optimizer state exists.
@@ -145,7 +145,7 @@ def build_sides(case: Case, world: World) -> tuple[dict[str, Side], Rollout, flo
     return sides, rollout, distance
 
 
-def count_case(case: Case, world: World, *, name: str, compared: Collection[str] = ()) -> list[CountRow]:
+def count_case(case: UpdateCase, world: World, *, name: str, compared: Collection[str] = ()) -> list[CountRow]:
     """Count an update of each side, or only of the sides in `compared`."""
     sides, rollout, _ = build_sides(case, world)
     return [
@@ -165,7 +165,7 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
     ]
 
 
-def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Measurement], Compared]:
+def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[list[Measurement], ComparedUpdates]:
     """Time the sides in turn, and compare each round."""
     sides, _, distance = build_sides(case, world)
     peaks: dict[str, int] = {}
@@ -203,16 +203,16 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[M
         }
     ratios = {provider: speedup(provider) for provider in seconds}
     stored = speedup("keep", "baseline, stored log-probs")
-    return rows, Compared(name, case.train, case.steps, world.size, distance, ratios, stored, mfu)
+    return rows, ComparedUpdates(name, case.train, case.steps, world.size, distance, ratios, stored, mfu)
 
 
-def measure(config: UpdateConfig) -> Measured:
+def measure(config: UpdateConfig) -> MeasuredUpdate:
     """Count and time every case with this number of ranks, as one of them."""
 
-    def case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> Case:
-        return Case(SIZES[name], train, steps, config.guidance, samples, config.micro_batch, config.checkpointing)
+    def case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> UpdateCase:
+        return UpdateCase(SIZES[name], train, steps, config.guidance, samples, config.micro_batch, config.checkpointing)
 
-    measured = Measured([], [], [])
+    measured = MeasuredUpdate([], [], [])
     with init_world() as world:
         for train in config.train:
             for steps in config.counted if world.size == max(config.ranks) else ():
@@ -243,11 +243,11 @@ def _together(update: Callable[[], object], provider: str, peaks: dict[str, int]
         peaks[provider] = max(peaks.get(provider, 0), torch.cuda.max_memory_allocated() - held)
 
 
-def _mode(case: Case, world: World) -> str:
+def _mode(case: UpdateCase, world: World) -> str:
     return f"{world.size} process(es), {case.train}, {'guidance' if case.guidance else 'no guidance'}"
 
 
-def _shape(name: str, case: Case) -> str:
+def _shape(name: str, case: UpdateCase) -> str:
     return f"{name}, {case.samples} samples x {case.steps} steps, {case.micro_batch} pairs a pass"
 
 
@@ -282,7 +282,7 @@ def run(config: UpdateConfig) -> dict[str, Any]:
 
 
 def summarize(
-    counts: Sequence[CountRow], compared: Sequence[Compared], counted: tuple[int, int, int]
+    counts: Sequence[CountRow], compared: Sequence[ComparedUpdates], counted: tuple[int, int, int]
 ) -> dict[str, dict[str, float] | float]:
     """Return the content of the line of JSON: counts with the most ranks, and the speed-up with the most ranks and steps.
 

@@ -12,8 +12,7 @@ from fluvial.engines.cli.parse import console, find_values, flags_in_errors, par
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.evaluation.evaluate import evaluate
-from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder
-from fluvial.engines.run.evaluation.suites import find
+from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder, find
 from fluvial.engines.run.evaluation.table import as_records, format_tables, rows
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import finite

@@ -61,7 +61,7 @@ def _show(name: str, config: "PlanConfig") -> None:
 
             show_fit(name, config, console=console())
         elif config.trace:
-            from fluvial.engines.extensions.plan.trace import show as show_trace
+            from fluvial.engines.extensions.plan.check import show as show_trace
 
             show_trace(name, config, console=console())
         else:
@@ -79,8 +79,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
 
     from fluvial.engines.extensions.plan.fit import plan_of
     from fluvial.engines.extensions.plan.plan import PlanConfig
-    from fluvial.engines.extensions.published import takes
-    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.resolve import lines, resolve
     from fluvial.engines.extensions.published.runs import find
 
     published = find(name)
@@ -89,7 +88,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
         parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus,
     )
     if not set(HELP) & set(flags):
-        print("\n".join(takes.lines(published, config, gpus=count)))
+        print("\n".join(lines(published, config, gpus=count)))
     try:
         planned = plan_of(config, config.model, count, torch.device("cuda"))
     except UsageError as error:

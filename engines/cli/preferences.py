@@ -28,7 +28,7 @@ from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.invalid import find_kept_samples
+from fluvial.engines.scoring.gather import find_kept_samples
 from fluvial.engines.scoring.registry import select
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples

@@ -88,8 +88,8 @@ def serve_model(name: str, config: ServeConfig) -> None:
     check_server_packages("serve")
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
-    from fluvial.engines.extensions.servers.rollout.opening import open_policy
     from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
+    from fluvial.engines.extensions.servers.rollout.policy import open_policy
     from fluvial.engines.extensions.servers.rollout.sampling import batcher
     from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes

@@ -54,14 +54,14 @@ def run(args: list[str]) -> None:
 
 def _dry_run(args: list[str]) -> None:
     """Simulate a training run, and print what it would do."""
-    from fluvial.engines.extensions.dryrun import command
+    from fluvial.engines.extensions.dryrun import run as dryrun
 
-    flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
+    flags = {"--" + field.name.replace("_", "-") for field in fields(dryrun.DryRunConfig)}
     own, others = split_flags(args, flags)
-    asked = parse_config(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
+    asked = parse_config(dryrun.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
     config = configure("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
-        command.run(asked, config, console=console())
+        dryrun.run(asked, config, console=console())
 
 
 def configure(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
@@ -169,9 +169,8 @@ def _notes(
 
 def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
-    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.resolve import choose_accumulation, resolve
     from fluvial.engines.extensions.published.runs import load_published
-    from fluvial.engines.extensions.published.takes import choose_accumulation
 
     run = load_published().get(name)
     if run is None:

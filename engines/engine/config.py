@@ -158,21 +158,10 @@ class OptimizerConfig:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        above_0 = (1e-45, math.inf)
-        check_fields(
-            self,
-            lr=(0, math.inf),
-            eps=above_0,
-            weight_decay=(0, math.inf),
-            warmup=(0, math.inf),
-            warmup_ratio=(0, 1),
-            min_lr_ratio=(0, 1),
-            max_grad_norm=(1e-12, math.inf),
-            ema_decay=(0, 1),
-            max_skipped=(1, math.inf),
-            ema_interval=(1, math.inf),
-            ema_repeats=(1, 2**31),
-        )
+        shares = dict.fromkeys(("warmup_ratio", "min_lr_ratio", "ema_decay"), (0, 1))
+        sizes = dict.fromkeys(("lr", "weight_decay", "warmup"), (0, math.inf))
+        counts = {"max_skipped": (1, math.inf), "ema_interval": (1, math.inf), "ema_repeats": (1, 2**31)}
+        check_fields(self, "optimizer", eps=(1e-45, math.inf), max_grad_norm=(1e-12, math.inf), **shares, **sizes, **counts)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise UsageError("optimizer.betas", self.betas, "two numbers")
         for field, decay in (("betas", self.betas[0]), ("betas", self.betas[1]), ("ema_decay", self.ema_decay)):

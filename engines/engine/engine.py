@@ -20,12 +20,12 @@ from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
-from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
+from fluvial.engines.engine.items import Diagnostics, Numbers, PartNumbers, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
@@ -46,7 +46,7 @@ class UpdateInfo(NamedTuple):
     max_abs: dict[str, float]
     items: int  # computed items of all ranks
     flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
-    parts: Parts | None = None  # diagnostics by part, where the items are split
+    parts: PartNumbers | None = None  # diagnostics by part, where the items are split
     memory: tuple[float, ...] = ()  # largest `World.peak_memory` of the ranks, in bytes
 
 
@@ -239,13 +239,14 @@ class Engine:
         self._check_onloaded()
         with self.sharded.train():
             for i, run in enumerate(passes, start=1):
-                self.set_last(last and i == len(passes))
+                self.sharded.set_last(last and i == len(passes))
                 self.sharded.last_backward.begin(last and i == len(passes))
                 run()
         self.sharded.last_backward.end()
 
+    @collective
     def step(self) -> UpdateInfo:
-        """Take an optimizer step with the gradients that `backward` added, and clear them; every rank must take part."""
+        """Take an optimizer step with the gradients that `backward` added, and clear them."""
         self._check_onloaded()
         norm = self._gradient_norm()
         return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
@@ -366,10 +367,11 @@ class Engine:
         self.sharded.host.check_onloaded()
         self.host.check_onloaded()
 
+    @collective
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) as `gather_weights` does. Every rank must take part.
+        """Yield (name, full tensor on the CPU) as `gather_weights` does.
 
         With `average` they are those of the moving average, if there is one.
         """
@@ -428,10 +430,6 @@ class Engine:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
         return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
-
-    def set_last(self, last: bool) -> None:
-        """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
-        self.sharded.set_last(last)
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""

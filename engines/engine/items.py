@@ -65,7 +65,7 @@ def micro_batches(
         start = stop
 
 
-class Parts(NamedTuple):
+class PartNumbers(NamedTuple):
     """Diagnostics by part of an update's items, e.g. by step: one number per part, 0 for a part without items."""
 
     items: list[int]  # of all ranks
@@ -130,7 +130,7 @@ class Diagnostics:
             signed, size = (
                 {name: [sum(next(column)) / max(number, 1) for number in held] for name in self.names} for _ in range(2)
             )
-            parts = Parts([int(number) for number in held], signed, size)
+            parts = PartNumbers([int(number) for number in held], signed, size)
         return Numbers(loss, int(items), mean, max_abs, parts, memory=tuple(max(sizes) for sizes in column))
 
 
@@ -141,7 +141,7 @@ class Numbers(NamedTuple):
     items: int
     mean: dict[str, float]
     max_abs: dict[str, float]
-    parts: Parts | None
+    parts: PartNumbers | None
     memory: tuple[float, ...]  # the largest of the ranks
 
 

@@ -16,17 +16,118 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from fluvial.core import random
 from fluvial.core.random import DRAWN_AT_ONCE, Key, bits, fold_in
 from fluvial.engines.engine.config import OptimizerConfig, OptimizerName
-from fluvial.engines.engine.muon import MuonAdamW
-from fluvial.engines.engine.prodigy import Prodigy
-from fluvial.engines.engine.shards import first_row, local, plain, shard_like, sum_over_shards
+from fluvial.engines.engine.shards import first_row, local, plain, set_lr, shard_like, sum_over_shards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
+
+START = 1e-6  # d before the first step
+
+
+class Prodigy(Optimizer):
+    """Prodigy (arXiv 2306.06101), AdamW that estimates its own step size, for parameters that are sharded by rows.
+
+    With G the gradient, W0 the first weights, c = sqrt(b2), h = d lr, and sums over all parameters and ranks:
+
+        m <- b1 m + (1 - b1) d G    v <- b2 v + (1 - b2) d^2 G^2    s <- c s + d h G / d0
+        r <- c r + d h sum(G (W0 - W)) / d0    d' = max(d, r / sum |s|)
+        W <- W (1 - weight_decay h) - h m / (sqrt(v) + d' eps)    d <- d'
+
+    d estimates the distance to the solution from below, so that it never falls; lr is a factor, 1 as published. This is the
+    rule of the package prodigyopt without bias correction, which sums over the parameters on the host, keeps d outside of
+    the optimizer's tensors, and has no shards of FSDP2. Here one all-reduce per step sums over the ranks, nothing is read on
+    the host, and d and r are tensors that a checkpoint holds.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        super().__init__(params, {"lr": config.lr, "weight_decay": config.weight_decay})
+        self._betas, self._eps = config.betas, config.eps
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        (group,) = self.param_groups
+        held = [p for p in group["params"] if p.grad is not None]
+        states = [{key: local(value) for key, value in self.state[p].items()} for p in held]
+        (b1, b2), c = self._betas, math.sqrt(self._betas[1])
+        d, r = states[0]["estimate"].clone().unbind()  # every parameter has the same two
+        d = d.clamp(min=START)
+        h, sums = d * group["lr"], []
+        for p, state in zip(held, states, strict=True):
+            gradient = local(p.grad)
+            state["step"] += 1
+            if state["step"] == 1:
+                state["first"].copy_(local(p))
+            state["exp_avg"].mul_(b1).add_(gradient * ((1 - b1) * d))
+            state["exp_avg_sq"].mul_(b2).add_((gradient * d).square() * (1 - b2))
+            state["sum"].mul_(c).add_(gradient * (d * h / START))
+            distance = (gradient * (state["first"] - local(p))).sum() * (d * h / START)
+            sums.append(torch.stack([distance, state["sum"].abs().sum()]))
+        numerator, denominator = torch.stack(sum_over_shards(sums, held)).sum(0)
+        r = c * r + numerator
+        estimate = torch.maximum(d, torch.where(denominator > 0, r / denominator, 0))
+        for p, state in zip(held, states, strict=True):
+            step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + estimate * self._eps)
+            local(p).mul_(1 - group["weight_decay"] * h).sub_(step * h)
+            state["estimate"].copy_(torch.stack([estimate, r]))
+
+
+MOMENTUM = 0.95
+
+
+class MuonAdamW(Optimizer):
+    """Muon (arXiv 2502.16982), with AdamW for parameters that are no matrices, for parameters that are sharded by rows.
+
+    With G the gradient of a matrix of m rows and n columns, and O(U) = A B^T of the singular value decomposition U = A S B^T
+    by five Newton-Schulz steps:
+
+        M <- 0.95 M + 0.05 G    U = 0.05 G + 0.95 M    W <- W (1 - lr weight_decay) - 0.2 sqrt(max(m, n)) lr O(U)
+
+    The factor gives a step the RMS of AdamW's, so that its learning rate can be used again. O needs whole matrices: each is
+    gathered from its shards when its turn comes, orthogonalised on every rank alike, and freed. Momentum stays sharded.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": config.lr, "weight_decay": config.weight_decay})
+        others = [p for p in params if p.ndim != 2]
+        options: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay, "fused": True}
+        self._adamw = AdamW(others, lr=config.lr, **options) if others else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or p.ndim != 2:
+                    continue
+                momentum, gradient, weight = local(self.state[p]["momentum_buffer"]), local(p.grad), local(p)
+                momentum.lerp_(gradient, 1 - MOMENTUM)
+                update = shard_like(p, gradient.lerp(momentum, MOMENTUM))
+                step = _orthogonal_step(update.full_tensor() if isinstance(update, DTensor) else update, group["lr"])
+                first = first_row(p)
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(step[first : first + len(weight)])
+        if self._adamw is not None:
+            set_lr(self._adamw, self.param_groups[0]["lr"])
+            with plain(self._adamw):
+                self._adamw.step()
+
+
+def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
+    """Return Muon's step of a whole matrix from 0, without momentum."""
+    moved = nn.Parameter(torch.zeros_like(update))
+    moved.grad = update
+    Muon([moved], lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
+    return moved.detach()
+
 
 SEED = 0  # of the rounding of every run
 Shape = tuple[int, ...]
@@ -154,8 +255,8 @@ class Adafactor(Optimizer):
     step sum over the ranks, and nothing is read on the host.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, *, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        super().__init__(params, {"lr": config.lr, "weight_decay": config.weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -212,20 +313,8 @@ def _build_quantised_adamw(parameters: Iterable[nn.Parameter], config: Optimizer
     return made(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def _adafactor(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return Adafactor(parameters, config.lr, weight_decay=config.weight_decay)
-
-
 def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
-
-
-def _muon(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return MuonAdamW(parameters, config)
-
-
-def _prodigy(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return Prodigy(parameters, config)
 
 
 def _adam_moments(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
@@ -256,9 +345,9 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adam_moments, "device", True),
     "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
     "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
-    "adafactor": OptimizerKind(_adafactor, _factor, "host"),
-    "muon": OptimizerKind(_muon, _momentum, "device"),
-    "prodigy": OptimizerKind(_prodigy, _estimated, "host"),
+    "adafactor": OptimizerKind(Adafactor, _factor, "host"),
+    "muon": OptimizerKind(MuonAdamW, _momentum, "device"),
+    "prodigy": OptimizerKind(Prodigy, _estimated, "host"),
     "sgd": OptimizerKind(
         _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
 from fluvial.engines.files import read_weights, shapes, weight_files
 from fluvial.models.lora import adapter_names, adapter_parts, is_adapter, lora_layers
@@ -24,10 +24,11 @@ from fluvial.models.protocol import Weights
 from fluvial.models.quantised import QuantisedLinear, find_quantised
 
 
+@collective
 def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
 
-    Every rank must take part. Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
+    Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
     module's dtypes. Memory: the shards themselves, and one tensor's shard while it is read.
 
     Args:
@@ -83,6 +84,7 @@ class _Only(FileSystem):
         return [str(file) for file in weight_files(self.folder)]
 
 
+@collective
 def gather_weights(
     module: nn.Module,
     *,
@@ -92,7 +94,7 @@ def gather_weights(
     dtype: torch.dtype | None = None,
     names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
+    """Yield (name, copy of the full tensor on the CPU), one at a time.
 
     Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
     `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise `adapter`
@@ -200,6 +202,7 @@ def _sources(
     return sources
 
 
+@collective
 def gather(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a whole one. Every rank must take part."""
+    """Return a tensor that may be sharded as a whole one."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

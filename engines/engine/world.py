@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -16,13 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError, convert_errors
 from fluvial.engines.rendezvous import describe_loss, open_store, tell_failure, watch_ranks
 from fluvial.models.device import default_device, is_accelerator
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 TIMEOUT = 600.0  # default seconds that a collective waits for the other ranks
 _entered: ContextVar["World | None"] = ContextVar("world", default=None)
+
+
+def collective(function: Function) -> Function:
+    """Mark a function that every rank must call, in one order on all of them, and say so in its docstring."""
+    function.__dict__["is_collective"] = True
+    function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\nEvery rank must take part.\n"
+    return function
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,16 @@ class World:
             raise UsageError("engine.context_parallel", sequence, f"a divisor of the {self.size} ranks")
         return replace(self, sequence=sequence)
 
+    @collective
     def background(self) -> "World":
-        """Return this world with a new group on the CPU, for collectives of another thread. Every rank must take part."""
+        """Return this world with a new group on the CPU, for collectives of another thread."""
         backend = "fake" if _is_fake() else "gloo"
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
+    @collective
     def alone(self) -> "World":
-        """Return a world of this process alone, for modules that it holds whole. Every rank must take part."""
+        """Return a world of this process alone, for modules that it holds whole."""
         if self.size == 1:
             return self
         mesh = self.new_mesh((self.size, 1), ("ranks", "alone"))["alone"]
@@ -196,12 +206,10 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
-    try:
+    with convert_errors(RunError, RuntimeError, says=f"rank {rank}: the {size} processes did not find each other"):
         shared = open_store(rank, size, joining) if size > 1 else None
         store: dist.Store = dist.HashStore() if shared is None else shared
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
-    except RuntimeError as error:
-        raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
     # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, an H200) and
     # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
     failed, ended, cudnn = True, Event(), torch.backends.cuda.cudnn_sdp_enabled()
@@ -239,11 +247,7 @@ def enter_world(world: World) -> Iterator[None]:
 
 
 def current_world() -> World:
-    """Return the world of the enclosing `init_world()`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the world of the enclosing `init_world()`; UsageError if there is none."""
     world = _entered.get()
     if world is None:
         raise UsageError("there is no process group: create the engine within `with init_world():`, or pass `world`")

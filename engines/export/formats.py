@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.weights import gather, gather_weights
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
 from fluvial.engines.export.model_folder import export, write_lora, writing
 from fluvial.engines.files import save_tensors
@@ -45,6 +45,7 @@ def check_format(kind: Format, model: DiffusionModel, *, adapted: bool, merge: b
         raise UsageError(f"{pipeline} has no layout that ComfyUI reads, expected one of {ARCHITECTURES}: use lora or merged")
 
 
+@collective
 def write(
     kind: Format,
     module: nn.Module,
@@ -56,7 +57,7 @@ def write(
     merge: bool = False,
     world: World,
 ) -> None:
-    """Write a (sharded) module in a format. Every rank must take part.
+    """Write a (sharded) module in a format.
 
     - lora: `pytorch_lora_weights.safetensors`, for `load_lora_weights`.
     - merged: the network with the adapter folded in, for its class's `from_pretrained`.
@@ -148,12 +149,13 @@ def _write_original(
             save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata=metadata)
 
 
+@collective
 def _lengths(
     module: nn.Module, pipeline: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], world: World
 ) -> dict[str, Tensor]:
     """Return what ComfyUI scales the rows of a DoRA by, on the main rank, see `adapter_to_original`.
 
-    Every rank must take part. Layers that are joined with adapted ones are among them, with the norms of their rows, so
+    Layers that are joined with adapted ones are among them, with the norms of their rows, so
     that they do not change.
     """
     parts, linear, found = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()

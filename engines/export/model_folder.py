@@ -1,4 +1,4 @@
-"""The files that diffusers' from_pretrained and load_lora_weights open."""
+"""The files that diffusers' from_pretrained and load_lora_weights open, in a folder that is complete or absent."""
 
 import errno
 import json
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.weights import gather_weights, layout, plain_name
-from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import LORA, MODEL, save_tensors, sync
 from fluvial.models.lora import Dora, is_adapter, read_form
 from fluvial.models.quantised import find_quantised
 
 
+@collective
 def export(
     module: nn.Module,
     out: Path,
@@ -35,7 +36,7 @@ def export(
     max_shard_size: int | str = "5GB",
     world: World,
 ) -> None:
-    """Write a (sharded) module as a model folder that `from_pretrained` opens. Every rank must take part.
+    """Write a (sharded) module as a model folder that `from_pretrained` opens.
 
     An nn.ModuleDict of models is written as one folder per model, by name, within `out`.
 
@@ -104,6 +105,7 @@ def write_model(
                 (folder / "config.json").write_text(config, encoding="utf-8")
 
 
+@collective
 def write_lora(
     module: nn.Module,
     out: Path,
@@ -113,7 +115,7 @@ def write_lora(
     dtype: torch.dtype | None = None,
     world: World,
 ) -> None:
-    """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens. Every rank must take part.
+    """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens.
 
     Where a pipeline does not know LoKr, its network does: `load_lora_adapter`. Rank and alpha are written too, so that
     loading scales the adapter as training did. The adapters of an nn.ModuleDict of models are written to one folder per
@@ -241,3 +243,66 @@ def writing(out: Path, world: World, what: str = "weights") -> Iterator[None]:
         except (OSError, SafetensorError) as error:
             full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
             raise RunError(f"{what} cannot be written to {out}: {'the disk is full' if full else error}") from error
+
+
+RECORD = "fluvial.json"  # says what an export holds, beside it
+
+
+def is_exported(out: Path, record: dict[str, Any]) -> bool:
+    """Return whether a folder holds an export already; False if there is nothing yet.
+
+    Args:
+        out: folder.
+        record: what the export holds, as JSON.
+
+    Raises:
+        UsageError: something else is there.
+    """
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+        return False
+    try:
+        held = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        files = held.pop("files")
+        whole = all((out / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, AttributeError, KeyError):
+        held, whole = None, False
+    if held != record or not whole:
+        other = "another export" if held is not None else "files of something else"
+        raise UsageError(f"`out` is {out}, which holds {other}: name another folder, or remove it")
+    return True
+
+
+@collective
+@contextmanager
+def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `out` when the context ends without an error.
+
+    Args:
+        out: folder of the export; an earlier one there is replaced.
+        record: what the export holds, as JSON; it is written beside it, with the size of each file.
+        world: process group that exports.
+
+    Raises:
+        RunError: the folder cannot be written; `out` is as before.
+    """
+    draft = out.with_name(f".{out.name}.partial")
+    try:
+        with writing(out, world, "export"):
+            if world.is_main:
+                shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+                draft.mkdir(parents=True)
+        yield draft
+        with writing(out, world, "export"):
+            if world.is_main:
+                files = sorted(path for path in draft.rglob("*") if path.is_file())
+                sizes = {path.relative_to(draft).as_posix(): path.stat().st_size for path in files}
+                (draft / RECORD).write_text(json.dumps({**record, "files": sizes}, indent=1) + "\n", encoding="utf-8")
+                for path in (*files, draft / RECORD, draft):
+                    sync(path)
+                if out.exists():
+                    shutil.rmtree(out)
+                os.rename(draft, out)
+                sync(out.parent)
+    finally:
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)

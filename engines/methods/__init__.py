@@ -38,8 +38,7 @@ from fluvial.engines.run.method import (
     Preferences,
     RecordedRows,
 )
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.advantages import AdvantageConfig
 

@@ -12,8 +12,7 @@ from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import StepKLConfig, Weighting, correct, weigh
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades

@@ -16,7 +16,7 @@ from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.step import KLWeight, kl_factor
 from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Follower, Networks, Start
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps, Rows
 from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import velocity_error

@@ -15,8 +15,8 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
@@ -30,7 +30,7 @@ from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives,
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.method import Images, Preferences
-from fluvial.engines.run.monitoring.gaming import evaluator_of
+from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
@@ -43,7 +43,7 @@ from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
-from fluvial.engines.sampling.sampler_copy import Copy
+from fluvial.engines.sampling.source import Copy
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward
@@ -59,7 +59,7 @@ from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """The parts of a run."""
 
     config: TrainConfig  # its micro-batch a number
@@ -77,6 +77,7 @@ class Parts(NamedTuple):
     base: str  # fingerprint of the weights, and of the adapter, that training starts from
 
 
+@collective
 def build_parts(
     config: TrainConfig,
     job: Job,
@@ -85,8 +86,8 @@ def build_parts(
     *,
     stop: Callable[[], bool] = lambda: False,
     resume_from: Path | str | None = None,
-) -> Parts:
-    """Return the parts of a run; every rank must take part.
+) -> RunParts:
+    """Return the parts of a run.
 
     Args:
         memory: what the run remembers between batches.
@@ -125,6 +126,7 @@ def build_parts(
     return parts
 
 
+@collective
 def _built(
     config: TrainConfig,
     job: Job,
@@ -135,8 +137,8 @@ def _built(
     memory: Memory,
     stop: Callable[[], bool],
     resume_from: Path | str | None,
-) -> Parts:
-    """Return the parts of a run, whose rewards work; every rank must take part."""
+) -> RunParts:
+    """Return the parts of a run, whose rewards work."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.engine.init == "sharded" else None
@@ -155,12 +157,9 @@ def _built(
     own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
-    with world.agreed():
-        try:
-            conditioned = any(prompt.media for prompt in job.prompts)
-            check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    with world.agreed(), convert_errors(UsageError, ValueError):
+        conditioned = any(prompt.media for prompt in job.prompts)
+        check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
@@ -220,13 +219,14 @@ def _built(
     ahead = None if copy is None else Ahead(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base + adapter
-    return Parts(config, choices, pairs, job, asked, *parts)
+    return RunParts(config, choices, pairs, job, asked, *parts)
 
 
+@collective
 def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, dict[str, Choice]]:
-    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
+    """Return a run with a number as its micro-batch, and why that one if it was chosen now."""
     if config.engine.micro_batch != "auto":
         return config, {}
     if resume_from is not None:
@@ -235,6 +235,7 @@ def _with_micro_batch(
     return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
 
 
+@collective
 def _pairs(
     config: TrainConfig,
     job: Job,
@@ -243,7 +244,7 @@ def _pairs(
     resume_from: Path | str | None,
     choices: dict[str, Choice],
 ) -> tuple[int, ...]:
-    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
+    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`.
 
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
     `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
@@ -266,10 +267,11 @@ def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collecti
     return {name: [*adapter_names(module, name).values()] for name in learn}
 
 
+@collective
 def _networks(
     config: TrainConfig, job: Job, engine: Engine, weights: Weights | None, adapters: Mapping[str, Collection[str]]
 ) -> BuiltNetworks:
-    """Return the networks that the method declares; every rank must take part.
+    """Return the networks that the method declares.
 
     Args:
         adapters: parameters of those that are adapters and learn, by name.
@@ -321,8 +323,9 @@ def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
 
 
+@collective
 def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) -> Copy:
-    """Return a second network, which samples while the engine's own is trained; every rank must take part."""
+    """Return a second network, which samples while the engine's own is trained."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
         weights = job.model.weights if config.engine.init == "sharded" else None
@@ -452,10 +455,8 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
         )
     check_negatives(prompts, guided=config.is_guided, field="sampling.guidance.scale")
     if config.is_guided and guidance.negative:
-        try:
+        with convert_errors(UsageError, ValueError, says="sampling.guidance.negative"):
             job.model.check_prompt(guidance.negative)
-        except ValueError as error:
-            raise UsageError(f"sampling.guidance.negative: {error}") from error
 
 
 def _check_sources(config: TrainConfig, job: Job) -> None:
@@ -524,10 +525,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 problem = f"an adapter of the form {each.form.kind} beside {settings.form.kind}: set lora.form"
                 raise UsageError(f"`teacher` names {taught[name]}, {problem}")
         further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
-        try:
+        with convert_errors(UsageError, ValueError):
             add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
         layers = {*lora_layers(module)}
         for name, each in teachers.items():
             if differing := layers ^ {*each.layers}:
@@ -537,10 +536,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         behind = {name for name, follower in config.followers.items() if follower.network in learn}
         start = {} if found is None else dict.fromkeys([name for name in adapters if name not in {*learn, *behind}], found)
         for name, each in {**start, **teachers}.items():
-            try:
+            with convert_errors(UsageError, ValueError, says=f"`{'teacher' if name in teachers else 'lora.weights'}`"):
                 load_lora(module, each.tensors, name)
-            except ValueError as error:
-                raise UsageError(f"`{'teacher' if name in teachers else 'lora.weights'}`: {error}") from error
     return module, "".join(f" {digest(each)}" for each in (*([] if found is None else [found]), *teachers.values()))
 
 

@@ -12,12 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
-from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.export.model_folder import writing
+from fluvial.engines.export.model_folder import is_exported, open_draft, writing
 from fluvial.engines.files import digest_weights
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -102,11 +101,12 @@ def export_run(
     return out, False
 
 
+@collective
 def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Module, Weights | None]:
     """Return the network of a checkpoint with the policy, before sharding, and the folder of its base weights.
 
     Where an adapter was trained, the parameters of the network itself are on the meta device, and are to be read from that
-    folder. Without one the network is whole, and there is no folder. Every rank must take part.
+    folder. Without one the network is whole, and there is no folder.
 
     Args:
         path: folder or URL of the checkpoint.
@@ -127,8 +127,9 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     return module.requires_grad_(False), None if adapter is None else job.model.weights
 
 
+@collective
 def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Path:
-    """Export the present weights of a run to its `exports`, and return the folder. Every rank must take part.
+    """Export the present weights of a run to its `exports`, and return the folder.
 
     Raises:
         RunError: the folder cannot be written.
@@ -140,6 +141,7 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
     return out
 
 
+@collective
 def _write(
     exported: Exported,
     config: TrainConfig,
@@ -151,7 +153,7 @@ def _write(
     world: World,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an export with its model card; every rank must take part."""
+    """Write an export with its model card."""
     card = _card(config, model, module, exported)
     with open_draft(out, exported._asdict(), world) as draft:
         dtype = EXPORT_DTYPES[exported.dtype]
@@ -213,13 +215,10 @@ def _is_trained(key: str) -> bool:
 
 def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
     """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
-    try:
+    missing = f"checkpoint {place} does not say which run it is of, as those of this version do"
+    with convert_errors(RunError, KeyError, ValueError, says=missing):
         run = read_record(manifest["meta"]["run"])
         return locate_paths(run, folder or run.out), manifest["meta"]["lora"]
-    except (KeyError, ValueError) as error:
-        raise RunError(
-            f"checkpoint {place} does not say which run it is of, as those of this version do: {error}"
-        ) from error
 
 
 def _job(config: TrainConfig) -> jobs.Job:
@@ -249,10 +248,8 @@ def _build_network(
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
     module = jobs.build(job, empty=alone)
     if adapter is not None:
-        try:
+        with convert_errors(RunError, ValueError, says=f"the adapter of the checkpoint does not fit {config.model}"):
             add_lora(module, restore_lora(adapter), adapter["layers"])
-        except ValueError as error:
-            raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
     parameters = dict(module.named_parameters())
     for key, tensor in tensors.items():
         name = key.partition(".")[2]  # after weight. or average.

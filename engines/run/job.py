@@ -15,7 +15,7 @@ from fluvial.core.random import Key
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError, no_effect
+from fluvial.engines.errors import RunError, UsageError, convert_errors, no_effect
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
@@ -122,10 +122,8 @@ def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data
     evaluators = {"unchanged": built_in.unchanged, **evaluators}
     base = weights or built_in.EDIT_BASE
     job = _built_in(built_in.EditWords, base, list_known, write, rewards, evaluators, prompts, data)
-    try:
+    with convert_errors(UsageError, ValueError):
         job.model.encode(model_inputs(job.prompts))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return job
 
 

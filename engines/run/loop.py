@@ -9,6 +9,7 @@ from typing import Any
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.parallelize import count_programs
+from fluvial.engines.engine.world import collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.table import naming_errors
 from fluvial.engines.run import metrics
@@ -56,8 +57,9 @@ class Loop:
         """Whether any rank was asked to stop."""
         return self.run.stopping
 
+    @collective
     def update(self) -> dict[str, Any]:
-        """Make one rollout and its optimizer updates, and return their record; every rank must take part.
+        """Make one rollout and its optimizer updates, and return their record.
 
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
@@ -93,8 +95,9 @@ class Loop:
             self.config, batch, updates, notes, columns, seconds, self.engine, samples=samples, compiled=compiled
         )
 
+    @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
-        """Make the updates on a scored batch, after which the followers move; every rank must take part.
+        """Make the updates on a scored batch, after which the followers move.
 
         Args:
             root: key of the batch.
@@ -110,8 +113,9 @@ class Loop:
         self.run.networks.follow(rollouts + 1)
         return updates
 
+    @collective
     def _note(self, batch: Batch) -> None:
-        """Note how diverse the samples of a batch are, and how old the weights that made them; every rank must take part."""
+        """Note how diverse the samples of a batch are, and how old the weights that made them."""
         group, thumbnails = batch.plan.group, batch.made.result().thumbnails
         if thumbnails is not None and group > 1:
             everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]

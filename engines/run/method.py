@@ -15,8 +15,7 @@ from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import spec_of
 from fluvial.engines.run.declared import Networks, Start
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.window import AllRecorded, Trained

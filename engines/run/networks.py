@@ -9,6 +9,7 @@ from torch import nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.world import collective
 from fluvial.engines.run.declared import Base, Follower, Networks, SameNetwork, Start, Teacher, Trained, find_followers
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
@@ -51,9 +52,10 @@ class BuiltNetworks:
         self.followers = find_followers(declared)
         self.start = START if continues else None
 
+    @collective
     @contextmanager
     def open(self, name: str) -> Iterator[nn.Module]:
-        """Yield a network for forward passes without gradient; every rank must take part."""
+        """Yield a network for forward passes without gradient."""
         name = self._name(name)
         if name in self.separate:
             self.engine.sharded.reshard()  # so that both modules are not gathered at the same time
@@ -68,9 +70,10 @@ class BuiltNetworks:
         """Number of updates of each network that learns."""
         return {"policy": self.engine.updates, **{name: engine.updates for name, engine in self.trained.items()}}
 
+    @collective
     @contextmanager
     def train(self, name: str) -> Iterator[Engine]:
-        """Yield the engine of a network that learns, for updates of it; every rank must take part."""
+        """Yield the engine of a network that learns, for updates of it."""
         engine = self.trained.get(name, self.engine)
         if name in self.separate:
             self.engine.sharded.reshard()

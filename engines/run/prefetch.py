@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Trajectory
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError, UsageError
 from fluvial.engines.run.batch import Batch, RolloutPlan
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
-from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
+from fluvial.engines.sampling.source import Copy, snapshot_weights
 from fluvial.engines.scoring.gather import Scoring
 from fluvial.engines.scoring.runner import Collected
 from fluvial.models import DiffusionModel
@@ -95,12 +95,9 @@ class Ahead:
         self._order = PushOrder(self.world, self._ending.is_set)
         self._thread: Thread | None = None
 
+    @collective
     def next(self) -> Batch:
-        """Return the next batch, and ask for those after it; every rank must take part.
-
-        Raises:
-            RunError: its samples could not be made.
-        """
+        """Return the next batch, and ask for those after it; RunError if its samples could not be made."""
         every = self.config.updates_per_rollout
         number = self.engine.updates // every
         self._ask(range(number, min(number + self.config.rollout.ahead + 1, self.config.updates // every)))
@@ -109,8 +106,9 @@ class Ahead:
             batch.made.result()
         return batch
 
+    @collective
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the batches that were asked for, once their samples are made and scored; every rank must take part.
+        """Return the batches that were asked for, once their samples are made and scored.
 
         Returns:
             Tensors, the same on every rank, and values that JSON can hold.
@@ -126,8 +124,9 @@ class Ahead:
             tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta
 
+    @collective
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Take over batches as `state` returned them, on any number of ranks; every rank must take part."""
+        """Take over batches as `state` returned them, on any number of ranks."""
         model, size = self.run.job.model, self.config.samples_per_pass
         for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
             batch = self._collect(int(name), values["version"], lambda batch: None)
@@ -146,8 +145,9 @@ class Ahead:
         if self._thread is not None:
             self._thread.join(ENDING)
 
+    @collective
     def _ask(self, numbers: range) -> None:
-        """Ask for the rollouts that were not asked for, with the current weights; every rank must take part."""
+        """Ask for the rollouts that were not asked for, with the current weights."""
         new = [number for number in numbers if number not in self.requested]
         if not new:
             return
@@ -165,8 +165,9 @@ class Ahead:
         for number in new:
             self.requested[number] = self._collect(number, self.engine.updates, ask)
 
+    @collective
     def _collect(self, number: int, version: int, ask: Callable[[Batch], None]) -> Batch:
-        """Return a batch whose samples are asked for; every rank must take part."""
+        """Return a batch whose samples are asked for."""
         root = fold_in(key(self.config.seed), number * self.config.updates_per_rollout)
         return self.config.method.collect(RunAhead(self.run, number, version, ask), root)
 
@@ -302,8 +303,9 @@ class PushOrder:
             time.sleep(PAUSE)
 
 
+@collective
 def pack(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a rollout as tensors, and as values that JSON can hold; every rank must take part.
+    """Return a rollout as tensors, and as values that JSON can hold.
 
     Conditioning is left out: prompts are encoded again.
 

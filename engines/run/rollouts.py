@@ -31,8 +31,7 @@ from fluvial.engines.sampling.groups import AllGroups
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.window import AllRecorded
-from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade
-from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
+from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade, learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners

@@ -29,7 +29,7 @@ from fluvial.engines.sampling.items import Pairs, Rows, rebalance, select
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.engines.scoring.gradients import weighted_sum
+from fluvial.engines.scoring.runner import weighted_sum
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer

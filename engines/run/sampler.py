@@ -17,7 +17,7 @@ from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
@@ -36,8 +36,7 @@ from fluvial.engines.sampling.generate import (
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
-from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
-from fluvial.engines.sampling.source import Behaviour, RolloutSource
+from fluvial.engines.sampling.source import Behaviour, Copy, RolloutSource, snapshot_weights
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
@@ -177,8 +176,9 @@ class Sampler:
             )
         return bool(wrong)
 
+    @collective
     def compare_with_servers(self) -> Handshake | None:
-        """Compare what servers make of one prompt with the trainer's own numbers, once; every rank must take part.
+        """Compare what servers make of one prompt with the trainer's own numbers, once.
 
         Returns:
             The comparison; None where it was made before, or where no servers make the samples.
@@ -206,6 +206,7 @@ class Sampler:
             check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
         return found
 
+    @collective
     def plan(
         self,
         root: Key,
@@ -215,7 +216,7 @@ class Sampler:
         draft: ReadingConfig | None = None,
         starts: Sequence[int] | None = None,
     ) -> RolloutPlan:
-        """Return what to ask of the source for a rollout; every rank must take part.
+        """Return what to ask of the source for a rollout.
 
         Args:
             asked: prompt of each group, or of each sample.
@@ -242,8 +243,9 @@ class Sampler:
         per_pass = self.config.samples_per_pass
         return RolloutPlan(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
 
+    @collective
     def replan(self, plan: RolloutPlan, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutPlan:
-        """Return what to ask for in place of some groups of a rollout, with other prompts; every rank must take part.
+        """Return what to ask for in place of some groups of a rollout, with other prompts.
 
         Each rank asks for its own samples, and fills up with repeats to as many as any rank has.
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import EngineConfig, lr_factor
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
-from fluvial.engines.run.monitoring.gaming import Point, best_of
+from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
@@ -50,7 +50,7 @@ class Progress:
     before: dict[str, Any] | None = None  # scores of the evaluation before training
     rewards: dict[str, list[float]] = field(default_factory=dict)  # last rewards of each prompt, see `PromptStatistics`
     state: dict[str, list[float]] = field(default_factory=dict)  # numbers of the method's own
-    evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
+    evaluations: list[EvaluationPoint] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `scoring.floors`
 
@@ -228,7 +228,7 @@ class Saver:
             self._say(f"resumed with {', '.join(changed)}: bits may differ")
         self._say(f"resumed {path} after update {self.engine.updates}")
         known = {name: meta[name] for name in asdict(Progress()) if name in meta}
-        return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
+        return Progress(**{**known, "evaluations": [EvaluationPoint(*point) for point in known["evaluations"]]})
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of every network that learns, that of another than the policy under its name."""
@@ -259,8 +259,9 @@ class Saver:
         return {**runs_on(self.config, self.world), **chosen}
 
 
+@collective
 def read_micro_batch(path: Path | str, world: World) -> int:
-    """Return the number of samples per forward pass of the run that a checkpoint is of; every rank must take part."""
+    """Return the number of samples per forward pass of the run that a checkpoint is of."""
     saved, _ = checkpoint.settings(path, world=world)
     found: int = flat(migrate(saved))["engine.micro_batch"]
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World, collective, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.run import job as jobs
@@ -24,8 +24,8 @@ from fluvial.engines.run.jobs.evaluated import with_size_of
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.loop import Loop
 from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.passes.probe import compile_blocks
-from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.solvers import serving_solver
@@ -139,6 +139,7 @@ class Trainer:
         """Whether any rank was asked to stop."""
         return self.run.stopping
 
+    @collective
     def evaluate(
         self,
         samples: int | None = None,
@@ -146,7 +147,7 @@ class Trainer:
         keep: Callable[[Sequence[str], Tensor], None] | None = None,
         probe: Probe | None = None,
     ) -> Evaluation:
-        """Return the scores of held-out prompts; every rank must take part.
+        """Return the scores of held-out prompts.
 
         Args:
             samples: number of samples, by default `evaluation.samples` of the run.
@@ -173,8 +174,9 @@ class Trainer:
                 result = result._replace(velocity_drift=drift)
         return result
 
+    @collective
     def warm_up(self, progress: RunProgress | None = None) -> WarmUp | None:
-        """Compile the blocks now instead of in the first rollout, if they are compiled at all; every rank must take part.
+        """Compile the blocks now instead of in the first rollout, if they are compiled at all.
 
         Raises:
             UsageError: they cannot be compiled, and `engine.compile` is True.
@@ -192,10 +194,11 @@ class Trainer:
         self.loop.phase = "checkpoint"
         self.saver.save(self.progress, ends=ends)
 
+    @collective
     def save_finished(self) -> bool:
         """Write the state after the newest finished update, once an error has ended what followed.
 
-        Every rank must take part. Rollouts made ahead are left out. Returns False if that state is not there any more,
+        Rollouts made ahead are left out. Returns False if that state is not there any more,
         because the error came between the updates of a rollout, or in an optimizer step.
         """
         updates, progress = self.loop.finished

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from fluvial.engines import plugins
 from fluvial.engines.data.records import texts
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
+from fluvial.engines.engine.world import World, collective, init_world
+from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, convert_errors, is_out_of_memory
 from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -22,15 +22,20 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.monitoring.diagnostics import Probe
-from fluvial.engines.run.monitoring.extremes import KeptImages
-from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
-from fluvial.engines.run.monitoring.shortage import explain
+from fluvial.engines.run.monitoring.diagnostics import (
+    EvaluationPoint,
+    KeptImages,
+    Probe,
+    best_of,
+    describe_gaming,
+    evaluator_of,
+    explain,
+    find_gaming,
+)
 from fluvial.engines.run.passes.probe import notes
-from fluvial.engines.run.process import restart, run_folder
+from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
-from fluvial.engines.run.process.lock import FolderLock
-from fluvial.engines.run.process.run_folder import RunFolder
+from fluvial.engines.run.process.run_folder import FolderLock, RunFolder
 from fluvial.engines.run.process.stop import stop_request
 from fluvial.engines.run.record import as_record, with_absolute_paths
 from fluvial.engines.run.trainer import Trainer
@@ -200,8 +205,9 @@ class Training:
         self.progress.say(f"{self.trainer.stop.name or 'asked'}: {what}; continue with --resume --out {self.config.out}")
         return {}
 
+    @collective
     def _save(self, *, ends: bool = False) -> None:
-        """Write a checkpoint, unless another process has taken the run folder; every rank must take part."""
+        """Write a checkpoint, unless another process has taken the run folder."""
         self.trainer.loop.phase = "checkpoint"
         self._check_lock()
         self.trainer.save(ends=ends)
@@ -211,14 +217,15 @@ class Training:
             if self.lock is not None:
                 self.lock.check()
 
+    @collective
     def _watch_reward(self, evaluation: Evaluation) -> str:
-        """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
+        """Return why the run stops after an evaluation, nothing where the reward is not gamed."""
         trainer, count, update = self.trainer, self.config.evaluation.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
         points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])
         if recent:
-            points.append(Point(update, evaluation.score[evaluator], fmean(recent)))
+            points.append(EvaluationPoint(update, evaluation.score[evaluator], fmean(recent)))
             recent.clear()
         best = best_of(points)
         if not count or best is None:
@@ -238,11 +245,9 @@ class Training:
         check = self.trainer.job.check
         if check is None:
             return
-        with self.trainer.engine.inference() as module, self.trainer.world.agreed():
-            try:
-                self.progress.say(check(module))
-            except ValueError as error:
-                raise UsageError(f"model {self.config.model}: {error}") from error
+        problem = convert_errors(UsageError, ValueError, says=f"model {self.config.model}")
+        with self.trainer.engine.inference() as module, self.trainer.world.agreed(), problem:
+            self.progress.say(check(module))
 
     def _due(self, every: int) -> bool:
         """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
@@ -264,8 +269,9 @@ class Training:
             self._show(kept, result, extremes)
         return result
 
+    @collective
     def _show(self, kept: KeptImages, result: Evaluation, count: int) -> None:
-        """Write the best and the worst samples of an evaluation; every rank must take part."""
+        """Write the best and the worst samples of an evaluation."""
         for kind, chosen in zip(
             ("best", "worst"), kept.extremes(result.scores, self.trainer.world, count=count), strict=True
         ):
@@ -330,4 +336,4 @@ class Training:
 
 def _resume_restarted(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as it goes on if torchrun has started it before, else as it is configured."""
-    return replace(config, resume=True) if restart.check_restart(config.out, world) else config
+    return replace(config, resume=True) if run_folder.check_restart(config.out, world) else config

@@ -7,9 +7,7 @@ from fluvial.engines import plugins
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
-from fluvial.engines.sampling.in_process import InProcess
-from fluvial.engines.sampling.sampler_copy import Copy
-from fluvial.engines.sampling.source import Behaviour, RolloutSource
+from fluvial.engines.sampling.source import Behaviour, Copy, InProcess, RolloutSource
 from fluvial.models import DiffusionModel
 from fluvial.models.lora_layer import Product
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fluvial.core import correction
 from fluvial.core.checks import check_fields
 from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines import plugins
@@ -20,6 +21,28 @@ from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import AllSteps, Window
 from fluvial.models import DiffusionModel, Prediction, Schedule
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Weights that correct for a rollout made by another program than the update (precision, engine or weights).
+
+    The update then computes the old log-probabilities itself, with one more forward pass, and weights each pair by what
+    `core.correction` makes of their difference to the rollout's.
+
+    Args:
+        mode: What happens to a ratio of densities beyond the threshold: truncate, reject, mask; none corrects nothing.
+        level: What a ratio is taken over: a step, or a whole trajectory.
+        threshold: Bound of the ratio of densities, per dimension if the log-probability's reduction is mean, so near 1.
+    """
+
+    mode: Literal["none", "truncate", "reject", "mask"] = "none"
+    level: correction.Level = "step"
+    threshold: float = 1.01
+
+    def __post_init__(self) -> None:
+        check_fields(self, threshold=(1, 1e30))
+
 
 REPLAYED = "replayed:"  # first letters of a source of stored rollouts
 

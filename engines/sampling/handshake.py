@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError
 from fluvial.engines.sampling.generate import Chunk, Sampling, prediction_of
 from fluvial.kernels import step_log_prob
@@ -104,8 +104,9 @@ def compare(
     )
 
 
+@collective
 def check(largest: float, *, tolerance: float, world: World) -> None:
-    """Raise RunError if numbers of servers are too far from the trainer's on any rank; every rank must take part."""
+    """Raise RunError if numbers of servers are too far from the trainer's on any rank."""
     with world.agreed():
         if not largest <= tolerance:  # NaN too
             raise RunError(

@@ -18,7 +18,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Sampler
 from fluvial.engines import plugins
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models import Prediction
 
 
@@ -75,10 +75,8 @@ def sampler_rule(sampler: Any) -> SamplerRule:
     name = sampler_name(sampler)
 
     def bind(eta: float, levels: Tensor) -> Sampler:
-        try:
+        with convert_errors(UsageError, TypeError, ValueError, says=f"`sampling.sampler` {name!r} cannot be used"):
             return transitions.bind(partial(found, eta=eta), eta, levels)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"`sampling.sampler` {name!r} cannot be used: {error}") from error
 
     return SamplerRule(bind)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.padding import pad_length, trims_padding
@@ -34,11 +34,9 @@ class TextLengths:
         self.model, self.world = model, world
         self._known: dict[Any, int] = {}
 
+    @collective
     def padding(self, prompts: Sequence[Any]) -> Padding | None:
-        """Return the padding of this rank's prompts, negative ones included, None for the model's own.
-
-        Every rank must take part.
-        """
+        """Return the padding of this rank's prompts, negative ones included, None for the model's own."""
         model: Any = self.model
         if not trims_padding(model):
             return None
@@ -49,13 +47,15 @@ class TextLengths:
         tokens = pad_length(longest, limit=model.text_tokens)
         return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
 
+    @collective
     def of(self, prompts: Sequence[Any]) -> int | None:
-        """Return the length that these prompts are padded to, None for the model's own; every rank must take part."""
+        """Return the length that these prompts are padded to, None for the model's own."""
         padding = self.padding(prompts)
         return None if padding is None else padding.tokens
 
+    @collective
     def encode(self, guidance: Guidance, prompts: Sequence[Prompt]) -> tuple[Cond, Padding | None]:
-        """Return the conditioning of this rank's samples and its padding, that of all ranks; every rank must take part."""
+        """Return the conditioning of this rank's samples and its padding, that of all ranks."""
         padding = self.padding(guidance.texts(self.model, prompts))
         return guidance.encode(self.model, prompts, None if padding is None else padding.tokens), padding
 

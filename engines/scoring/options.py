@@ -88,11 +88,7 @@ def make_reward(label: str, found: Any, options: Mapping[str, str]) -> Any:
 
 
 def build_object(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Return what a class or a factory makes of options.
-
-    Raises:
-        UsageError: it raises.
-    """
+    """Return what a class or a factory makes of options; UsageError if it raises."""
     try:
         return make(**values)
     except (FluvialError, ValueError, OSError, ImportError) as error:

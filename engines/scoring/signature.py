@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, copy_metadata, model_inputs, texts
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models.host_values import to_device
 from fluvial.models.replay.kinds import read_sound, read_video
 
@@ -61,11 +61,7 @@ class Signature:
         return self.takes(name) or name in self.optional
 
     def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
-        """Return what a reward returns for samples.
-
-        Raises:
-            UsageError: the samples lack an input of the reward.
-        """
+        """Return what a reward returns for samples; UsageError if the samples lack an input of the reward."""
         found = [_value(name, samples) for name in self.positional]
         held = [
             name for name in self.optional if all(find_condition(prompt, name) is not None for prompt in samples.prompts)
@@ -176,13 +172,11 @@ def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
         )
     if name == "condition_images":
         return to_device(read_image(file), device)
-    try:
+    with convert_errors(UsageError, ValueError):
         if name == "condition_videos":
             return to_device(stack_frames(read_video(file)), device)
         sound = read_sound(file)
         return sound._replace(wave=to_device(sound.wave, device))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def stack_frames(frames: Sequence[Any]) -> Tensor:

@@ -1,9 +1,8 @@
 """Built-in models of handwritten 4-digit codes, small enough to train on a laptop."""
 
 from fluvial.models.handwriting.data import codes, digits, write
-from fluvial.models.handwriting.model import BASE, Handwriting
+from fluvial.models.handwriting.model import BASE, BASE_UNET, Handwriting, HandwritingUNet
 from fluvial.models.handwriting.recognisers import Recogniser, heldout_recogniser, likeness, reward_recogniser
-from fluvial.models.handwriting.unet import BASE_UNET, HandwritingUNet
 
 __all__ = [
     "BASE",

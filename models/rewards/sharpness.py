@@ -1,6 +1,6 @@
 """Sharpness of images: a reward that needs no model, and shows when few steps blur.
 
-Source: the variance of the Laplacian, LAPV in Pertuz et al., Pattern Recognition 46 (2013), doi 10.1016/j.patcog.2012.11.011.
+Source: the variance of the Laplacian (LAPV) in Pertuz et al. 2013, doi 10.1016/j.patcog.2012.11.011.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Built-in models of drawn words, read by OCR models that people use: one draws them, one corrects them."""
 
-from fluvial.models.words.data import words, write
 from fluvial.models.words.edits import EDIT_BASE, EditWords, correct, misspelt_images, unchanged
-from fluvial.models.words.model import BASE, Words
+from fluvial.models.words.model import BASE, Words, words, write
 from fluvial.models.words.recognisers import Recogniser, heldout_recogniser, legibility, reward_recogniser
 
 __all__ = [

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fluvial.models.images import read_image
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
-from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, as_letters, draw, places, words
-from fluvial.models.words.model import CONFIG, Words
+from fluvial.models.words.model import ADVANCE, CONFIG, HEIGHT, LETTERS, SHIFT, WIDTH, Words, as_letters, draw, places, words
 
 EDIT_BASE = Path(__file__).parent / "edit_base"  # the shipped weights, from `fluvial pretrain edit-words`
 ARGUMENT = "image"  # of a prompt's media

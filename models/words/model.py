@@ -1,17 +1,98 @@
-"""The words model: a small SD3 transformer that draws words of 3 to 6 letters as 1x24x96 images, in pixel space."""
+"""Words of 3 to 6 letters as 1x24x96 images, and a small SD3 transformer that draws them, in pixel space."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
+from fluvial.core.random import Key, fold_in, uniform
 from fluvial.models.handwriting.model import ONE_HOT, CodeCond
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pixel_model import PixelTransformer
-from fluvial.models.words.data import HEIGHT, LETTERS, LONGEST, PLACES, WIDTH, as_letters, check_word, places
+
+SHORTEST, LONGEST = 3, 6  # letters per word
+HEIGHT, WIDTH = 24, 96  # pixels
+LETTERS = " abcdefghijklmnopqrstuvwxyz"  # index 0 is no letter
+LIST = Path(__file__).parent / "words.txt"
+# It comes with matplotlib; Bitstream Vera licence, changes in the public domain.
+FONT = "DejaVuSansMono-Bold.ttf"
+SIZE = 21  # pixels per em
+ADVANCE = 16  # pixels from one letter to the next
+PLACES = 2 * LONGEST - 1  # where the middle of a letter can be, half an advance apart
+BASELINE = 18  # pixels from the top
+SHIFT = 1  # largest offset from the centre, in pixels
+
+
+@cache
+def words(split: Literal["train", "heldout"]) -> tuple[str, ...]:
+    """Return the words of a split. One fifth of the list, chosen by hash, is held out and never trained on."""
+    held_out = split == "heldout"
+    every = [word for word in LIST.read_text(encoding="utf-8").split("\n") if word and not word.startswith("#")]
+    return tuple(word for word in every if (zlib.crc32(word.encode()) % 5 == 0) == held_out)
+
+
+def check_word(prompt: str) -> None:
+    """Raise ValueError unless the prompt is a word of 3 to 6 letters from a to z."""
+    if not (SHORTEST <= len(prompt) <= LONGEST and prompt.isascii() and prompt.isalpha() and prompt.islower()):
+        raise ValueError(
+            f"prompt {prompt!r} is not a word of {SHORTEST} to {LONGEST} letters from a to z, expected for example 'river'"
+        )
+
+
+def as_letters(prompts: Sequence[str]) -> Tensor:
+    """Return the letters of a batch of words, int64 `[B, 6]`: 1 for a to 26 for z, and 0 after the last letter."""
+    for prompt in prompts:
+        check_word(prompt)
+    return torch.tensor([[LETTERS.index(letter) for letter in prompt.ljust(LONGEST)] for prompt in prompts]).reshape(
+        -1, LONGEST
+    )
+
+
+def places(prompts: Sequence[str]) -> Tensor:
+    """Return where the letters of a batch of words are drawn, int64 `[B, 6]`, from 0 to 10; -1 after the last letter."""
+    first = [LONGEST - len(prompt) for prompt in prompts]
+    rows = [
+        [start + 2 * letter if letter < len(prompt) else -1 for letter in range(LONGEST)]
+        for start, prompt in zip(first, prompts, strict=True)
+    ]
+    return torch.tensor(rows).reshape(-1, LONGEST)
+
+
+def write(key: Key, prompts: Sequence[str]) -> Tensor:
+    """Return one image per prompt, `[B, 1, 24, 96]` in [-1, 1]: black on white, moved by up to a pixel either way."""
+    draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), 2))
+    moves = (draws * (2 * SHIFT + 1)).long() - SHIFT
+    images = [draw(prompt, *move) for prompt, move in zip(prompts, moves.tolist(), strict=True)]
+    pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
+    return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
+
+
+def draw(word: str, across: int = 0, down: int = 0) -> np.ndarray:
+    """Return a word as uint8 pixels `[24, 96]`, with letters at equal distances, moved from the middle by whole pixels."""
+    check_word(word)
+    left = (WIDTH - ADVANCE * (len(word) - 1)) // 2 + across
+    image = Image.new("L", (WIDTH, HEIGHT), 255)
+    for place, letter in enumerate(word):
+        middle = left + ADVANCE * place, BASELINE + down
+        ImageDraw.Draw(image).text(middle, letter, fill=0, font=typeface(), anchor="ms")
+    return np.asarray(image)
+
+
+@cache
+def typeface() -> ImageFont.FreeTypeFont:
+    """Return the font that words are drawn with."""
+    import matplotlib
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", FONT)
+    return ImageFont.truetype(path, SIZE, layout_engine=ImageFont.Layout.BASIC)
+
 
 BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain words`
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.bench.counting import HostReads
-from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Case, Rollout, make_rollout, update_engine
+from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Rollout, UpdateCase, make_rollout, update_engine
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
@@ -50,7 +50,7 @@ class Operations(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def trained() -> Any:
     with init_world() as world:
-        case = Case(SIZES["small"], "lora", STEPS, guidance=True, samples=SAMPLES, micro_batch=SAMPLES)
+        case = UpdateCase(SIZES["small"], "lora", STEPS, guidance=True, samples=SAMPLES, micro_batch=SAMPLES)
         module = case.size.build("full", world.device)
         add_lora(module, LoraConfig(), SD3.lora_targets)
         engine = Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=100)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fluvial.bench import harness
-from fluvial.bench.objectives import report, worker
-from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
+from fluvial.bench.objectives import cases, report
+from fluvial.bench.objectives.cases import NAMES, CurvePoint, ObjectiveCase, ObjectivesConfig
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import with_values
@@ -19,9 +19,11 @@ from fluvial.engines.sampling.window import RandomWindow
 pytestmark = pytest.mark.long
 
 
-def point(recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a") -> Point:
+def point(
+    recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a"
+) -> CurvePoint:
     spent, scores = (updates, 128 * updates, 2.0 * updates), (heldout, heldout - 0.1, 0.01, 0.2)
-    return Point(recipe, seed, limit, settings, *spent, *scores, 1000, 0.0, "cpu", "2", "day")
+    return CurvePoint(recipe, seed, limit, settings, *spent, *scores, 1000, 0.0, "cpu", "2", "day")
 
 
 def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
@@ -29,8 +31,8 @@ def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
     points = [
         point(name, seed, n, 0.5 + n * up) for name, up in (("a", 0.01), ("b", 0.02)) for seed in (0, 1) for n in (0, 9)
     ]
-    harness.write(tmp_path / "t.csv", points, Point)
-    assert harness.read(tmp_path / "t.csv", Point) == points
+    harness.write(tmp_path / "t.csv", points, CurvePoint)
+    assert harness.read(tmp_path / "t.csv", CurvePoint) == points
     found = report.ends(points)
     assert list(found) == ["b", "a"]
     assert [p.updates for p in found["a"]] == [9, 9]
@@ -47,7 +49,7 @@ def test_runs_whose_rows_are_there_with_the_same_settings_are_not_made_again(tmp
     cases = config.cases(tmp_path)
     assert len({(case.recipe, case.seed, case.limit) for case in cases}) == len(cases) == 8
 
-    def rows(*cases: Case, settings: str | None = None) -> list[Point]:
+    def rows(*cases: ObjectiveCase, settings: str | None = None) -> list[CurvePoint]:
         return [point(c.recipe, c.seed, 9, 0.6, limit=c.limit, settings=settings or c.settings) for c in cases]
 
     assert report._missing(config, [], tmp_path) == cases
@@ -85,7 +87,7 @@ def test_equal_time_is_read_off_a_longer_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Path) -> None:
     """The folder and the seed do not matter, the number of rollouts does, and where time is the limit it does not."""
-    case = Case(name, 0, rollouts=5, seconds=0.0, folder=tmp_path)
+    case = ObjectiveCase(name, 0, rollouts=5, seconds=0.0, folder=tmp_path)
     assert case.settings == replace(case, folder=tmp_path / "x", seed=1).settings != replace(case, rollouts=6).settings
     assert case.config.updates == 5 * case.config.updates_per_rollout
     timed = replace(case, rollouts=0, seconds=5.0)
@@ -100,8 +102,8 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     usual = recipes.RECIPES["grpo"]
     monkeypatch.setitem(recipes.RECIPES, "grpo", lambda: with_values(usual(), tiny))
     monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)
-    case = Case("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
-    points = worker.points(case)
+    case = ObjectiveCase("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
+    points = cases.points(case)
     assert [(p.updates, p.samples, p.evaluated) for p in points] == [(n, 4 * n, 4 if n in (0, 5) else 2) for n in range(6)]
     assert points[0].seconds == points[0].drift == 0 < points[1].drift
     assert all(a.seconds < b.seconds for a, b in pairwise(points))
@@ -109,8 +111,8 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "teacher-0" / "weights").is_dir()
     (base,) = tmp_path.glob("base-*.json")
     base.write_text(base.read_text().replace('"heldout": ', '"heldout": 2'))
-    monkeypatch.setattr(worker, "_time_rollout", lambda config: 3.0)
-    timed = worker.points(replace(case, rollouts=0, seconds=7.0))
+    monkeypatch.setattr(cases, "_time_rollout", lambda config: 3.0)
+    timed = cases.points(replace(case, rollouts=0, seconds=7.0))
     assert [p.updates for p in timed] == [0, 1, 2]
     assert timed[0].heldout >= 2
 
@@ -119,13 +121,13 @@ def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkey
     """The rows of the others are written, and the error says which run failed with what."""
     config = ObjectivesConfig(recipes=("nft", "awm"), seeds=(0,), rollouts=5, budget_seconds=0, out=tmp_path)
 
-    def one(case: Case) -> list[Point] | str:
+    def one(case: ObjectiveCase) -> list[CurvePoint] | str:
         return "it broke" if case.recipe == "nft" else [point("awm", 0, 5, 0.7, limit=case.limit, settings=case.settings)]
 
     monkeypatch.setattr(report, "_run", one)
     with pytest.raises(RunError, match=r"^nft, seed 0, 5 rollouts: it broke$"):
         report.run(config)
-    assert [p.recipe for p in harness.read(tmp_path / "objectives.csv", Point)] == ["awm"]
+    assert [p.recipe for p in harness.read(tmp_path / "objectives.csv", CurvePoint)] == ["awm"]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -142,4 +144,4 @@ def test_what_cannot_be_compared_is_refused() -> None:
         with pytest.raises(UsageError, match=message):
             ObjectivesConfig(**words)
     # A budget is exceeded by no more than one rollout.
-    assert [worker.affordable(seconds, 60.0) for seconds in (1.0, 7.0, 90.0)] == [60, 8, 1]
+    assert [cases.affordable(seconds, 60.0) for seconds in (1.0, 7.0, 90.0)] == [60, 8, 1]

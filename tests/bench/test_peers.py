@@ -21,7 +21,7 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.bench.__main__ import main
 from fluvial.bench.peers import clone, measure, ours, report, verl_omni
-from fluvial.bench.peers.config import PROJECTS, Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.config import PROJECTS, PeerCase, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import (
     Agreement,
     check_agreement,
@@ -34,7 +34,7 @@ from fluvial.bench.peers.measure import (
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
 from fluvial.bench.peers.report import cases, is_done, run
-from fluvial.bench.peers.work import CPU, Sampled, Stored, Work
+from fluvial.bench.peers.work import CPU, RolloutOfWork, Sampled, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
 
@@ -84,10 +84,10 @@ class StandIn(Peer):
     def set_micro_batch(self, samples: int) -> None:
         self.per_pass = samples
 
-    def update(self, stored: Stored) -> float:
+    def update(self, stored: RolloutOfWork) -> float:
         total = 0.0
         parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
-        for part, (place, step) in itertools.product(map(Stored._make, parts), enumerate(self.work.recorded)):
+        for part, (place, step) in itertools.product(map(RolloutOfWork._make, parts), enumerate(self.work.recorded)):
             log_prob = self.scored(part.x[:, place], part.x_next[:, place], step)
             ratio = (log_prob - part.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)
@@ -118,7 +118,7 @@ def config(tmp_path: Path, **changes: Any) -> PeersConfig:
 
 
 def a_row(**changes: Any) -> PeerRow:
-    case, agreement = Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
+    case, agreement = PeerCase("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
     row = measure.row(
         measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
         "update",
@@ -242,7 +242,7 @@ def test_rows_of_equal_pairs_of_defaults_and_of_each_sides_best() -> None:
     others = {8: side(rollout=2.0, update=10.0, whole=12.0), 2: side(update=9.0), 4: side(update=6.0)}
     world: Any = SimpleNamespace(size=1, gather=lambda table: table, gather_items=lambda item: [item])
     peaks: Any = defaultdict(int)
-    common = measure.common_columns(Case("flow_grpo", "small", 1, 0), "abc", Agreement(0, 0, 0), (0, 0), PeersConfig())
+    common = measure.common_columns(PeerCase("flow_grpo", "small", 1, 0), "abc", Agreement(0, 0, 0), (0, 0), PeersConfig())
     for project, expected in (
         (others, [("update", 40, 4, 0.5)]),
         ({8: others[8]}, []),  # its default is its best
@@ -305,23 +305,23 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
 def test_cases_are_those_that_run() -> None:
     """Several processes only for projects that run on several; no more pairs per pass than there are."""
     some = PeersConfig(Path("none"), ("flow_grpo", "unirl", "transformer"), ("small",), windows=(0, 3), ranks=(1, 2))
-    assert Case("unirl", "small", 1, 3).pairs(some) == (8, 24)
-    assert Case("unirl", "small", 1, 0).pairs(some) == (8, 16, 40, 80)
+    assert PeerCase("unirl", "small", 1, 3).pairs(some) == (8, 24)
+    assert PeerCase("unirl", "small", 1, 0).pairs(some) == (8, 16, 40, 80)
     some = replace(some, pairs=(40,))
     table = {"flow_grpo": Project(".", StandIn, ranks=True), "unirl": Project(".", StandIn)}
     found = cases(replace(some, clones=Path()), table)
     assert [case for case in found if case.ranks == 2] == [("flow_grpo", "small", 2, 0), ("flow_grpo", "small", 2, 3)]
     assert len(found) == 6 + 2
     assert found[0].pairs(some) == (8, 40)
-    assert Case("unirl", "small", 1, 3).pairs(some) == (8, 24)
-    works = [Case("unirl", "small", 2, 3).of(some, rank=rank) for rank in range(2)]
+    assert PeerCase("unirl", "small", 1, 3).pairs(some) == (8, 24)
+    works = [PeerCase("unirl", "small", 2, 3).of(some, rank=rank) for rank in range(2)]
     assert list(works[0].recorded) == [1, 2, 3]
     assert [work.prompts[0] for work in works] == ["1", "9"]
     assert torch.equal(torch.cat([work.advantage for work in works]), Work(SIZES["small"], samples=16).advantage)
 
 
 def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None:
-    asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), Case("flow_grpo", "small", 1, 0)
+    asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), PeerCase("flow_grpo", "small", 1, 0)
     rows = [
         a_row(what=what, pairs=pairs, commit="unknown")
         for what, pairs in (("rollout", 8), ("update", 8), ("update", 40), ("whole", 8))
@@ -467,7 +467,7 @@ def test_what_projects_get_in_place_of_packages(tmp_path: Path) -> None:
     for value in (1, 2):
         verl_omni.CONTENTS["verl.utils.py_functional"]["append_to_dict"](totals, {"loss": value})
     assert totals == {"loss": [1, 2]}
-    settings = clone.Settings(scale=2)
+    settings = clone.CloneSettings(scale=2)
     assert settings.scale == settings["scale"] == 2
     with pytest.raises(AttributeError, match="other"):
         _ = settings.other

@@ -12,7 +12,7 @@ from helpers import launch
 from fluvial.bench import serving
 from fluvial.bench.serving import ServingConfig
 from fluvial.engines.errors import RunError
-from fluvial.engines.sampling.in_process import InProcess
+from fluvial.engines.sampling.source import InProcess
 
 pytestmark = pytest.mark.long
 

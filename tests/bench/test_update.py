@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update.cases import MODEL, SIZES, UpdateConfig
-from fluvial.bench.update.measure import COMPARED, Compared, CountRow, summarize
+from fluvial.bench.update.measure import COMPARED, ComparedUpdates, CountRow, summarize
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
 
@@ -127,7 +127,7 @@ def test_the_line_of_json_by_default() -> None:
         {"keep": ratio, "baseline": 1.0, "baseline, stored log-probs": 1.25, "reshard": 1.0} for ratio in (9.0, 4.0, 2.0)
     ]
     compared = [
-        Compared("small", train, steps, 2, 1e-7, speed, speed["keep"] / 1.25, {})
+        ComparedUpdates("small", train, steps, 2, 1e-7, speed, speed["keep"] / 1.25, {})
         for train, steps, speed in zip(("full", "lora", "full"), (10, 10, 2), speeds, strict=True)
     ]
     summary = summarize(counts, compared, UpdateConfig().counted)

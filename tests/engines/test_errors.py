@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fluvial.engines.errors import FluvialError, RunError, UsageError, no_effect
+from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors, no_effect
 
 FLAG = "--{}".format
 # (arguments, message of the library)
@@ -60,3 +60,15 @@ def test_a_field_without_effect_is_to_be_removed() -> None:
     error = no_effect("merge", "with `as` lora")
     assert str(error) == "merge has no effect with as lora; remove it"
     assert error.name_fields(FLAG) == "--merge has no effect with --as lora; remove it"
+
+
+def test_an_error_of_another_kind_is_converted_in_one_line(tmp_path: Path) -> None:
+    """With the system's own words where it has some, and none but the kinds that are named."""
+    conversion = convert_errors(RunError, OSError, says="x cannot be read")
+    with pytest.raises(RunError, match=r"^x cannot be read: No such file or directory$") as caught, conversion:
+        (tmp_path / "x").read_text()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    with pytest.raises(UsageError, match=r"^a b$"), convert_errors(UsageError, ValueError, KeyError):
+        raise ValueError("a\n  b")
+    with pytest.raises(TypeError, match="other"), convert_errors(UsageError, ValueError, says="x"):
+        raise TypeError("other")

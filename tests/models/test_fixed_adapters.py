@@ -15,7 +15,7 @@ from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.models import fixed_adapters
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.handwriting.unet import HandwritingUNet
+from fluvial.models.handwriting.model import HandwritingUNet
 from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank, add_lora, use_adapter
 
 

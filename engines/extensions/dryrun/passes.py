@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import split
+from fluvial.engines.extensions.simulate.fake import value_of
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.engines.extensions.simulate.values import value_of
 from fluvial.models.host_values import rows
 
 MICRO_BATCHES = 2  # of an update that are traced: the first, and the last, which reduces gradients

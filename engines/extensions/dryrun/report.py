@@ -11,7 +11,6 @@ from rich.table import Table
 
 from fluvial.engines.extensions.dryrun.passes import MICRO_BATCHES as TRACED
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
-from fluvial.engines.extensions.simulate.mode import SimulatedMode
 from fluvial.engines.extensions.simulate.simulation import Simulation
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.progress import table
@@ -168,11 +167,6 @@ class Report:
         """Whether the largest peak leaves the reserve free."""
         return self.peak + self.reserve <= self.accelerator.memory
 
-    @property
-    def is_well(self) -> bool:
-        """Whether the run fits, and nothing ended it."""
-        return self.fits and self.error is None
-
     def phase(self, name: str) -> PhaseReport:
         """Return a phase by name."""
         return next(phase for phase in self.phases if phase.name == name)
@@ -203,53 +197,40 @@ class Report:
         title = f"Phases in {name}; an update has {TRACED} micro-batches here"
         console.print(table(title, heads, rows), highlight=False)
         highest = max(self.phases, key=lambda phase: phase.peak)
-        held = [
-            (phase.name, f"{each.bytes / unit:.2f}", each.line)
-            for phase in self.phases
-            for each in phase.lines[: LINES if phase is highest else FEW]
-        ]
-        console.print(_listing("Held at the peak of each phase, most first", ("", name, "made at"), held), highlight=False)
-        sent = [
-            (phase.name, str(each.calls), f"{each.bytes / unit:.3g}", f"{each.name} at {each.line}")
-            for phase in self.phases
-            for each in phase.communication
-        ]
-        if sent:
-            console.print(_listing("Sent by each rank", ("", "calls", name, "collective"), sent), highlight=False)
-        waits = [
-            (phase.name, str(wait.times), f"{wait.kind} ({wait.operation}) at {wait.line}")
-            for phase in self.phases
-            if phase.name != "build"
-            for wait in phase.waits
-            if wait.kind in (*READS, COPY)
-        ]
-        if waits:
-            console.print(_listing("The host waits for the device", ("", "times", "where"), waits), highlight=False)
+        held, sent, waits = list[tuple[str, ...]](), list[tuple[str, ...]](), list[tuple[str, ...]]()
+        for phase in self.phases:
+            most = phase.lines[: LINES if phase is highest else FEW]
+            held += [(phase.name, f"{each.bytes / unit:.2f}", each.line) for each in most]
+            for call in phase.communication:
+                sent.append((phase.name, str(call.calls), f"{call.bytes / unit:.3g}", f"{call.name} at {call.line}"))
+            for wait in phase.waits if phase.name != "build" else ():
+                if wait.kind in (*READS, COPY):
+                    waits.append((phase.name, str(wait.times), f"{wait.kind} ({wait.operation}) at {wait.line}"))
+        for head, columns, listed in (
+            ("Held at the peak of each phase, most first", ("", name, "made at"), held),
+            ("Sent by each rank", ("", "calls", name, "collective"), sent),
+            ("The host waits for the device", ("", "times", "where"), waits),
+        ):
+            if listed:
+                console.print(_listing(head, columns, listed), highlight=False)
         self._verdict(console, unit, name)
 
     def _verdict(self, console: Console, unit: int, name: str) -> None:
         """Print whether it fits, what a checkpoint holds, and what is not simulated."""
-        layout = self.layout
+        layout, said = self.layout, list[str]()
         if layout is not None:
-            console.print(
+            said.append(
                 f"A checkpoint holds {layout.tensors} tensors of {layout.bytes / unit:.2f} {name}, of which a rank "
-                f"writes about {layout.bytes_of_rank / unit:.2f}; the export writes {layout.exported_bytes / unit:.2f}.",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                f"writes about {layout.bytes_of_rank / unit:.2f}; the export writes {layout.exported_bytes / unit:.2f}."
+            )
         if self.concurrent:
-            console.print(
-                f"Rollouts ahead of the updates run beside them, which adds up to {self.concurrent / unit:.2f} {name}.",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            more = f"{self.concurrent / unit:.2f} {name}"
+            said.append(f"Rollouts ahead of the updates run beside them, which adds up to {more}.")
         room = f"{self.accelerator.memory / GIB:.0f} GiB with {self.reserve / GIB:g} GiB kept free"
-        if self.error is not None:
-            console.print(f"The run ended in the phase {self.error}", highlight=False, soft_wrap=True, markup=False)
-        else:
-            verdict = "It fits into" if self.fits else "It does not fit into"
-            console.print(f"{verdict} {room}: {self.peak / unit:.2f} {name}.", highlight=False, soft_wrap=True)
-        console.print("Not simulated:", highlight=False)
-        for note in self.notes:
-            console.print(f"- {note}", highlight=False, soft_wrap=True, markup=False)
+        verdict = f"{'It fits' if self.fits else 'It does not fit'} into {room}: {self.peak / unit:.2f} {name}."
+        said.append(verdict if self.error is None else f"The run ended in the phase {self.error}")
+        for line in (*said, "Not simulated:", *(f"- {note}" for note in self.notes)):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
@@ -268,26 +249,14 @@ def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
     mode, found = simulation.mode, simulation.phases.found[name]
     held = mode.ledger.find_holders(found.peak_entry) if found.peak else None
     lines = tuple(Line(line, size) for line, size in (held.lines if held else {}).items())[:LINES]
+    calls = [(kind, count) for kind, count in mode.calls.most_common() if kind.phase == name]
+    waits = [(wait, times) for wait, times in mode.waits.most_common() if wait.phase == name]
     return PhaseReport(
-        name, found.before, found.peak + stored, found.after, stored, lines, _communication(mode, name), _waits(mode, name),
+        name, found.before, found.peak + stored, found.after, stored, lines,
+        tuple(Communication(kind.name, kind.ranks, kind.line, count, mode.sent[kind]) for kind, count in calls),
+        tuple(HostWait(wait.kind, wait.operation, wait.line, times) for wait, times in waits),
         mode.flops[name], mode.operations[name],
     )  # fmt: skip
-
-
-def _communication(mode: SimulatedMode, phase: str) -> tuple[Communication, ...]:
-    return tuple(
-        Communication(kind.name, kind.ranks, kind.line, calls, mode.sent[kind])
-        for kind, calls in mode.calls.most_common()
-        if kind.phase == phase
-    )
-
-
-def _waits(mode: SimulatedMode, phase: str) -> tuple[HostWait, ...]:
-    return tuple(
-        HostWait(wait.kind, wait.operation, wait.line, times)
-        for wait, times in mode.waits.most_common()
-        if wait.phase == phase
-    )
 
 
 def _plain(value: Any) -> Any:

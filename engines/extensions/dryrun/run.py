@@ -1,25 +1,29 @@
-"""The phases of a dry run: build, rollout, decode, rewards, update, evaluation and checkpoint of one training run."""
+"""`fluvial train RECIPE --dry-run`: the phases of one training run, from build to checkpoint, without its GPUs."""
 
 import contextlib
+import json
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from optree import tree_leaves
+from rich.console import Console
 from torch import Tensor
 
+from fluvial.core.checks import check_fields
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
-from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report
+from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report, draw
 from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
-from fluvial.engines.extensions.simulate.device import Accelerator
+from fluvial.engines.extensions.plan.fit import fit_config
+from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
 from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute, simulate
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
@@ -205,3 +209,48 @@ def _layout(trainer: Trainer) -> CheckpointLayout:
         exported += tensor.numel() * tensor.itemsize
         largest = max(largest, tensor.numel() * tensor.itemsize)
     return CheckpointLayout(len(state), own, whole, exported, largest)
+
+
+@dataclass(frozen=True)
+class DryRunConfig:
+    """Run every phase of a training run on a simulated GPU, and report memory, traffic, FLOPs and host reads.
+
+    Args:
+        as_gpus: Number of GPUs.
+        gpu: Name of the GPU as its driver has it, for its peak FLOP/s.
+        gpu_memory_gib: Memory of a GPU, in GiB.
+        reserve_gib: Memory kept free for what is not simulated, in GiB.
+        report: Folder where the report is written, as dry-run.json and memory.svg; None only prints it.
+    """
+
+    as_gpus: int = 1
+    gpu: str = "NVIDIA H100 80GB HBM3"
+    gpu_memory_gib: float = 80.0
+    reserve_gib: float = 6.0
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", as_gpus=(1, 2**20), gpu_memory_gib=(0, 1e6), reserve_gib=(0, 1e6))
+
+
+def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
+    """Print the report of a dry run, and write it where a folder is named.
+
+    Raises:
+        RunError: the run does not fit, or an error ended it.
+    """
+    register()  # before the backward passes of the closed form
+    config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"))
+    if saved is not None:
+        console.print(saved, highlight=False)
+    gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))
+    report = dry_run(config, ranks=asked.as_gpus, accelerator=gpu, reserve=int(asked.reserve_gib * GIB))
+    report.show(console)
+    if asked.report is not None:
+        asked.report.mkdir(parents=True, exist_ok=True)
+        (asked.report / "dry-run.json").write_text(json.dumps(report.record(), indent=1) + "\n", encoding="utf-8")
+        draw(report, asked.report / "memory.svg")
+    if report.error is not None:
+        raise RunError(f"the dry run ended in the phase {report.error}")
+    if not report.fits:
+        raise RunError(f"the run does not fit: {report.peak / GIB:.2f} of {asked.gpu_memory_gib - asked.reserve_gib:g} GiB")

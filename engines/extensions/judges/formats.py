@@ -1,17 +1,119 @@
 """Clients of reward servers in the formats of Flow-Factory, UniRL and flow_grpo."""
 
+import io
 import math
 import pickle
+import pickletools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges import images as wire
-from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score, scores
-from fluvial.engines.extensions.judges.unpickle import ForbiddenPickleError, loads
+from fluvial.engines.extensions.judges.batches import (
+    QUALITY,
+    as_text,
+    check_positive,
+    field,
+    frames,
+    in_batches,
+    jpeg,
+    png,
+    score,
+    scores,
+)
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
+
+MOST_OPCODES = 1_000_000
+FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u1": "<B", "b1": "<?"}
+OPCODES = (
+    "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 "
+    "SHORT_BINBYTES BINBYTES MARK EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 "
+    "TUPLE MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD"
+)  # the last four make numbers of numpy
+
+
+class ForbiddenPickleError(Exception):
+    """The pickle is damaged, or holds more than plain data."""
+
+
+class _Dtype:
+    """A dtype of numpy, as the pickle of a number makes it."""
+
+    def __init__(self, code: str, *flags: object) -> None:
+        self.code = code
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", "|"):
+            raise ForbiddenPickleError("the pickle holds big-endian numbers")
+
+
+class _Scalar:
+    """The function of numpy that makes a number, in whose place this one stands."""
+
+    __slots__ = ()  # a pickle cannot set attributes
+
+    def __call__(self, dtype: Any, raw: bytes) -> Any:
+        if not isinstance(dtype, _Dtype) or dtype.code not in FORMATS:
+            raise ForbiddenPickleError("the pickle holds an array or an object of numpy, which is not plain data")
+        (value,) = struct.unpack(FORMATS[dtype.code], raw)
+        return value
+
+
+# A score is often a number of numpy.
+NAMES: dict[str, Any] = {
+    "numpy.dtype": _Dtype,
+    "numpy.core.multiarray.scalar": _Scalar(),
+    "numpy._core.multiarray.scalar": _Scalar(),
+}
+
+
+class Nowhere(io.StringIO):
+    """File that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        """Return the length of a text."""
+        return len(text)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of numbers of numpy alone, and never imports."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name."""
+        full = f"{module}.{name}"
+        if full not in NAMES:
+            raise ForbiddenPickleError(f"the pickle names {full[:80]}, which is not plain data")
+        return NAMES[full]
+
+
+def loads(data: bytes) -> Any:
+    """Return the value of a pickle of None, bools, numbers, numbers of numpy, texts, bytes, lists, tuples and dicts.
+
+    pickle.loads calls whatever function a pickle names: who answers a request would run code in the training process. Here
+    the opcodes are compared with those of plain data first, and names are looked up in a table of numpy's numbers alone.
+
+    Raises:
+        ForbiddenPickleError: it holds anything else, or is damaged.
+    """
+    known = frozenset(OPCODES.split())
+    try:
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if number > MOST_OPCODES:
+                raise ForbiddenPickleError(f"the pickle has more than {MOST_OPCODES} operations")
+            if opcode.name not in known:
+                raise ForbiddenPickleError(f"the pickle has the operation {opcode.name}, which plain data does not need")
+            if opcode.name == "LONG_BINPUT" and (argument or 0) > number:  # a place in memory that would take gigabytes
+                raise ForbiddenPickleError("the pickle is damaged")
+        # It raises for a stack that does not end with one value. Indented lines would be as long as the stack is deep.
+        pickletools.dis(data, out=Nowhere(), indentlevel=0)
+        return _Unpickler(io.BytesIO(data)).load()
+    except ForbiddenPickleError:
+        raise
+    except Exception as error:  # a damaged pickle takes from an empty stack, or appends to what is no list
+        raise ForbiddenPickleError("the pickle is damaged") from error
+
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "first": lambda values: values[0],
@@ -52,13 +154,13 @@ class FlowFactory:
         return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        files = [[wire.as_text(wire.png(frame)) for frame in wire.frames(sample)] for sample in samples]
+        files = [[as_text(png(frame)) for frame in frames(sample)] for sample in samples]
         videos = samples.ndim == 5
         return {
             "prompt": prompts,
             "image": None if videos else [file for (file,) in files],
             "video": files if videos else None,
-            "condition_images": None if conditions is None else [[wire.as_text(wire.png(image))] for image in conditions],
+            "condition_images": None if conditions is None else [[as_text(png(image))] for image in conditions],
             "condition_videos": None,
         }
 
@@ -85,7 +187,7 @@ class UniRL:
         rewards: tuple[str, ...],
         metric: Literal["first", "mean", "max"] = "first",
         batch: int = 16,
-        quality: int = wire.QUALITY,
+        quality: int = QUALITY,
     ) -> None:
         if not rewards or len(set(rewards)) < len(rewards) or not all(rewards):
             raise UsageError("rewards", list(rewards), "names that the server has, each once")
@@ -111,7 +213,7 @@ class UniRL:
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             requests = [
                 {
-                    "history": [{"text": str(prompt), "image_b64": wire.as_text(wire.jpeg(sample, quality=self.quality))}],
+                    "history": [{"text": str(prompt), "image_b64": as_text(jpeg(sample, quality=self.quality))}],
                     "required_rewards": list(self.rewards),
                     "metadata": {name: value for name, value in record.items() if _is_json(value)},
                 }
@@ -211,7 +313,7 @@ class FlowGrpo:
         return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        files = [wire.jpeg(sample) for sample in samples]
+        files = [jpeg(sample) for sample in samples]
         if self.form == "deqa":
             return {"images": files}
         if self.form == "unified":

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
-from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, UnifiedReward2, YesNo
+from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, UnifiedReward2, WinRate, YesNo
 from fluvial.engines.extensions.judges.votes import Votes
-from fluvial.engines.extensions.judges.win_rate import WinRate
 from fluvial.engines.extensions.wire.client import HttpClient
 
 CLIENTS: dict[str, type] = {

@@ -1,24 +1,26 @@
 """Rewards by a VLM judge behind an OpenAI-compatible chat server (vLLM, sglang, or a hosted one).
 
-A yes-or-no question, a rating, UnifiedReward of either kind, and lists of questions.
+A yes-or-no question, a rating, UnifiedReward of either kind, lists of questions, and comparisons within a group.
 """
 
 import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges import images as wire
-from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score
+from fluvial.engines.errors import RunError, UsageError, convert_errors
+from fluvial.engines.extensions.judges.batches import as_text, check_positive, field, in_batches, png, score, spread
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 from fluvial.engines.extensions.wire.decode import WireError, convert
+from fluvial.engines.scoring.pairwise import win_rates
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOP = 20  # tokens whose log-probabilities are asked for, the most that servers give
@@ -55,7 +57,7 @@ class Message(Struct, frozen=True):
     content: str | None
 
 
-class Choice(Struct, frozen=True):
+class ChatChoice(Struct, frozen=True):
     """A reply of a model."""
 
     message: Message
@@ -74,7 +76,7 @@ class Rated(Struct, frozen=True):
     score: float
 
 
-class Answer(NamedTuple):
+class ChatAnswer(NamedTuple):
     """Reply of the model.
 
     Args:
@@ -106,7 +108,7 @@ class Chat:
         max_tokens: int,
         logprobs: bool = False,
         schema: Mapping[str, Any] | None = None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Return the model's reply to images and a text, drawn at temperature 0.
 
         Args:
@@ -116,7 +118,7 @@ class Chat:
         Raises:
             RunError: there is no reply, or it has another form.
         """
-        urls = [f"data:image/png;base64,{wire.as_text(file)}" for file in images]
+        urls = [f"data:image/png;base64,{as_text(file)}" for file in images]
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         request: dict[str, Any] = {
             "model": self._model(),
@@ -131,12 +133,12 @@ class Chat:
             request["response_format"] = {"type": "json_schema", "json_schema": shape}
         answer = self.server.post(f"{self.path}/chat/completions", request)
         where = f"{self.server.address}{self.path}/chat/completions"
-        choices: list[Choice] = field(answer, "choices", Annotated[list[Choice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
+        choices: list[ChatChoice] = field(answer, "choices", Annotated[list[ChatChoice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
         first = choices[0].logprobs
         tokens = first.content[0].top_logprobs if first is not None and first.content else []
         # Rounding may lift a certain token above 0. A NaN counts as impossible.
         known = {top.token: min(top.logprob, 0.0) if top.logprob == top.logprob else -math.inf for top in tokens}
-        return Answer(choices[0].message.content or "", known)
+        return ChatAnswer(choices[0].message.content or "", known)
 
     def probability(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
         """Return the probability that the reply begins with one of the words of each answer, in any case and with blanks.
@@ -316,7 +318,7 @@ class UnifiedReward2:
         """
 
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
-            files = [wire.png(frame) for frame in wire.spread(samples[0], FRAMES)]
+            files = [png(frame) for frame in spread(samples[0], FRAMES)]
             text = self.question.replace(PLACE, str(prompts[part.start]))
             said = {
                 name.lower(): float(number)
@@ -393,10 +395,8 @@ def question_of(path: Path | None, name: str) -> str:
         UsageError: the file cannot be read, or is empty.
     """
     path = path or TEMPLATES / f"{name}.txt"
-    try:
+    with convert_errors(UsageError, OSError, ValueError, says=f"template is {path}, which cannot be read as text"):
         text = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"template is {path}, which cannot be read as text: {error}") from error
     if not text:
         raise UsageError(f"template is {path}, which is empty: write the question, with {PLACE} in place of the prompt")
     return text
@@ -408,7 +408,7 @@ def _each_sample(
     """Return `ask_number(PNG files of a sample, its number)` for each sample, `[B]`."""
 
     def score_part(samples: Tensor, part: slice) -> list[float]:
-        files = [wire.png(frame, size=size) for frame in wire.spread(samples[0], FRAMES)]
+        files = [png(frame, size=size) for frame in spread(samples[0], FRAMES)]
         return [score(asked(files, part.start))]
 
     return in_batches(images, prompts, score_part, server=chat.server, batch=1)
@@ -425,9 +425,80 @@ def _rating(text: str) -> float:
 
 def _pairs(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
     """Return the questions of a prompt with their answers; RunError if there are none."""
-    try:
+    missing = f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer"
+    with convert_errors(RunError, WireError, says=missing):
         return convert(value, Annotated[list[tuple[str, str]], Meta(min_length=1)], name=column)  # type: ignore[arg-type]
-    except WireError as error:
-        raise RunError(
-            f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer: {error}"
-        ) from None
+
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+# Kind of sample by the name of its built-in question, as the VLM judge names it.
+KINDS = {"pairwise": "Image", "pairwise_video": "Video", "pairwise_edit": "Edited image"}
+
+
+class WinRate:
+    """Wins of a sample over the number of its comparisons, in [0, 1]; a tie, or a reply without a verdict, is half a win.
+
+    Each two samples of a group are compared once, so that a group of G takes G (G - 1) / 2 requests. Videos are shown as
+    frames. Where every prompt has an image, edits of it are compared, and the VLM judge sees it first.
+
+    Source: Pref-GRPO, arXiv 2508.20751, and its repository's `fastvideo/rewards`; the judge there is UnifiedReward-Think.
+
+    Args:
+        server, model: as of `YesNo`.
+        template: file of the question, in which {prompt} stands for the prompt; by default that of images, of videos or of
+            edits. The reply must hold "Image 1 is better" or "Image 2 is better" (Video, Edited image) in <answer> tags.
+        size: width and height that images are resized to; 0 leaves them as they are.
+    """
+
+    def __init__(
+        self, server: HttpClient, *, model: str = "", template: Path | None = None, size: int = 0, max_tokens: int = 4096
+    ) -> None:
+        self.chat, self.size, self.max_tokens = Chat(server, model=model), size, max_tokens
+        check_positive("max_tokens", max_tokens)
+        self.questions = {name: question_of(template, name) for name in KINDS}
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], group: int, condition_images: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Return the win rate of each sample, `[B]`; NaN for one none of whose comparisons succeeded.
+
+        Args:
+            images: all samples of one group.
+            prompts: their prompt.
+            group: number of the group.
+            condition_images: image before the edit, if they are edits of one.
+
+        Raises:
+            RunError: the group has one sample, or no request succeeded.
+        """
+        if len(images) < 2:
+            raise RunError(
+                "win_rate compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
+            )
+        samples, pairs = images.detach().cpu().float(), list(combinations(range(len(images)), 2))
+        files = [[png(frame, size=self.size) for frame in spread(sample, FRAMES)] for sample in samples]
+        name = "pairwise_video" if images.ndim == 5 else "pairwise" if condition_images is None else "pairwise_edit"
+        before = [png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
+        question = self.questions[name].replace(PLACE, str(prompts[0]))
+
+        def compare(_: Tensor, part: slice) -> list[float]:
+            first, second = pairs[part.start]
+            shown = [*before, *files[first], *files[second]]
+            return [verdict(self.chat.ask(shown, question, max_tokens=self.max_tokens).text, KINDS[name])]
+
+        won = in_batches(torch.arange(len(pairs)), [question] * len(pairs), compare, server=self.chat.server, batch=1)
+        return win_rates(won, len(images))
+
+
+def verdict(text: str, kind: str) -> float:
+    """Return 1 if a reply says that the first sample is better, 0 for the second, and 0.5 if it says neither.
+
+    Args:
+        kind: how the samples are named, see `KINDS`. Edits may be judged without <answer> tags.
+    """
+    found, is_edit = ANSWER.search(text), kind == KINDS["pairwise_edit"]
+    for said in ([found[1]] if found else []) + ([text] if is_edit else []):
+        for place, value in (("1", 1.0), ("2", 0.0)):
+            if f"{kind} {place} is better".lower() in said.lower():
+                return value
+    return 0.5

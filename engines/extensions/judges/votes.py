@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.judges.batches import field
-from fluvial.engines.extensions.judges.images import as_text, png
+from fluvial.engines.extensions.judges.batches import as_text, field, png
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.scoring.bradley_terry import bradley_terry
+from fluvial.engines.scoring.pairwise import bradley_terry
 
 EVERY = 1.0  # seconds between two questions for votes
 LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first line about the progress, and between two

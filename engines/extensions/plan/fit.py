@@ -53,11 +53,7 @@ def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tu
 
 
 def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
-    """Print the settings that fit, and what each saves.
-
-    Raises:
-        RunError: none do.
-    """
+    """Print the settings that fit, and what each saves; RunError if none do."""
     steps = steps_to_fit(name, config)
     console.print(tabulate_savings(name, steps), highlight=False)
     flags = " ".join(flags for flags, _ in steps[1:])

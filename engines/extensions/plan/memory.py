@@ -14,7 +14,7 @@ from fluvial.engines.engine.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import largest_bucket
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.engine.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
-from fluvial.engines.extensions.simulate.attention import attention
+from fluvial.engines.extensions.simulate.operators import attention
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
 from fluvial.models.quantised import FORMATS, frozen_linear

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fluvial.core.checks import check_fields
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, parse_bytes
 from fluvial.engines.engine.optimizers import OPTIMIZERS
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.run.log.progress import table
@@ -79,20 +79,8 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        least_1 = (1, math.inf)
-        check_fields(
-            self,
-            "",
-            gpus=least_1,
-            micro_batches=least_1,
-            samples=least_1,
-            steps=least_1,
-            micro_batch=least_1,
-            learners=least_1,
-            teachers=(0, math.inf),
-            memory_gib=(0, math.inf),
-            reserve_gib=(0, math.inf),
-        )
+        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners"), (1, math.inf))
+        check_fields(self, "", **counts, **dict.fromkeys(("teachers", "memory_gib", "reserve_gib"), (0, math.inf)))
         if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
             raise UsageError("resolution", self.resolution, "a multiple of 16")
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
@@ -148,62 +136,44 @@ class MemoryPlan(NamedTuple):
 Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
 
 
-def _engine(**fields: Any) -> Callable[[PlanConfig], PlanConfig]:
-    """Return a change of settings of the engine."""
-    return lambda config: replace(config, engine=replace(config.engine, **fields))
+def _engine(where: Callable[[PlanConfig], bool] = lambda config: True, **fields: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of settings of the engine, of the plans that `where` is true of."""
+    return lambda config: replace(config, engine=replace(config.engine, **fields)) if where(config) else config
 
 
-def _base(base: Any) -> Callable[[PlanConfig], PlanConfig]:
-    """Return a change of the frozen base, where there is one that lies on the device and is not quantised yet."""
-    change = _engine(base=base)
-    return lambda config: (
-        change(config)
-        if config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
-        else config
-    )
+def _has_base(config: PlanConfig) -> bool:
+    """Return whether there is a frozen base that lies on the device and is not quantised yet."""
+    return config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
 
 
-def _masters(config: PlanConfig) -> PlanConfig:
-    """Return a plan with trained weights in bfloat16, where they are no adapters and the optimizer can."""
-    turns = config.train == "full" and OPTIMIZERS[config.optimizer.name].elementwise
-    return _engine(masters="bfloat16")(config) if turns else config
+def _keeps_blocks(config: PlanConfig) -> bool:
+    """Return whether the activations of blocks are not checkpointed yet."""
+    return config.engine.checkpointing in ("none", "selective")
 
 
-def _on_host(config: PlanConfig) -> PlanConfig:
-    """Return a plan with everything that is sharded on the host, which a quantised base is not."""
-    return _engine(offload="always")(config) if config.engine.base == "auto" else config
-
-
-def _checkpointing(kind: Any) -> Callable[[PlanConfig], PlanConfig]:
-    """Return a change of checkpointing, where there is none of blocks yet."""
-    change = _engine(checkpointing=kind)
-    return lambda config: change(config) if config.engine.checkpointing in ("none", "selective") else config
-
-
-def _one_sample(config: PlanConfig) -> PlanConfig:
-    """Return a plan of passes of one sample."""
-    return config if config.micro_batch is None else replace(config, micro_batch=1)
-
-
-def _adapters(config: PlanConfig) -> PlanConfig:
-    """Return a plan of LoRA, whose adapters are held in float32."""
-    return replace(config, train="lora") if config.engine.masters == "float32" else config
+def _can_round(config: PlanConfig) -> bool:
+    """Return whether trained weights may be in bfloat16: they are no adapters, and the optimizer can."""
+    return config.train == "full" and OPTIMIZERS[config.optimizer.name].elementwise
 
 
 # Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
 # rounded, the host's bandwidth, and last the number of trained parameters.
 ENGINE_KNOBS: Knobs = {
-    "--engine.checkpointing block": _checkpointing("block"),
-    "--engine.checkpointing host": _checkpointing("host"),
-    "--micro-batch 1": _one_sample,
+    "--engine.checkpointing block": _engine(_keeps_blocks, checkpointing="block"),
+    "--engine.checkpointing host": _engine(_keeps_blocks, checkpointing="host"),
+    "--micro-batch 1": lambda config: config if config.micro_batch is None else replace(config, micro_batch=1),
     "--engine.comm reshard": _engine(comm="reshard"),
     "--engine.grad-sync every": _engine(grad_sync="every"),
-    "--engine.masters bfloat16": _masters,
-    "--engine.base int8": _base("int8"),
-    "--engine.base nf4": _base("nf4"),
-    "--engine.offload always": _on_host,
+    "--engine.masters bfloat16": _engine(_can_round, masters="bfloat16"),
+    "--engine.base int8": _engine(_has_base, base="int8"),
+    "--engine.base nf4": _engine(_has_base, base="nf4"),
+    # A quantised base is not sharded, and stays on the device.
+    "--engine.offload always": _engine(lambda config: config.engine.base == "auto", offload="always"),
 }
-KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": _adapters}
+KNOBS: Knobs = {  # adapters are held in float32
+    **ENGINE_KNOBS,
+    "--train lora": lambda config: replace(config, train="lora") if config.engine.masters == "float32" else config,
+}
 
 
 def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> MemoryPlan:
@@ -371,10 +341,8 @@ def unit_of(largest: int) -> Unit:
 
 def find_transformer(name: str) -> ModelShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
-    try:
+    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
         found = model_shape(name)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"the memory of {name} cannot be computed: {error}") from error
     if found is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
     return found

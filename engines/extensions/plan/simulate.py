@@ -60,22 +60,10 @@ class AheadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        seconds, count = (0, 1e9), (1, 2**20)
-        check_fields(
-            self,
-            "",
-            rollout_seconds=seconds,
-            update_seconds=seconds,
-            push_seconds=seconds,
-            samples=count,
-            gpus=count,
-            servers=count,
-            server_gpus=count,
-            ahead=(0, 64),
-            spread=(0, 10),
-            idle=(0, 0.99),
-            most_gpus=(2, 2**20),
-        )
+        seconds = dict.fromkeys(("rollout_seconds", "update_seconds", "push_seconds"), (0, 1e9))
+        counts = dict.fromkeys(("samples", "gpus", "servers", "server_gpus"), (1, 2**20))
+        shares = {"ahead": (0, 64), "spread": (0, 10), "idle": (0, 0.99), "most_gpus": (2, 2**20)}
+        check_fields(self, "", **seconds, **counts, **shares)
 
 
 def check_config(config: AheadConfig) -> AheadConfig:
@@ -88,12 +76,8 @@ def check_config(config: AheadConfig) -> AheadConfig:
         if not getattr(config, name):
             raise UsageError(name, 0.0, "the seconds of a measured run")
     if config.most_gpus <= config.server_gpus:
-        raise UsageError(
-            "most_gpus",
-            config.most_gpus,
-            f"more than the {config.server_gpus} GPUs of a server",
-            "a trainer needs one as well",
-        )
+        expected = f"more than the {config.server_gpus} GPUs of a server"
+        raise UsageError("most_gpus", config.most_gpus, expected, "a trainer needs one as well")
     return config
 
 

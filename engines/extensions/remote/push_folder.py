@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
+from fluvial.engines.errors import RunError, convert_errors
+from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
 from fluvial.engines.files import LORA
 
@@ -47,7 +47,7 @@ class PushFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         own = find_shared_folder() if parent is None else parent.absolute()
-        try:
+        with convert_errors(RunError, OSError, says=f"`rollout.servers.weights_folder` is {own}, which cannot be written"):
             own.mkdir(parents=True, exist_ok=True)
             for other in own.glob(f"{PREFIX}*"):
                 _remove_if_left(other)
@@ -57,10 +57,6 @@ class PushFolder:
             self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path = made.rename(own / f"{PREFIX}{name}")
-        except OSError as error:
-            raise RunError(
-                f"`rollout.servers.weights_folder` is {own}, which cannot be written: {error.strerror}"
-            ) from error
 
     def finish(self, name: str) -> Path:
         """Give the folder `.name` the name `name`, and return it. What had the name before is removed.
@@ -69,11 +65,9 @@ class PushFolder:
             RunError: that is not possible.
         """
         final = self.path / name
-        try:
+        with convert_errors(RunError, OSError, says=f"weights cannot be written to {final}"):
             shutil.rmtree(final, ignore_errors=True)
             os.rename(self.path / f".{name}", final)
-        except OSError as error:
-            raise RunError(f"weights cannot be written to {final}: {error.strerror}") from error
         return final
 
     def keep(self, name: str = "") -> None:
@@ -107,10 +101,8 @@ def factors_in(folder: Path) -> dict[str, Tensor]:
 
 def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:
     """Write a bucket, uint8 `[bytes]`, to its file, and return the request that names it."""
-    try:
+    with convert_errors(RunError, OSError, says=f"weights cannot be written to {bucket.file}"):
         Path(bucket.file).write_bytes(flat.cpu().numpy().data)
-    except OSError as error:
-        raise RunError(f"weights cannot be written to {bucket.file}: {error.strerror}") from error
     return {
         "load_format": SHARED_FILES,
         "serialized_named_tensors": [json.dumps(bucket.as_json())],

@@ -13,22 +13,20 @@ from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.remote.replies import Expected, Sample, read_samples
-from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang, check_sglang_steps
+from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
+from fluvial.engines.extensions.remote.requests import Asking, RequestOrder, check_sglang, check_sglang_steps
 from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
-from fluvial.engines.extensions.wire.client import START, UnreachableError
+from fluvial.engines.extensions.wire.client import START, UnreachableError, in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
-from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake, compare
-from fluvial.engines.sampling.sampler_copy import Copy
-from fluvial.engines.sampling.source import Behaviour, Holder, RolloutSource
+from fluvial.engines.sampling.source import Behaviour, Copy, Holder, RolloutSource
 from fluvial.models import DiffusionModel
 from fluvial.models.lora_layer import Product
 from fluvial.models.replay.media import list_arguments
@@ -89,7 +87,7 @@ class Remote(RolloutSource):
         self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
         self._seen[requests.key] = set()
 
-        def ask(order: PromptOrder) -> dict[int, Sample]:
+        def ask(order: RequestOrder) -> dict[int, ServedSample]:
             request = self.asking.request(order, requests.key, sampling, version=expected.version)
             body = json.dumps(write_request(request)).encode()
             samples = self.pool.ask(GENERATE, body, lambda reply, server: read_samples(reply, order, expected, server))
@@ -97,7 +95,7 @@ class Remote(RolloutSource):
 
         threads = self.rollout.servers.in_flight * len(self.pool.servers)
         with in_threads(ask, orders, at_once=threads) as results:
-            known: dict[int, Sample] = {}
+            known: dict[int, ServedSample] = {}
             for start in range(0, len(requests.ids), micro_batch):
                 part = slice(start, start + micro_batch)
                 while not known.keys() >= {*requests.ids[part]}:
@@ -145,8 +143,9 @@ class Remote(RolloutSource):
             self.version = version
             self.pool.keep({address for address in addresses if address not in failed}, failed)
 
+    @collective
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake:
-        """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
+        """Return how far the servers' numbers for some samples are from the trainer's."""
         with self.world.agreed():
             (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
         with self.behaviour() as module:
@@ -167,7 +166,11 @@ class Remote(RolloutSource):
         self.sync.close()
 
     def _chunk(
-        self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[Prompt], sampling: Sampling
+        self,
+        samples: Sequence[ServedSample],
+        recorded: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
     ) -> Chunk:
         """Return samples as a chunk, on the device and as `generate` makes it."""
         device = sampling.schedule.timesteps.device
@@ -193,7 +196,7 @@ class Remote(RolloutSource):
             prompts, sampling.encode(self.model, prompts), trajectory, images, version, [sample.server for sample in samples]
         )
 
-    def _check_new(self, made: Mapping[int, Sample], key: Key) -> None:
+    def _check_new(self, made: Mapping[int, ServedSample], key: Key) -> None:
         """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
         for own, sample in made.items():
             last = sample.x_next[-1] if len(sample.x_next) else sample.final

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.engines.extensions.remote.requests import OUTPUTS, PromptOrder, last_boundary
+from fluvial.engines.errors import convert_errors
+from fluvial.engines.extensions.remote.requests import OUTPUTS, RequestOrder, last_boundary
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.response import MSGPACK, DitTrajectory, Kind, RolloutSample, read_response
@@ -21,7 +22,7 @@ TIMESTEPS = 1000.0  # training timesteps: a timestep of the wire is its sigma ti
 NEAR_TIMESTEP = 1e-3
 
 
-class Sample(NamedTuple):
+class ServedSample(NamedTuple):
     """A sample, with S recorded steps."""
 
     x: Tensor  # [S, *event]
@@ -58,7 +59,7 @@ class Expected:
         return stochastic is not None and stochastic.record and stochastic.keep_velocity
 
 
-def read_samples(reply: Reply, order: PromptOrder, expected: Expected, server: str = "") -> list[Sample]:
+def read_samples(reply: Reply, order: RequestOrder, expected: Expected, server: str = "") -> list[ServedSample]:
     """Return the samples of a reply, in the order of their ids.
 
     Args:
@@ -77,7 +78,7 @@ def read_samples(reply: Reply, order: PromptOrder, expected: Expected, server: s
     return samples
 
 
-def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expected, server: str) -> Sample:
+def _sample(found: RolloutSample, order: RequestOrder, row: int, expected: Expected, server: str) -> ServedSample:
     where, recorded = f"sample {row}", order.recorded[row]
     if found.prompt != order.prompt:
         raise WireError(f"{where} is of the prompt {found.prompt[:60]!r}, expected {order.prompt[:60]!r}")
@@ -105,7 +106,7 @@ def _sample(found: RolloutSample, order: PromptOrder, row: int, expected: Expect
         outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
         outputs = outputs if outputs is None else _events(outputs, expected, OUTPUTS, where)
         velocity = _of_steps(outputs, recorded, (steps, *expected.sampling.shape), OUTPUTS, where)
-    return Sample(
+    return ServedSample(
         x,
         x_next,
         log_prob,
@@ -150,7 +151,7 @@ def _far(values: Tensor, expected: Tensor, most: float) -> int | None:
     return None if bool((far <= most).all()) else int(far.argmax())
 
 
-def _places(trajectory: DitTrajectory, order: PromptOrder, last: set[int], steps: int, where: str) -> dict[int, int]:
+def _places(trajectory: DitTrajectory, order: RequestOrder, last: set[int], steps: int, where: str) -> dict[int, int]:
     """Return the place of each boundary's latents."""
     count, indices = len(trajectory.latents), trajectory.latent_step_indices
     if indices is None:
@@ -182,11 +183,9 @@ def _image(image: Tensor, expected: Expected, where: str) -> Tensor:
     event, shape = expected.sampling.shape, list(image.shape)
     if image.ndim == 4 and shape[1] == 1 and len(event) < 4:
         image = image.squeeze(1)  # a video of one frame
-    try:
+    with convert_errors(WireError, ValueError, says=f"{where} has an image of shape {shape}"):
         frames = image.shape[1] if image.ndim == 4 else 1
         made = tuple(expected.model.latent_shape(image.shape[-2], image.shape[-1], frames))
-    except ValueError as error:
-        raise WireError(f"{where} has an image of shape {shape}: {error}") from error
     if made != event or image.ndim not in (3, 4) or image.shape[0] not in (1, 3):
         raise WireError(f"{where} has an image of shape {shape}, of latents {list(made)}, expected {list(event)}")
     if image.dtype == torch.uint8:

@@ -25,7 +25,7 @@ from fluvial.models.replay.media import Source
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
 
 
-class PromptOrder(NamedTuple):
+class RequestOrder(NamedTuple):
     """Samples of one prompt, which one request asks for."""
 
     prompt: str
@@ -66,13 +66,13 @@ class Asking:
     prediction: Prediction
     sizes: Mapping[tuple[int, ...], tuple[Size, int]]
 
-    def orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[PromptOrder]:
+    def orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[RequestOrder]:
         """Return the orders of a rollout: consecutive samples of one prompt and one chunk; a repeated sample is left out.
 
         Args:
             guided: whether they are given a negative prompt.
         """
-        found, known = list[PromptOrder](), set[int]()
+        found, known = list[RequestOrder](), set[int]()
         for start in range(0, len(requests.ids), micro_batch):
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
@@ -89,7 +89,7 @@ class Asking:
                 first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
                 steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
                 own_ids = tuple(ids[row] for row in rows)
-                found.append(PromptOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
+                found.append(RequestOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
         return found
 
     def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -106,7 +106,7 @@ class Asking:
 
         return steps_of(table.stochastic), steps_of(table.recorded)
 
-    def request(self, order: PromptOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
+    def request(self, order: RequestOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
         """Return the request of an order.
 
         Args:
@@ -177,7 +177,7 @@ def last_boundary(sampling: Sampling) -> set[int]:
     return {len(sampling.schedule.timesteps)} if sampling.final else set()
 
 
-def seed_of(key: Key, order: PromptOrder) -> int:
+def seed_of(key: Key, order: RequestOrder) -> int:
     """Return the seed of an order for a server that draws noise from seeds: of sample i it uses seed + i."""
     low, high = bits(fold_in(key, order.ids[0]), (2,)).tolist()
     return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes

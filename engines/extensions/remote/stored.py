@@ -25,7 +25,7 @@ from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.files import save_tensors, sync
 from fluvial.engines.sampling.config import REPLAYED, ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
@@ -52,10 +52,8 @@ class Storing(RolloutSource):
         self.source, self.folder, self.world = source, folder, world
         if not resume and next(folder.glob("*.json"), None) is not None:
             raise UsageError(f"`rollout.store` is {folder}, which holds rollouts already: name another folder")
-        try:
+        with convert_errors(UsageError, OSError, says=f"`rollout.store` is {folder}, which cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"`rollout.store` is {folder}, which cannot be written: {error.strerror}") from error
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the samples of the source, and write them after the last, see `RolloutSource`."""
@@ -203,11 +201,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
 
 
 def open_replayed(rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
-    """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`.
-
-    Raises:
-        UsageError: it holds none.
-    """
+    """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`; UsageError if it holds none."""
     return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
 
 
@@ -270,14 +264,12 @@ def _stack(name: str, samples: Sequence[_StoredSample], opened: Callable[[Path, 
 
 def _open(path: Path, size: int, digest: str) -> Any:
     """Return a file of safetensors that is as its index says."""
-    try:
+    with convert_errors(RunError, OSError, SafetensorError, says=f"{path} cannot be read"):
         if path.stat().st_size != size:
             raise RunError(f"{path} has {path.stat().st_size} bytes, expected {size}: it is damaged, copy it again")
         if _digest(path) != digest:
             raise RunError(f"{path} is damaged: its SHA-256 is not that of its index; copy it again")
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _on_host(chunk: Chunk) -> Chunk:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fluvial.engines.engine.weights import gather, gather_weights, layout
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
 from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in
@@ -36,8 +36,8 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     FACTORS,
     PRECISIONS,
     UNKNOWN,
+    BucketPlace,
     Checksum,
-    Place,
     SharedBucket,
     adapter_checksum,
     buckets,
@@ -114,8 +114,9 @@ class WeightSync:
         self._sums: dict[tuple[Path, Dtype | str], str] = {}  # of the last push, by folder and what of it
         self._summing = threading.Lock()
 
+    @collective
     def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
-        """Give servers the current weights; every rank must take part.
+        """Give servers the current weights.
 
         Args:
             version: number of updates that made them.
@@ -306,7 +307,7 @@ class WeightSync:
     def _push_buckets(self, push: _Push) -> None:
         self.last = None
         options, peers, failed = self._options(push), push.peers, push.failed
-        plans = list[tuple[str, nn.Module, list[Place]]]()
+        plans = list[tuple[str, nn.Module, list[BucketPlace]]]()
         for part, network in components(push.module).items():
             like = layout(network, **options)
             laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -21,10 +22,104 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.servers.connections import Connection, ConnectionLimits
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.extensions.wire.decode import WireError, decode
+
+
+class ConnectionLimits(NamedTuple):
+    """Limits of connections.
+
+    Args:
+        requests: largest number of connections, and of requests at work.
+        per_address: largest number of them with one address.
+        header: seconds until a request's header is complete, from the connection or the last response.
+        body: seconds until a request's body is complete, from its header.
+        stalled: seconds that a client may not read a response that waits for it.
+    """
+
+    requests: int = 512
+    per_address: int = 256
+    header: float = 10.0
+    body: float = 60.0
+    stalled: float = 60.0
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when its client is late, or when others need its place and no request is at work.
+
+    So a client that says nothing, or stops in mid-request, keeps nobody else out.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.limits, self.since = limits, self.loop.time()
+        self._phase: tuple[Any, bool, bool] | None = None  # request, whether its body is awaited, whether it is answered
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is at work: there is none, its header is incomplete, or its response is sent."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.get_write_buffer_size()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the oldest idle connection if there are too many, of this address or in all."""
+        super().connection_made(transport)
+        self._watch()
+        others = sorted((each for each in self.connections if isinstance(each, Connection)), key=lambda each: each.since)
+        ours = [each for each in others if _host(each) == _host(self)]
+        for group, most in ((ours, self.limits.per_address), (others, self.limits.requests)):
+            oldest = next((each for each in group if each.idle and each is not self), None)
+            if len(group) > most and oldest is not None:
+                oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the client."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Set the deadline of what the client has to send next; bytes of the same part do not put it off."""
+        sends_body, answered = self.conn.their_state is h11.SEND_BODY, self.cycle is None or self.cycle.response_complete
+        phase = (self.cycle, sends_body, answered)
+        if phase == self._phase:
+            return
+        self._phase = phase
+        self._cancel()
+        if sends_body or answered:
+            self._wait(self.limits.body if sends_body else self.limits.header)
+
+    def _wait(self, seconds: float) -> None:
+        self._cancel()
+        unread = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(self.limits.stalled if unread else seconds, self._late, unread)
+
+    def _late(self, unread: int) -> None:
+        """Close the connection, unless the client has read of its response since the deadline was set."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._wait(self.limits.header)
+        else:
+            self.transport.abort()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _host(connection: H11Protocol) -> str:
+    return connection.client[0] if connection.client else ""
+
 
 Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
@@ -37,14 +132,14 @@ GONE = 499  # status of a request whose client has hung up; nobody receives it
 
 
 class RequestError(Exception):
-    """Error of a request, for the client: a status and one line."""
+    """Error of a request, for the client: one line and a status."""
 
-    def __init__(self, status: int, problem: str, *, retry_after: int | None = None) -> None:
+    def __init__(self, problem: str, status: int = 400, *, retry_after: int | None = None) -> None:
         super().__init__(problem)
         self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
 
 
-class Guard:
+class RequestGuard:
     """Application that lets through what may be answered: requests with the API key, within the limits, of no web page.
 
     A page in a browser on this machine can send requests to a server that other machines do not reach. Its browser names the
@@ -92,27 +187,27 @@ class Guard:
     def _problem(self, method: str, path: str, headers: Headers) -> RequestError | None:
         host = headers.get("host", "")
         if not self.expected and not _is_loopback(_hostname(host)):
-            return RequestError(421, f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}")
+            return RequestError(f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}", 421)
         if self.page and method == "GET" and path == self.page:
             return None
         if "origin" in headers and not (self.page and headers["origin"].partition("://")[2] == host):
-            return RequestError(403, "the request is of a web page (Origin), and this server answers none")
+            return RequestError("the request is of a web page (Origin), and this server answers none", 403)
         controls = bool(self.admin) and path in self.control
         wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
         asks = controls or bool(self.expected)
         sent = headers.get("authorization", "").encode("latin-1")
         if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
             name = "the admin key" if controls else "an API key"
-            return RequestError(401, f"this server asks for {name}, sent as a bearer token")
+            return RequestError(f"this server asks for {name}, sent as a bearer token", 401)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
-            return RequestError(415, f"the content type is {kind[:60]!r}, expected application/json")
+            return RequestError(f"the content type is {kind[:60]!r}, expected application/json", 415)
         return None
 
     def _overload(self, address: str) -> RequestError | None:
         if self.at_work[address] < self.limits.per_address and self.at_work.total() < self.limits.requests:
             return None
-        return RequestError(503, "too many requests are at work: try again later", retry_after=1)
+        return RequestError("too many requests are at work: try again later", 503, retry_after=1)
 
 
 def _token(key: str) -> bytes:
@@ -132,7 +227,7 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
         RequestError: it is too large.
         WireError: it is not JSON, or does not fit the type.
     """
-    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send less at once")
+    problem = RequestError(f"the request has more than {most_bytes // 1_000_000} MB: send less at once", 413)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:18]) > most_bytes:
         raise problem
@@ -145,9 +240,9 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
             if values <= MOST_VALUES:  # the rest is read all the same, for a client that sends it before it reads the answer
                 body += piece
     except ClientDisconnect:
-        raise RequestError(GONE, "the client has hung up") from None
+        raise RequestError("the client has hung up", GONE) from None
     if values > MOST_VALUES:
-        raise RequestError(413, f"the request has more than {MOST_VALUES} values: send less at once")
+        raise RequestError(f"the request has more than {MOST_VALUES} values: send less at once", 413)
     if len(body) <= SMALL:
         return decode(body, kind, lenient=lenient)
     return await asyncio.to_thread(decode, body, kind, lenient=lenient)
@@ -166,7 +261,7 @@ async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RequestError(GONE, "the client has hung up")
+            raise RequestError("the client has hung up", GONE)
         return task.result()
     finally:
         for pending in (task, gone):
@@ -197,7 +292,7 @@ def application(
     """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
     Args:
-        key, admin, control, page, limits: see `Guard`.
+        key, admin, control, page, limits: see `RequestGuard`.
     """
 
     @asynccontextmanager
@@ -207,11 +302,11 @@ def application(
 
     handlers: dict[Any, Any] = {
         RequestError: lambda request, error: refuse(error),
-        WireError: lambda request, error: refuse(RequestError(400, str(error))),
-        RunError: lambda request, error: refuse(RequestError(500, str(error))),
+        WireError: lambda request, error: refuse(RequestError(str(error))),
+        RunError: lambda request, error: refuse(RequestError(str(error), 500)),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
-    return Guard(app, key, admin=admin, control=control, page=page, limits=limits)
+    return RequestGuard(app, key, admin=admin, control=control, page=page, limits=limits)
 
 
 def key_of(host: str) -> str:
@@ -288,11 +383,11 @@ def _stop_on_signals(server: Any) -> Iterator[None]:
 
 def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address."""
-    try:
+    with convert_errors(
+        UsageError, OSError, OverflowError, says=f"`host` is {host} and `port` is {port}, which cannot be listened on"
+    ):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"`host` is {host} and `port` is {port}, which cannot be listened on: {error}") from error
     made.set_inheritable(True)
     return made
 

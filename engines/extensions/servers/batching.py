@@ -75,7 +75,7 @@ class Batcher(Generic[Item, Result]):
             waiting = len(self._drop_unwanted())
             if waiting and waiting + len(items) > self.most_waiting:
                 wait = min(max(math.ceil(waiting / self.size * self._seconds), 1), LONGEST_RETRY)
-                raise RequestError(429, f"{waiting} samples are waiting: try again in {wait} s", retry_after=wait)
+                raise RequestError(f"{waiting} samples are waiting: try again in {wait} s", 429, retry_after=wait)
             self._queue += [(request, place) for place in range(len(items))]
             self._news.notify_all()
         return request.future

@@ -31,7 +31,7 @@ class Limits:
     most_pixels: int = 128_000_000
 
 
-class Sample(NamedTuple):
+class SampleToScore(NamedTuple):
     """A sample to score."""
 
     image: Tensor  # [3, H, W] uint8; of a video [3, F, H, W]
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 class ScoreRequest(NamedTuple):
     """A sample of UniRL's format with the rewards that are asked for."""
 
-    sample: Sample
+    sample: SampleToScore
     rewards: tuple[str, ...]
 
 
@@ -78,31 +78,29 @@ class Score(Struct, frozen=True):
     requests: list[History]
 
 
-def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
+def flow_factory(body: Compute, limits: Limits) -> list[SampleToScore]:
     """Return the samples of a request to /compute.
 
     Raises:
         RequestError: its fields do not go together, or its images have too many pixels.
     """
     if body.condition_videos:
-        raise RequestError(400, "condition_videos is set, and no reward here takes any")
+        raise RequestError("condition_videos is set, and no reward here takes any")
     if bool(body.image) == bool(body.video):
-        raise RequestError(400, "the body has image and video, or none of them, expected one of them")
+        raise RequestError("the body has image and video, or none of them, expected one of them")
     name, files = ("image", [[file] for file in body.image]) if body.image else ("video", body.video or [])
     conditions = body.condition_images or [[]] * len(files)
     if not len(files) == len(body.prompt) == len(conditions):
-        raise RequestError(
-            400, f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected as many of each"
-        )
+        raise RequestError(f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected as many of each")
     decoder = _Decoder(limits.most_pixels)
     samples = []
     for number, (text, frames, given) in enumerate(zip(body.prompt, files, conditions, strict=True)):
         condition = decoder.check(given[0], f"condition_images[{number}]") if given else None
         decoded = [decoder.decode_image(frame, f"{name}[{number}]") for frame in frames]
         if not decoded or len({frame.shape for frame in decoded}) > 1:
-            raise RequestError(400, f"{name}[{number}] has no frames, or frames of several sizes")
+            raise RequestError(f"{name}[{number}] has no frames, or frames of several sizes")
         image = decoded[0] if body.image else torch.stack(decoded, dim=1)
-        samples.append(Sample(image, Prompt(text, image=condition)))
+        samples.append(SampleToScore(image, Prompt(text, image=condition)))
     return samples
 
 
@@ -117,16 +115,16 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
     for number, request in enumerate(body.requests):
         turn, where = request.history[-1], f"requests[{number}].history[-1]"
         if turn.video_b64 is not None or turn.video_path is not None:
-            raise RequestError(400, f"{where} has a video, expected image_b64: send the frames of videos to /compute")
+            raise RequestError(f"{where} has a video, expected image_b64: send the frames of videos to /compute")
         if turn.text is None or turn.image_b64 is None:
-            raise RequestError(400, f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
+            raise RequestError(f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
         image = decoder.decode_image(turn.image_b64, f"{where}.image_b64")
         rewards = tuple(dict.fromkeys(request.required_rewards))
-        found.append(ScoreRequest(Sample(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
+        found.append(ScoreRequest(SampleToScore(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
     return found
 
 
-def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, list[Prompt]]:
+def batch_of(samples: Sequence[SampleToScore]) -> tuple[Tensor, list[Prompt]]:
     """Return samples of one shape as a reward takes them: images `[B, 3, H, W]` in [0, 1], or videos, and prompts."""
     return torch.stack([sample.image for sample in samples]).float() / 255, [sample.prompt for sample in samples]
 
@@ -143,7 +141,7 @@ class _Decoder:
         try:
             array = np.array(read_image(data, formats=FILES).convert("RGB"))
         except ValueError as error:
-            raise RequestError(400, f"{where} is a damaged image") from error
+            raise RequestError(f"{where} is a damaged image") from error
         return torch.from_numpy(array).permute(2, 0, 1)
 
     def check(self, text: str, where: str) -> bytes:
@@ -151,12 +149,12 @@ class _Decoder:
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            raise RequestError(400, f"{where} is not base64") from None
+            raise RequestError(f"{where} is not base64") from None
         try:
             with open_image(data, formats=FILES) as image:
                 self.left -= image.width * image.height
         except ValueError as error:
-            raise RequestError(400, f"{where} is no image file, expected one of {', '.join(FILES)}") from error
+            raise RequestError(f"{where} is no image file, expected one of {', '.join(FILES)}") from error
         if self.left < 0:
-            raise RequestError(413, f"the images have more than {self.most / 1e6:g} megapixels: send fewer at once")
+            raise RequestError(f"the images have more than {self.most / 1e6:g} megapixels: send fewer at once", 413)
         return data

@@ -23,7 +23,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of, until_gone
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.formats import Compute, Limits, Sample, Score, batch_of, flow_factory, unirl
+from fluvial.engines.extensions.servers.formats import Compute, Limits, SampleToScore, Score, batch_of, flow_factory, unirl
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import one_line, read_scores
 from fluvial.engines.scoring.signature import Samples, signature_of
@@ -66,7 +66,7 @@ class RewardService:
                 if signature_of(reward).takes(asked):
                     raise UsageError(f"reward {name!r} takes {asked}, which requests do not hold: use it within the run")
         self.limits = limits or Limits()
-        self.batchers: dict[str, Batcher[Sample, Outcome]] = {
+        self.batchers: dict[str, Batcher[SampleToScore, Outcome]] = {
             name: Batcher(
                 partial(_outcomes, name, reward),
                 alike=lambda sample: sample.image.shape,
@@ -122,7 +122,7 @@ class RewardService:
         names = list(dict.fromkeys(name for each in requests for name in each.rewards))
         for name in names:
             if name not in self.batchers:
-                raise RequestError(400, f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
+                raise RequestError(f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
         rows = {name: [number for number, each in enumerate(requests) if name in each.rewards] for name in names}
         work = asyncio.gather(*(self._score(name, [requests[number].sample for number in rows[name]]) for name in names))
         results: list[dict[str, dict[str, float]]] = [{} for _ in requests]
@@ -140,11 +140,11 @@ class RewardService:
         """Return the name of a reward; RequestError if there is no such reward."""
         if name not in self.batchers:
             raise RequestError(
-                404, f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}"
+                f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}", 404
             )
         return name
 
-    async def _score(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _score(self, name: str, samples: Sequence[SampleToScore]) -> list[Outcome]:
         return await asyncio.wrap_future(self.batchers[name].submit(samples))
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ def application(service: RewardService, *, key: str = "") -> ASGIApp:
     return asgi.application(routes, close=service.close, key=key)
 
 
-def _outcomes(name: str, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+def _outcomes(name: str, reward: Reward, samples: Sequence[SampleToScore]) -> list[Outcome]:
     """Return the outcomes of one call; where it raises, of a call per sample, so that one sample fails alone."""
     images, prompts = batch_of(samples)
     try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from fluvial.engines.extensions.simulate import attention, autocast
+from fluvial.engines.extensions.simulate import operators
 from fluvial.models.device import SIMULATED as TYPE
 
 GIB = 2**30
@@ -75,7 +75,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
-class Stream:
+class DeviceStream:
     """The one stream of the device, and an event in it: work is done at once, so that only the host ever waits."""
 
     stream_id = device_index = 0
@@ -84,7 +84,7 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "DeviceStream":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -99,15 +99,15 @@ class Stream:
         """Make the host wait for the device."""
         _active[-1][1].synchronized()
 
-    def record_event(self, event: "Stream | None" = None) -> "Stream":
+    def record_event(self, event: "DeviceStream | None" = None) -> "DeviceStream":
         """Return an event."""
-        return event or Stream()
+        return event or DeviceStream()
 
     def query(self) -> bool:
         """Return whether all work is done."""
         return True
 
-    def elapsed_time(self, end: "Stream") -> float:
+    def elapsed_time(self, end: "DeviceStream") -> float:
         """Return 0: nothing takes time."""
         return 0.0
 
@@ -121,17 +121,16 @@ def register() -> None:
     hooks, guard = _Hooks(), _Guard()
     _setup_privateuseone_for_python_backend(TYPE, _module(), hooks, guard)
     torch.distributed.Backend.default_device_backend_map.setdefault(TYPE, "fake")
-    attention.register()
-    autocast.register()
+    operators.register()
 
 
 def _module() -> types.ModuleType:
     """Return `torch.simulated`: what PyTorch, diffusers and fluvial ask of the module of a device."""
-    module, stream, here = types.ModuleType(f"torch.{TYPE}"), Stream(), lambda *_: contextlib.nullcontext()
+    module, stream, here = types.ModuleType(f"torch.{TYPE}"), DeviceStream(), lambda *_: contextlib.nullcontext()
     state = torch.zeros(16, dtype=torch.uint8)
     always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
     functions: dict[str, Any] = {
-        "Stream": Stream, "Event": Stream, "stream": here, "device": here, "device_index": here,
+        "DeviceStream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
         "current_stream": always(stream), "default_stream": always(stream), "set_stream": _nothing,
         "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
         "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),

@@ -1,4 +1,7 @@
-"""Fake tensors: a shape, a dtype, a device and a storage of a size, and results of operations on them."""
+"""Fake tensors: a shape, a dtype, a device and a storage of a size, and results of operations on them.
+
+Few numbers that follow from the host's, as lengths, masks and steps, have values (`follow`).
+"""
 
 import threading
 from collections.abc import Hashable, Sequence
@@ -8,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from fluvial.models.flops import FORMULAS
 
@@ -48,7 +52,7 @@ class FakeMode(FakeTensorMode):
         self._local.stack = value
 
 
-class Result(NamedTuple):
+class FakeResult(NamedTuple):
     """A tensor that an operation returns."""
 
     argument: int | None  # number of the tensor among the arguments that is returned or viewed
@@ -63,7 +67,7 @@ class Result(NamedTuple):
 class OperationResult(NamedTuple):
     """Results and floating-point operations of an operation whose arguments have certain shapes."""
 
-    results: tuple[Result, ...]
+    results: tuple[FakeResult, ...]
     structure: Any  # of what it returns
     flops: int
 
@@ -153,7 +157,7 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
     ):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    found = list[Result]()
+    found = list[FakeResult]()
     for result in results:
         same = next((number for number, tensor in enumerate(tensors) if tensor is result), None)
         storage = result.untyped_storage()
@@ -162,5 +166,53 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
         if same is None and viewed is None and storage.nbytes() != (size * result.itemsize if result.numel() else 0):
             return None
         shape = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.fake_device
-        found.append(Result(viewed if same is None else same, viewed is not None, *shape))
+        found.append(FakeResult(viewed if same is None else same, viewed is not None, *shape))
     return OperationResult(tuple(found), structure, flops)
+
+
+aten = torch.ops.aten
+FEW = 2**16  # numbers of a tensor, at most
+# Floating-point values only as long as they are moved, cut and joined: rewards that are gathered.
+NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose unbind split"
+MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
+UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor on the host, if they are known and few."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, "fluvial_value", None)
+    return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
+
+
+def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
+    """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
+    values = _compute_values(func, args, kwargs, results)
+    if values is not None:
+        for result, value in zip(results, values, strict=True):
+            result.fluvial_value = value  # type: ignore[attr-defined]
+    elif func._schema.is_mutable:
+        for result in results:
+            vars(result).pop("fluvial_value", None)
+
+
+def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
+    """Return the values of the results, None if they are not known."""
+    packet = func.overloadpacket
+    if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    moves = packet in MOVES
+    if not all(each.numel() <= FEW and (moves or not (each.is_floating_point() or each.is_complex())) for each in results):
+        return None
+    known = []
+    for leaf in tree_iter((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            value = value_of(leaf)
+            if value is None:
+                return None
+            known.append(value)
+    remaining = iter(known)
+    args, kwargs = tree_map_only(Tensor, lambda _: next(remaining), (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return [leaf for leaf in tree_iter(func(*args, **kwargs)) if isinstance(leaf, Tensor)]

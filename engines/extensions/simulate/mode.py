@@ -1,23 +1,164 @@
-"""The dispatch mode of a simulation: host tensors are real, those on the simulated device are fake, and all is noted."""
+"""The dispatch mode of a simulation: host tensors are real, those on the simulated device are fake, and all is noted.
 
+Of a world one rank runs: collectives on the host have results as if all ranks did the same.
+"""
+
+import sys
+import sysconfig
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from fluvial.engines.extensions.simulate import collectives
 from fluvial.engines.extensions.simulate.device import TYPE
-from fluvial.engines.extensions.simulate.fake import FakeMode, Results
+from fluvial.engines.extensions.simulate.fake import FakeMode, Results, follow, value_of
 from fluvial.engines.extensions.simulate.memory import Ledger
-from fluvial.engines.extensions.simulate.place import place
-from fluvial.engines.extensions.simulate.values import follow, value_of
+
+ROOT = str(Path(__file__).parents[3])
+PACKAGES = sysconfig.get_paths()["purelib"]
+HERE = str(Path(__file__).parent)
+PASSING = ("models/flops.py", "core/checks.py", "models/pipelines/unfilled.py")  # act for their caller
+# Parts of PyTorch that hold memory or wait of their own accord; the others do what their caller asks for.
+SPEAKING = ("torch/distributed/fsdp/", "torch/optim/", "torch/utils/checkpoint.py")
+
+
+@cache
+def _name_file(file: str) -> tuple[str, bool] | None:
+    """Return how a file is named, and whether it is fluvial's own; None for one that only passes calls on."""
+    if file.startswith((HERE, "<")) or file.endswith(PASSING):
+        return None
+    if file.startswith(ROOT + "/"):
+        inside = file.removeprefix(ROOT + "/")
+        own = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests")
+        if own:
+            return inside, True
+    name = file.rpartition("site-packages/")[2] if "site-packages/" in file else file
+    if name.startswith("torch/"):
+        speaks = next((part for part in SPEAKING if name.startswith(part)), None)
+        return (f"torch: {Path(name).name}", False) if speaks else None
+    if "/lib/python" in name or name.startswith(("optree/", "einops/", "jaxtyping/", "beartype/", "accelerate/")):
+        return None
+    return "/".join(Path(name).parts[-2:]), False
+
+
+def place(depth: int = 2) -> str:
+    """Return the innermost line that is not PyTorch's, and the innermost one of fluvial with its function.
+
+    For example "attention.py:31 < models/pipelines/sd3.py:90 predict".
+    """
+    frame, inner = sys._getframe(depth), ""
+    while frame is not None:
+        named = _name_file(frame.f_code.co_filename)
+        if named is not None:
+            name, own = named
+            line = f"{name}:{frame.f_lineno}"
+            if own:
+                line += f" {frame.f_code.co_qualname.replace('.<locals>', '')}"
+                return f"{inner} < {line}" if inner else line
+            inner = inner or line
+        frame = frame.f_back  # type: ignore[assignment]
+    return inner
+
+
+PLAIN = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+SILENT = ("wait_tensor", "barrier")
+
+
+class CollectiveCall(NamedTuple):
+    """A collective."""
+
+    name: str  # all_gather, reduce_scatter, all_reduce, all_to_all or broadcast
+    sent: int  # bytes that each rank sends
+    ranks: int
+
+
+def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> CollectiveCall | None:
+    """Return what a collective sends, None for one of a single rank and for one that sends nothing."""
+    name = function._schema.name.partition("::")[2]
+    ranks = _ranks(args, kwargs)
+    if ranks == 1 or any(word in name for word in SILENT):
+        return None
+    sizes: dict[int, int] = {}
+    for tensor in tree_iter((args, kwargs)):
+        if isinstance(tensor, Tensor):
+            sizes[id(tensor)] = tensor.nbytes
+    largest = max(sizes.values(), default=0)
+    if name in ("allgather_", "all_gather_into_tensor"):
+        largest *= ranks  # each argument is of one rank
+    # In a ring of n ranks, a rank sends (n - 1) / n of the bytes of the largest tensor, and those of a reduction twice.
+    plain = _plain(name)
+    return CollectiveCall(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
+
+
+def _plain(name: str) -> str:
+    """Return the plain name of a collective, whatever underscores an operation's has."""
+    return next((plain for plain in PLAIN if plain.replace("_", "") in name.replace("_", "")), name)
+
+
+def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Return the number of ranks of the group among the arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(value).size())
+            except (RuntimeError, TypeError):  # the operation of a reduction is an object, too
+                continue
+        if isinstance(value, str):
+            try:
+                return int(dist.distributed_c10d._resolve_process_group(GroupName(value)).size())
+            except (RuntimeError, ValueError):  # the name of the operation of a reduction
+                continue
+    return 1
+
+
+def same_values(function: Any, args: tuple) -> None:
+    """Give the results of a gather on the device the values of its input, where they are known."""
+    name = function._schema.name
+    if name == "c10d::allgather_":
+        for output, given in zip(args[0], args[1], strict=True):
+            if (value := getattr(given, "fluvial_value", None)) is not None:
+                for each in output:
+                    each.fluvial_value = value
+    if name not in ("c10d::_allgather_base_", "c10d::alltoall_base_"):
+        return
+    if (value := getattr(args[1], "fluvial_value", None)) is not None:
+        result = torch.empty(args[0].shape, dtype=args[0].dtype)
+        same_everywhere(function, (result, value))
+        args[0].fluvial_value = result
+
+
+def same_everywhere(function: Any, args: tuple) -> None:
+    """Write the results of a collective on host tensors, as if every rank had passed what this one does."""
+    name = function._schema.name.partition("::")[2]
+    if name == "allgather_":
+        outputs, inputs = args[0], args[1]
+        for output, given in zip(outputs, inputs, strict=True):
+            for each in output:
+                each.copy_(given)
+    elif name == "_allgather_base_":
+        args[0].view(-1).copy_(args[1].reshape(-1).repeat(args[0].numel() // args[1].numel()))
+    elif name == "alltoall_base_":
+        output, given = args[0], args[1]
+        if len(given):  # as many rows as arrive, of those that are sent
+            output.copy_(given[torch.arange(len(output)) % len(given)])
+        else:
+            output.zero_()
+    elif name == "allreduce_":
+        for tensor in args[0]:
+            tensor.mul_(_ranks(args[1:], {}))
+
 
 aten, prim = torch.ops.aten, torch.ops.prim
 # Floating-point host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
@@ -144,7 +285,7 @@ class SimulatedMode(TorchDispatchMode):
                 ledger.add(storage, line)
 
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
-        call = collectives.describe_call(func, args, kwargs)
+        call = describe_call(func, args, kwargs)
         if call is not None:
             kind = Traffic(self.phase, call.name, call.ranks, place(4))
             self.calls[kind] += 1
@@ -153,9 +294,9 @@ class SimulatedMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         if fake:
             self._count(func, [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)])
-            collectives.same_values(func, args)
+            same_values(func, args)
         else:
-            collectives.same_everywhere(func, args)
+            same_everywhere(func, args)
         return out
 
     # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_compute`.

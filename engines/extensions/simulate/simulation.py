@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,61 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fluvial.engines.engine.world import World, enter_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, Meter, Stream, simulate_device
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, DeviceStream, Meter, simulate_device
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.engines.extensions.simulate.phases import Phases
+
+
+class Phase(NamedTuple):
+    """The memory of a phase, its visits taken together."""
+
+    before: int  # bytes at the beginning of the first visit
+    peak: int
+    after: int  # bytes at the end of the last visit
+    peak_entry: int  # entry of the ledger at the peak
+    spans: tuple[tuple[int, int], ...]  # entries of the ledger between which it ran
+
+
+class Phases:
+    """The phases of a program under a mode. A phase within another takes its operations out of it."""
+
+    def __init__(self, mode: SimulatedMode) -> None:
+        self.mode = mode
+        self.found: dict[str, Phase] = {}
+        self._start = 0  # entry at which the present phase began
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count what happens in the context for a phase."""
+        outer = self.mode.phase
+        if outer == name:
+            yield
+            return
+        self._end(outer)
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._end(name)
+            self._begin(outer)
+
+    def _begin(self, name: str) -> None:
+        ledger = self.mode.ledger
+        self.mode.phase, self._start = name, ledger.entries
+        ledger.reset_peak()
+        if name and name not in self.found:
+            self.found[name] = Phase(ledger.now, 0, ledger.now, ledger.entries, ())
+
+    def _end(self, name: str) -> None:
+        ledger, known = self.mode.ledger, self.found.get(name)
+        if known is None:
+            return
+        higher = ledger.peak > known.peak
+        self.found[name] = known._replace(
+            peak=ledger.peak if higher else known.peak,
+            peak_entry=ledger.peak_entry if higher else known.peak_entry,
+            after=ledger.now,
+            spans=(*known.spans, (self._start, ledger.entries)),
+        )
 
 
 class _Store(FakeStore):
@@ -127,7 +179,7 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         replace_attribute(FakeTensor, "__reduce_ex__", reduce_tensor),
         replace_attribute(FakeTensor, "record_stream", lambda *_: None),
         replace_attribute(torch.Tensor, "data", property(*_data())),
-        replace_attribute(torch.accelerator, "current_stream", lambda *_: Stream()),
+        replace_attribute(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
         replace_attribute(
             dist.ProcessGroup, "_has_hooks", lambda _: False
         ),  # of the fake backend, which has none, PyTorch warns

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.verl.batch import Batch, Fields, step_by_step
+from fluvial.engines.extensions.verl.batch import Fields, ItemBatch, step_by_step
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.settings import Settings
 from fluvial.engines.sampling.samplers import SAMPLERS
@@ -41,7 +41,9 @@ class Algorithm(NamedTuple):
     """The algorithm of a model type: reads a batch, and computes its loss."""
 
     name: str  # model type
-    batch: Callable[[Denoiser, Fields, bool], Batch]  # items of a batch; the last argument: whether a loss reads the batch
+    batch: Callable[
+        [Denoiser, Fields, bool], ItemBatch
+    ]  # items of a batch; the last argument: whether a loss reads the batch
     outputs: Callable[[Denoiser, nn.Module, Tensors, Cond], Tensors]  # outputs of a micro-batch, `[b, ...]`
     adapter: str | None = None  # adapter that training compares with
 
@@ -55,7 +57,7 @@ class Algorithm(NamedTuple):
             )
 
 
-def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     """Return the recorded steps of rollouts, for Flow-GRPO, DanceGRPO, Flow-DPPO, GRPO-Guard and distillation."""
     shape, samples = denoiser.shape(fields), fields.samples
     timesteps = fields.tensor("all_timesteps", (samples, None), what="one timestep per sample and step")
@@ -80,7 +82,7 @@ def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
     if loss:
         given = {name: fields.by_item(name, count, exact=True) for name in NUMBERS}
         given.update({name: fields.by_item(name, count) for name in PER_STEP if fields.has(name)})
-    return Batch(samples, count, items, denoiser.cond(fields), given)
+    return ItemBatch(samples, count, items, denoiser.cond(fields), given)
 
 
 def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
@@ -100,7 +102,7 @@ def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Co
     return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
 
 
-def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     """Return clean samples with noise on them, for DiffusionNFT.
 
     Without `forward_noise` the noise is drawn here, with torch's generator.
@@ -119,7 +121,7 @@ def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
         noise = torch.randn_like(clean)
     items = denoiser.add_noise(fields, clean, noise, step_by_step(timesteps))
     given = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
-    return Batch(samples, count, items, denoiser.cond(fields), given)
+    return ItemBatch(samples, count, items, denoiser.cond(fields), given)
 
 
 def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
@@ -140,7 +142,7 @@ def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Con
     return {**packed, "t_expanded": per_sample(items["level"], packed["xt"])}
 
 
-def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     """Return pairs of clean samples with the same noise on both, for Diffusion-DPO.
 
     Samples 2 k and 2 k + 1 are a pair, the chosen one first. Without `noise` and `timesteps` these are drawn here, with
@@ -174,7 +176,7 @@ def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
                 value = fields.tensor(name, (samples,))
                 given[name] = value[:, 0] if value.ndim == layout + 1 and value.shape[1] == 1 else value
         uid = fields.plain("uid")
-    return Batch(samples, 1, items, denoiser.cond(fields), given, None if uid is None else list(uid), width=2)
+    return ItemBatch(samples, 1, items, denoiser.cond(fields), given, None if uid is None else list(uid), width=2)
 
 
 def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:

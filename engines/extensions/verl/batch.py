@@ -11,7 +11,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.models import Cond
 
 
-class Batch(NamedTuple):
+class ItemBatch(NamedTuple):
     """N = B T items, step by step: item t B + i is sample i at step t."""
 
     samples: int  # B
@@ -111,6 +111,6 @@ def step_by_step(value: Tensor) -> Tensor:
     return value.transpose(0, 1).flatten(0, 1)
 
 
-def by_sample(value: Tensor, batch: Batch) -> Tensor:
+def by_sample(value: Tensor, batch: ItemBatch) -> Tensor:
     """Return values of items, `[T B, ...]`, as `[B, T, ...]`."""
     return value.unflatten(0, (batch.steps, batch.samples)).transpose(0, 1)

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
-from fluvial.engines.extensions.verl.passes import LossFunction, Passes
+from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
@@ -83,10 +83,8 @@ class VerlEngine:
         self.denoiser = Denoiser(settings, self.world.device)
         model = self.denoiser.model
         module = model.build(empty=True)
-        try:
+        with convert_errors(UsageError, ValueError, says="model"):
             self._add_adapters(module)
-        except ValueError as error:
-            raise UsageError(f"model: {error}") from error
         hooks = type(self).hooks(self.model_config)
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)
@@ -195,7 +193,7 @@ class VerlEngine:
         size = fields.plain("micro_batch_size_per_gpu", self.settings.micro_batches[forward_only])
         if size is None:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
-        passes = Passes(
+        passes = BatchPasses(
             self.algorithm.batch(self.denoiser, fields, loss_function is not None),
             self.algorithm,
             self.denoiser,
@@ -244,7 +242,7 @@ class VerlEngine:
             if part == PARAMETERS:
                 (sharded.offload if away else sharded.onload)()
             elif part == GRADIENTS and away:
-                self._gradients.offload(_shard(p.grad) for p in self.module.parameters() if p.grad is not None)
+                self._gradients.offload(local(p.grad).detach() for p in self.module.parameters() if p.grad is not None)
             elif part == GRADIENTS:
                 self._gradients.onload()
             elif engine is not None:
@@ -421,10 +419,6 @@ class VerlEngine:
 def _check_remote(path: str | None) -> None:
     if path is not None:
         raise UsageError(f"hdfs_path is {path}, expected None: checkpoints are written to and read from local_path")
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _join_world() -> World:

@@ -12,7 +12,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.algorithms import Algorithm
-from fluvial.engines.extensions.verl.batch import Batch, by_sample
+from fluvial.engines.extensions.verl.batch import ItemBatch, by_sample
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.models.host_values import fresh_copy
 
@@ -20,7 +20,7 @@ from fluvial.models.host_values import fresh_copy
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-class Passes:
+class BatchPasses:
     """The passes of one batch, and what they return to verl.
 
     A micro-batch is any slice of the items. So a forward pass may hold several steps of a sample, gradients are reduced once
@@ -41,7 +41,7 @@ class Passes:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: ItemBatch,
         algorithm: Algorithm,
         denoiser: Denoiser,
         world: World,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fluvial.core.transitions import SamplerName, check_eta
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, OptimizerName
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models.lora import LoraConfig, LowRank
 
 # verl-omni's names of samplers. The form is that of its log-probabilities, see `core.gaussian.log_prob`.
@@ -208,7 +208,7 @@ def _optimizer(config: Any) -> OptimizerConfig:
     if more:
         raise UsageError(f"optim.override_optimizer_config holds {', '.join(sorted(more))}, expected eps alone")
     first, second = (float(decay) for decay in config.betas)
-    try:
+    with convert_errors(UsageError, ValueError, says="optim"):
         return OptimizerConfig(
             name=OPTIMIZERS[config.optimizer],
             lr=float(config.lr),
@@ -217,8 +217,6 @@ def _optimizer(config: Any) -> OptimizerConfig:
             weight_decay=float(config.weight_decay),
             max_grad_norm=float(config.clip_grad),
         )
-    except ValueError as error:
-        raise UsageError(f"optim: {error}") from error
 
 
 def _lora(model: Any, *, trained: bool) -> LoraConfig | None:

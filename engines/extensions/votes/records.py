@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.data.preferences import PREFERENCES
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.files import sync
 
 IMAGES = "images"
@@ -45,11 +45,9 @@ class VoteFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / PREFERENCES
-        try:
+        with convert_errors(UsageError, OSError, says=f"votes cannot be written to {folder}"):
             (folder / IMAGES).mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise UsageError(f"votes cannot be written to {folder}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -138,13 +136,11 @@ class VoteFolder:
     def _write(self, path: Path, content: bytes) -> None:
         """Write a file so that it is there as a whole or not at all."""
         partial = path.with_name(f".{path.name}.partial")
-        try:
+        with convert_errors(RunError, OSError, says=f"{path} cannot be written"):
             partial.write_bytes(content)
             sync(partial)
             partial.replace(path)
             sync(path.parent)
-        except OSError as error:
-            raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def group_id(prompt: str, images: Sequence[bytes]) -> str:

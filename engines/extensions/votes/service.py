@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
 from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
@@ -176,7 +177,7 @@ class VoteService:
         body = await json_of(request, ImageRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
-            raise RequestError(404, "there is no such image")
+            raise RequestError("there is no such image", 404)
         return Response((self.folder.folder / image_name(body.group, body.number)).read_bytes(), media_type="image/png")
 
     async def vote(self, request: Request) -> JSONResponse:
@@ -184,11 +185,11 @@ class VoteService:
         body = await json_of(request, Voted, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None:
-            raise RequestError(404, "no run has asked for this group")
+            raise RequestError("no run has asked for this group", 404)
         if body.score not in (0, 0.5, 1):
-            raise RequestError(400, f"the score is {body.score:g}, expected 1, 0 or 0.5")
+            raise RequestError(f"the score is {body.score:g}, expected 1, 0 or 0.5")
         if body.pair[0] == body.pair[1] or max(body.pair) >= group.size:
-            raise RequestError(400, f"the pair is {list(body.pair)}, expected two of {group.size} images")
+            raise RequestError(f"the pair is {list(body.pair)}, expected two of {group.size} images")
         vote = Vote(body.group, group.size, body.pair, float(body.score), body.voter)
         self.folder.append(vote, group.prompt)
         group.count(vote)
@@ -282,24 +283,19 @@ def application(service: VoteService, *, key: str) -> ASGIApp:
 
 
 def _images(texts: list[str]) -> list[bytes]:
-    """Return PNG files.
-
-    Raises:
-        RequestError: one is no PNG, they have several sizes, or too many pixels.
-    """
+    """Return PNG files; RequestError if one is no PNG, they have several sizes, or too many pixels."""
     found, sizes = [], set()
     for text in texts:
-        try:
+        # A damaged file raises many kinds.
+        with convert_errors(RequestError, Exception, says="an image is not a PNG file as base64"):
             data = base64.b64decode(text, validate=True)
             with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 sizes.add(image.size)
                 image.verify()
-        except Exception as error:  # a damaged file raises many kinds
-            raise RequestError(400, f"an image is not a PNG file as base64: {error}") from None
         found.append(data)
     if len(sizes) > 1:
-        raise RequestError(400, f"the images have the sizes {sorted(sizes)}, expected one size")
+        raise RequestError(f"the images have the sizes {sorted(sizes)}, expected one size")
     width, height = sizes.pop()
     if width * height * len(texts) > MOST_PIXELS:
-        raise RequestError(413, f"the images have more than {MOST_PIXELS // 1_000_000} million pixels")
+        raise RequestError(f"the images have more than {MOST_PIXELS // 1_000_000} million pixels", 413)
     return found

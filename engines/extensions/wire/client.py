@@ -6,16 +6,20 @@ import os
 import random
 import socket
 import ssl
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import httpx2
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 
 CONNECT = 10.0  # seconds that a connection may take
 START = 10.0  # seconds of patience with a server that has not answered yet: one that is down ends a run in its first seconds
@@ -298,3 +302,56 @@ def _authorization(key_env: str) -> dict[str, str]:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise UsageError(f"key_env is {key_env!r}, and that variable holds more than one printable word")
     return {"Authorization": f"Bearer {key}"}
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], *, at_once: int
+) -> Iterator[Iterator[tuple[int, Result | BaseException]]]:
+    """Yield the place of each item with its result, or with what the function raised; drop work that is no longer needed.
+
+    The threads are daemons: one that waits for a server keeps no process from ending.
+    """
+    left, over = list(reversed(list(enumerate(items)))), threading.Event()
+    done: SimpleQueue[tuple[int, Result | BaseException]] = SimpleQueue()
+
+    def work() -> None:
+        while left and not over.is_set():
+            try:
+                place, item = left.pop()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                done.put((place, function(item)))
+            except BaseException as error:
+                done.put((place, error))
+
+    for _ in range(min(at_once, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        yield (done.get() for _ in items)
+    finally:
+        over.set()
+
+
+def find_shared_folder() -> Path:
+    """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
+
+    It is made if it is not there. Nobody else can write to it.
+
+    Raises:
+        RunError: it cannot be made, or somebody else has made it.
+    """
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    folder = parent / f"fluvial-{os.getuid()}"
+    with convert_errors(RunError, OSError, says=f"{folder} cannot be written"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o22:
+        raise RunError(f"{folder} is not this user's own: remove it, or set `rollout.servers.weights_folder`")
+    return folder

@@ -82,11 +82,7 @@ class Envelope(Struct, frozen=True):
 
 
 def envelope(tensor: Tensor) -> Envelope:
-    """Return the envelope of a tensor.
-
-    Raises:
-        WireError: its dtype has no place in the schema.
-    """
+    """Return the envelope of a tensor; WireError if its dtype has no place in the schema."""
     if str(tensor.dtype) not in DTYPES:
         raise WireError(f"a tensor is of {tensor.dtype}, expected one of {', '.join(DTYPES)}")
     return Envelope(save({"t": tensor.detach().cpu().contiguous()}), tuple(tensor.shape), str(tensor.dtype), True)

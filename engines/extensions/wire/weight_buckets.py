@@ -36,11 +36,7 @@ class Checksum:
         self.dtype, self._last, self._digest = dtype, "", hashlib.sha256()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor.
-
-        Raises:
-            ValueError: its name does not come after the last one.
-        """
+        """Take the next tensor; ValueError if its name does not come after the last one."""
         if name <= self._last:
             raise ValueError(f"checksum: {name} comes after {self._last}, expected names in ascending order")
         plain = tensor.detach() if self.dtype is None or not tensor.is_floating_point() else tensor.detach().to(self.dtype)
@@ -83,7 +79,7 @@ def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None
     return {**base, **{name + FACTORS: (adapters or {}).get(name, UNKNOWN) for name in base}}
 
 
-class Place(Struct, frozen=True):
+class BucketPlace(Struct, frozen=True):
     """Place of a tensor in a bucket; the fields are those of sglang's `FlattenedTensorMetadata`."""
 
     name: Text
@@ -101,7 +97,7 @@ class Place(Struct, frozen=True):
             )
 
 
-def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place]]:
+def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[BucketPlace]]:
     """Return how tensors are laid out in buckets of at most `most_bytes`; a larger tensor has a bucket of its own.
 
     The tensors of a bucket have one dtype, so that each begins at a multiple of its item size.
@@ -109,18 +105,18 @@ def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place
     Args:
         layout: tensors by name, in the order in which they will be sent. Their values are not read.
     """
-    found: list[list[Place]] = []
+    found: list[list[BucketPlace]] = []
     for name, tensor in layout.items():
         size, last = tensor.numel() * tensor.element_size(), found[-1][-1] if found else None
         if last is None or last.dtype != tensor.dtype or last.end_idx + size > most_bytes:
             found.append([])
             last = None
         start = 0 if last is None else last.end_idx
-        found[-1].append(Place(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
+        found[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
     return found
 
 
-def flatten(places: Iterable[Place], tensors: Iterable[Tensor]) -> Tensor:
+def flatten(places: Iterable[BucketPlace], tensors: Iterable[Tensor]) -> Tensor:
     """Return a bucket, uint8 `[bytes]`, on the device of its tensors."""
     return torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in zip(places, tensors, strict=True)])
 
@@ -142,7 +138,7 @@ class SharedBucket(Struct, frozen=True):
     count: Annotated[int, Meta(ge=1, le=MOST_BUCKETS)]
     module: Text
     file: Text
-    places: Annotated[list[Place], Meta(min_length=1, max_length=65536)]
+    places: Annotated[list[BucketPlace], Meta(min_length=1, max_length=65536)]
 
     def __post_init__(self) -> None:
         if self.index >= self.count:
@@ -161,11 +157,7 @@ class SharedBucket(Struct, frozen=True):
 
 
 def open_shared_bucket(value: Any) -> SharedBucket:
-    """Return the bucket of a JSON value.
-
-    Raises:
-        WireError: it is wrong.
-    """
+    """Return the bucket of a JSON value; WireError if it is wrong."""
 
     def dtype(kind: type, name: Any) -> torch.dtype:
         if not isinstance(name, str) or name not in DTYPES:

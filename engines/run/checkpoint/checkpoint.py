@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.checkpoint.storage import MANIFEST, NAME, PROBE, CheckpointStore, Draft, locate, open_store
 
@@ -38,6 +38,7 @@ FORMAT = 1
 Folder = TypeVar("Folder", bound=Path | str)
 
 
+@collective
 def save(
     folder: Folder,
     state: dict[str, Tensor],
@@ -50,7 +51,7 @@ def save(
     spare: int | None = None,
     copy_ahead: bool = True,
 ) -> Folder:
-    """Write a checkpoint, then remove later ones and all but the newest `keep`. Every rank must take part.
+    """Write a checkpoint, then remove later ones and all but the newest `keep`.
 
     Memory on the host, per rank: its shards, copied from the GPU, and once more as the bytes of its file.
 
@@ -166,6 +167,7 @@ def meta(path: Path | str, name: str, *, world: World) -> Any:
     return found
 
 
+@collective
 def load(
     path: Path | str,
     state: dict[str, Tensor],
@@ -174,7 +176,7 @@ def load(
     world: World,
     saved: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
+    """Verify a checkpoint, fill `state` from it in place, and return its meta data.
 
     The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
 
@@ -271,10 +273,11 @@ def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list
     return [path for path, _ in sorted(found, key=lambda one: -one[1])]
 
 
+@collective
 def newest_whole(
     folders: Sequence[Path | str], *, world: World, skipped: Callable[[str], None] = lambda line: None
 ) -> Path | str | None:
-    """Return the newest checkpoint that is not damaged, or None if there is no checkpoint; every rank must take part.
+    """Return the newest checkpoint that is not damaged, or None if there is no checkpoint.
 
     Args:
         folders: folders or URLs of a run's checkpoints.
@@ -298,8 +301,9 @@ def newest_whole(
     return None
 
 
+@collective
 def check_writable(folder: Path | str, *, world: World) -> None:
-    """Write a small file to the storage of checkpoints from each rank, and remove it; every rank must take part.
+    """Write a small file to the storage of checkpoints from each rank, and remove it.
 
     Raises:
         UsageError: the URL's protocol is not known, or a package for it is missing; a rank cannot write, or ranks write to

@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import sync
 
 MANIFEST = "manifest.json"
@@ -283,10 +283,8 @@ def open_store(folder: Path | str) -> CheckpointStore:
     if isinstance(folder, Path) or "://" not in folder:
         return LocalStore(LocalFileSystem(), str(Path(folder).absolute()), f"{Path(folder) / 'x'}"[:-1])
     spelling = folder if folder.endswith("/") else f"{folder}/"
-    try:
+    with convert_errors(UsageError, ValueError, ImportError, says=f"{folder.rstrip('/')} cannot be used"):
         fs, path = url_to_fs(spelling)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"{folder.rstrip('/')} cannot be used: {error}") from error
     return (LocalStore if isinstance(fs, LocalFileSystem) else RemoteStore)(fs, path, spelling)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.labels import Split, split
 from fluvial.engines.data.records import Prompt, model_inputs
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.invalid import check_scores
+from fluvial.engines.scoring.gather import check_scores
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.engines.scoring.scores import concatenate
@@ -103,6 +103,7 @@ def chunk_size(samples: int, micro_batch: int) -> int:
     return -(-samples // -(-samples // micro_batch))
 
 
+@collective
 def evaluate(
     task: Task,
     module: nn.Module,
@@ -118,7 +119,7 @@ def evaluate(
     keep: Callable[[Sequence[str], Tensor], None] | None = None,
     max_invalid: float = 0.25,
 ) -> Evaluation:
-    """Sample prompts with the ODE and score them with every evaluator; every rank must take part.
+    """Sample prompts with the ODE and score them with every evaluator.
 
     Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks. They have one
     size, so few samples as `micro_batch` allows without another chunk. A sample that an evaluator has no number for is left
@@ -197,13 +198,15 @@ def evaluate(
     )
 
 
+@collective
 def _sounds_of_all_ranks(waves: Sequence[Tensor], world: World) -> Tensor:
-    """Return the sounds of all ranks in the order of their samples; every rank must take part."""
+    """Return the sounds of all ranks in the order of their samples."""
     return torch.cat([wave for part in world.gather_items([*waves])[:: world.sequence] for wave in part])
 
 
+@collective
 def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
-    """Return the images of all ranks in the order of their samples; every rank must take part."""
+    """Return the images of all ranks in the order of their samples."""
     if world.size == 1:
         return torch.cat([*images])
     # As a sheet shows them: in 8 bits, and of a video only some frames.

@@ -11,7 +11,7 @@ import torch
 
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt, texts
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation import statistics
 from fluvial.engines.run.evaluation.evaluate import Scores
 
@@ -228,7 +228,9 @@ def read_scores(path: Path) -> Scores:
     Raises:
         UsageError: the file is no such file.
     """
-    try:
+    with convert_errors(
+        UsageError, OSError, ValueError, KeyError, TypeError, says=f"{path} does not hold the scores of an evaluation"
+    ):
         with path.open(newline="", encoding="utf-8") as stream:
             table = csv.DictReader(stream)
             names, lines = list(table.fieldnames or ())[4:], list(table)
@@ -239,5 +241,3 @@ def read_scores(path: Path) -> Scores:
             [Prompt(line["prompt"]) for line in lines],
             values.reshape(len(lines), len(names)),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} does not hold the scores of an evaluation: {error}") from error

@@ -14,7 +14,7 @@ from fluvial.engines.data.prompts import split_off
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.models import DiffusionModel, check_model
 
@@ -116,17 +116,11 @@ class Job:
             if not prompts:
                 raise UsageError(f"job: {field} is empty, expected at least one prompt")
             for i, prompt in enumerate(prompts):
-                try:
+                with convert_errors(UsageError, ValueError, says=f"job: {field}[{i}]"):
                     self.model.check_prompt(prompt.text)
-                except ValueError as error:
-                    raise UsageError(f"job: {field}[{i}]: {error}") from error
 
     def with_weights(self, weights: Path) -> "Job":
-        """Return the job with the model of another folder of weights.
-
-        Raises:
-            UsageError: the job cannot load other weights.
-        """
+        """Return the job with the model of another folder of weights; UsageError if the job cannot load other weights."""
         if self.load is None:
             raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
         return replace(self, model=self.load(weights))
@@ -155,11 +149,7 @@ def _name_rewards(field: str, rewards: Mapping[str, Reward] | Reward | None) -> 
 
 
 def only_shape(model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape of a sample of a model that has one size.
-
-    Raises:
-        UsageError: the model has several sizes.
-    """
+    """Return the shape of a sample of a model that has one size; UsageError if the model has several sizes."""
     if not has_one_size(model):
         raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)")
     latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape

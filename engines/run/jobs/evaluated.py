@@ -8,7 +8,7 @@ import torch
 
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.run.jobs.media import check_columns, media_columns
@@ -124,7 +124,5 @@ def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
         raise UsageError(
             "`evaluation.height` and `evaluation.width` have no effect: the model has images of one size only; remove them"
         )
-    try:
+    with convert_errors(UsageError, ValueError, says=f"`evaluation.height` is {height} and `evaluation.width` is {width}"):
         return tuple(job.model.latent_shape(height, width, frames))
-    except ValueError as error:
-        raise UsageError(f"`evaluation.height` is {height} and `evaluation.width` is {width}: {error}") from error

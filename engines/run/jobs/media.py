@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.data.records import FILES, Prompt
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.scoring.signature import CONDITIONS, signature_of
 from fluvial.models import is_recorded
 from fluvial.models.replay.arguments import FRAMES
@@ -97,10 +97,8 @@ def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
         for argument, source in prompt.media.items():
             if isinstance(source, tuple) or find_kind(argument, source) is not VIDEO:
                 continue
-            try:
+            with convert_errors(UsageError, ValueError, says=f"prompt {prompt.text[:40]!r}, column {columns[argument]}"):
                 count = count_frames(source)
-            except ValueError as error:
-                raise UsageError(f"prompt {prompt.text[:40]!r}, column {columns[argument]}: {error}") from error
             if expected not in (None, count):
                 raise UsageError(
                     f"column {columns[argument]} of prompt {prompt.text[:40]!r} has {count} frames, of which {_name(model)} "

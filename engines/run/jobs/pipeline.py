@@ -16,7 +16,7 @@ from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, r
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -177,10 +177,8 @@ def check_exists(name: str) -> None:
     from fluvial.models.pipelines.folder import check_known
 
     if not is_adapter(name):
-        try:
+        with convert_errors(UsageError, ValueError, says=f"model {name}"):
             check_known(name)
-        except ValueError as error:
-            raise UsageError(f"model {name}: {error}") from error
 
 
 def is_adapter(name: str) -> bool:

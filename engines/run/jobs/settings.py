@@ -7,7 +7,7 @@ from typing import Literal
 from fluvial.core.checks import check_fields
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.kernels import Implementation
 
 COUNT = (1, 2**31)
@@ -172,11 +172,9 @@ class PipelineConfig:
             raise UsageError("pipeline.vae_tile", self.vae_tile, "a multiple of 64")
         if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
             raise UsageError("`pipeline.height` and `pipeline.width` have no effect with `pipeline.sizes`; remove them")
-        try:
+        with convert_errors(UsageError, ValueError, says="`pipeline.sizes` has a wrong value"):
             if len(set(map(parse_size, self.sizes))) < len(self.sizes):
                 raise ValueError(f"{' '.join(self.sizes)} names a size twice: name each once")
-        except ValueError as error:
-            raise UsageError(f"`pipeline.sizes` has a wrong value: {error}") from error
         if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
             raise UsageError(f"`pipeline.call` holds {wrong[0]!r}, expected name=value")
         if wrong := [word for word in self.media if not word.partition("=")[0].isidentifier() or not word.partition("=")[2]]:

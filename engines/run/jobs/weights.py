@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import read_weights
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.base import Job
@@ -20,6 +20,7 @@ from fluvial.models.lora_files import LoraFile, count_rows, load_lora, read_lora
 from fluvial.models.original.convert import adapter_from_original
 
 RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
+DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError)  # errors of a record that is none of a run
 
 
 def is_run(name: str) -> bool:
@@ -37,11 +38,9 @@ def configuration(folder: Path) -> TrainConfig:
     from fluvial.engines.run.record import locate_paths, read_record
 
     file = folder / RECORD
-    try:
+    with convert_errors(UsageError, *DAMAGED, says=f"{file} is not the record of a run of this version"):
         run = locate_paths(read_record(json.loads(file.read_text(encoding="utf-8"))), folder)
         return with_values(run, {"out": folder, "resume": False, "checkpoint.resume_from": None})
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
 
 
 def base_model(name: str) -> str:
@@ -57,7 +56,7 @@ def base_model(name: str) -> str:
     try:
         record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
         return Finder(Path(record.get("out", name)), Path(name)).model(str(record["model"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except DAMAGED as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
 
@@ -99,10 +98,8 @@ class OtherWeights:
         """Return the network with the weights of the folder; with `empty`, with parameters on the meta device."""
         module: nn.Module = self._model.build(empty=empty)
         if not empty:
-            try:
+            with convert_errors(UsageError, RuntimeError, says=f"{self._folder} holds another network"):
                 module.load_state_dict(dict(read_weights(self._folder)))
-            except RuntimeError as error:
-                raise UsageError(f"{self._folder} holds another network: {' '.join(str(error).split())}") from error
         return module
 
 
@@ -148,10 +145,8 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
 def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
     """Return the adapter of a file or a folder; UsageError if it cannot be read, or does not fit the network."""
     kind: Any = getattr(job.model, "pipeline", None)
-    try:
+    with convert_errors(UsageError, ValueError, says=f"`{field}`"):
         return read_lora(path, module, convert=None if kind is None else converter(kind, module))
-    except ValueError as error:
-        raise UsageError(f"`{field}`: {error}") from error
 
 
 def digest(adapter: LoraFile) -> str:

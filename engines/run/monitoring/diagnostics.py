@@ -1,10 +1,14 @@
-"""Diagnostics against reward hacking: how far the model has drifted."""
+"""Diagnostics of a run: drift of the model, reward hacking, best and worst samples, and what holds memory that is short."""
 
+import io
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import optree
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -12,13 +16,18 @@ from torch import Tensor, nn
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt, model_inputs
-from fluvial.engines.errors import RunError
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.shards import local
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import RunError, out_of_memory
 from fluvial.engines.files import save_tensors
+from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.job import Job
 from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.engines.sampling.noising import add_noise
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
+from fluvial.models.images import as_image
 
 SEED, SAMPLES = 7_1972, 16  # of a probe
 
@@ -31,9 +40,10 @@ class Probe(NamedTuple):
     timestep: Tensor  # [P]
     v: Tensor  # [P, *event]
 
+    @collective
     @staticmethod
     def take(job: Job, module: nn.Module, schedule: Schedule, *, micro_batch: int) -> "Probe":
-        """Return the probe of a model as it is now, whole on every rank; every rank must take part.
+        """Return the probe of a model as it is now, whole on every rank.
 
         Samples of held-out prompts are generated without noise in their steps, and then noised to levels that are spread
         over the schedule.
@@ -63,11 +73,7 @@ class Probe(NamedTuple):
 
     @staticmethod
     def load(path: Path, device: torch.device) -> "Probe":
-        """Return the probe of a file.
-
-        Raises:
-            RunError: the file is missing or damaged.
-        """
+        """Return the probe of a file; RunError if the file is missing or damaged."""
         try:
             return Probe(**{name: tensor.to(device) for name, tensor in load_file(path).items()})
         except (OSError, SafetensorError, TypeError) as error:
@@ -90,3 +96,142 @@ class Probe(NamedTuple):
 def _prompts(job: Job) -> list[Prompt]:
     """Return the prompts of a probe, spread over the held-out ones."""
     return [job.heldout[i * len(job.heldout) // SAMPLES] for i in range(SAMPLES)]
+
+
+LARGEST, LOSSLESS, WIDTH = 512, 128, 256  # pixels per side
+
+
+class ExtremeSamples(NamedTuple):
+    """Samples that are shown, with their prompts and scores."""
+
+    images: list[Image.Image]
+    prompts: list[str]
+    scores: list[float]
+
+
+class KeptImages:
+    """Keeps the images of this rank's samples in an evaluation, compressed, as its `keep`; until all scores are known."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}  # by name of the sample
+
+    def __call__(self, names: Sequence[str], images: Tensor) -> None:
+        for name, image in zip(names, images, strict=True):
+            shown, buffer = as_image(image, width=1), io.BytesIO()
+            if max(shown.size) <= LOSSLESS:
+                shown.save(buffer, "png", compress_level=1)
+            else:
+                shown.thumbnail((LARGEST, LARGEST))
+                shown.save(buffer, "jpeg", quality=90)
+            self.files[name] = buffer.getvalue()
+
+    @collective
+    def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
+        """Return the samples of the highest scores by the last evaluator, and of the lowest.
+
+        No sample is in both. Of equal scores the earlier sample comes first.
+
+        Args:
+            scores: scores of the samples of all ranks; there must be an evaluator.
+        """
+        values: list[float] = scores.values[:, -1].tolist()
+        count = min(count, len(values) // 2)
+        ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))
+        best, worst = ranked[:count], sorted(ranked[len(ranked) - count :], key=lambda i: (values[i], i))
+        own = {i: self.files[scores.names[i]] for i in (*best, *worst) if scores.names[i] in self.files}
+        found = {i: file for part in world.gather_items(own) for i, file in part.items()}
+
+        def show(chosen: Sequence[int]) -> ExtremeSamples:
+            images = [_enlarge(found[i]) for i in chosen]
+            return ExtremeSamples(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
+
+        return show(best), show(worst)
+
+
+def _enlarge(file: bytes) -> Image.Image:
+    """Return an image, enlarged by a whole factor to at most 256 pixels unless it is wider, as `as_image` does."""
+    with Image.open(io.BytesIO(file)) as image:
+        factor = max(WIDTH // image.width, 1)
+        return image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+ACTIVATIONS = "activations"
+OF_PHASE = {
+    "rollout": "`engine.micro_batch`, `pipeline.vae_tile` or `pipeline.vae_offload`",
+    "reward": "the rewards' option device=cpu, `engine.micro_batch` or `engine.offload` phases",
+    "update": "`engine.update_micro_batch`, `engine.micro_batch` or `engine.checkpointing` block",
+    "evaluation": "`evaluation.micro_batch`, `engine.micro_batch` or `pipeline.vae_tile`",
+}
+OF_PART = {
+    "weights": "`engine.base` int8 or nf4 with `train` lora, `engine.offload` always, or more ranks",
+    "gradients": "`train` lora, `engine.offload` always, or more ranks",
+    "optimizer state": "`optimizer.name` adamw8bit, `train` lora, `engine.offload` phases, or more ranks",
+    "moving average": "`optimizer.ema_decay` 0, `train` lora, `engine.offload` phases, or more ranks",
+}
+
+
+def explain(error: BaseException, phase: str, engine: Engine) -> RunError:
+    """Return the error of a run whose device, or host, is out of memory in a phase."""
+    peak = engine.world.peak_memory()[0]
+    held = hold(engine)
+    held[ACTIVATIONS] = max(peak - sum(held.values()), 0.0)  # and what else has no name here
+    largest = max(held, key=lambda name: held[name])
+    lower = OF_PHASE.get(phase, OF_PHASE["rollout"]) if largest == ACTIVATIONS else OF_PART[largest]
+    share = f"{held[largest] / 2**30:.2f} of {peak / 2**30:.2f} GiB"
+    return RunError(f"{out_of_memory(error)} in the phase {phase}: {largest} hold the most ({share}); lower it by {lower}")
+
+
+def hold(engine: Engine) -> dict[str, float]:
+    """Return the bytes that this rank holds of each part of the engine."""
+    parameters = [*engine.module.parameters()]
+    states = engine.optimizer.state.values()
+    return {
+        "weights": _bytes(parameters),
+        "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer state": _bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "moving average": _bytes(engine.average.values()),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> float:
+    return float(sum(local(tensor).nbytes for tensor in tensors))
+
+
+UNSEEN = "heldout"  # name of the evaluator that training never sees
+
+
+class EvaluationPoint(NamedTuple):
+    """An evaluation during a run; the one before training is not one, because it takes other samples."""
+
+    update: int
+    score: float  # mean score by the evaluator
+    reward: float  # mean reward of the rollouts since the evaluation before
+
+
+def best_of(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
+    """Return the evaluation with the highest score, of equal ones the first; None before the first evaluation."""
+    return max(points, key=lambda point: point.score, default=None)
+
+
+def find_gaming(points: Sequence[EvaluationPoint], count: int) -> Sequence[EvaluationPoint]:
+    """Return the last evaluations if the score fell from each to the next, `count` times, while the reward rose.
+
+    Otherwise none are returned. The reward rose if it is higher before the last of them than before the first.
+    """
+    last = points[-count - 1 :]
+    fell = len(last) > count and all(after.score < before.score for before, after in pairwise(last))
+    return last if count > 0 and fell and last[-1].reward > last[0].reward else ()
+
+
+def evaluator_of(names: Sequence[str]) -> str:
+    """Return the evaluator that is watched: the one that training never sees, or the last."""
+    return UNSEEN if UNSEEN in names else names[-1]
+
+
+def describe_gaming(points: Sequence[EvaluationPoint], evaluator: str) -> str:
+    """Return what happened over the evaluations that `find_gaming` found."""
+    scores = " > ".join(f"{point.score:.3f}" for point in points)
+    return (
+        f"the score of the {evaluator} evaluator fell at {len(points) - 1} evaluations in a row ({scores}) while the reward "
+        f"rose from {points[0].reward:.3f} to {points[-1].reward:.3f}"
+    )

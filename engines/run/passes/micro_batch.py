@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.parallelize import count_programs
+from fluvial.engines.engine.world import collective
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import is_accelerator
 
@@ -22,6 +25,10 @@ USABLE = 0.8  # fraction of the free memory that passes may take: allocators lea
 REPEATS = 2  # timed passes per size, of which the faster one counts
 AS_FAST = 0.98  # of pairs per pass, the smallest number counts whose speed is this fraction of the best
 SLOWER = 1.1  # no larger number of pairs is tried after one whose time per pair is this multiple of the best so far
+TOO_LARGE = (
+    "the passes of {} sample(s) do not fit into the memory: set `engine.checkpointing` to block, `engine.offload`, or a "
+    "smaller resolution (fluvial plan adds up the bytes)"
+)
 
 Pass = Callable[[nn.Module, int], Tensor]  # a forward pass of as many samples, to a tensor that a loss can be made of
 
@@ -101,62 +108,45 @@ def sizes(samples: int) -> list[int]:
     return found
 
 
-def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int) -> Choice:
-    """Return the smallest size whose time per sample the next one does not improve by more than 5 %.
+def choose(
+    sizes: Sequence[int],
+    measure: Callable[[int], Trial],
+    *,
+    budget: int,
+    most: float = FASTER,
+    again: bool = False,
+    name: str = "micro_batch",
+) -> Choice:
+    """Return the smallest size whose speed is at least 98 % of the best, among those with the bits of a rollout.
 
-    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget.
+    Sizes are tried in turn, as long as the memory of the next, which grows at most linearly, is within the budget, until one
+    has other bits, or takes too long per sample.
 
     Args:
-        sizes: sizes to try, rising.
+        sizes: sizes to try, rising; the first one is taken whatever memory it takes.
         measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take; the first size is tried whatever it takes.
+        budget: bytes that a pass may take.
+        most: time per sample, in units of the best so far, beyond which a size is not taken and no larger one is tried.
+        again: whether those that remain are tried once more, because times are noisy and differ little.
+        name: the setting.
 
     Raises:
         UsageError: not even the first size fits.
     """
-    start, trials, best = time.perf_counter(), dict[int, Trial](), 0
-    for size in sizes:
-        if best and _extrapolate(trials, size) > budget:
-            break
-        trials[size] = measure(size)
-        if not trials[size].fits or (best and trials[size].peak > budget):
-            break
-        if best and trials[size].seconds / size > FASTER * trials[best].seconds / best:
-            break
-        best = size
-    if not best:
-        raise UsageError(
-            f"the passes of {sizes[0]} sample(s) do not fit into the memory: set `engine.checkpointing` to "
-            "block, `engine.offload`, or a smaller resolution (fluvial plan adds up the bytes)"
-        )
-    return Choice(best, trials, budget, time.perf_counter() - start)
-
-
-def fastest(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int, name: str) -> Choice:
-    """Return the smallest size whose speed is at least 98 % of the best, among those with the bits of a rollout.
-
-    Sizes are tried in turn, as long as the memory of the next is within the budget, until one has other bits or takes a
-    tenth longer per sample. Those that remain are tried once more, because times are noisy and differ little.
-
-    Args:
-        sizes: sizes to try, rising; the first one is a rollout's own, which is taken whatever it takes.
-        measure: function that tries a size; it must return the same on every rank.
-        budget: bytes that a pass may take.
-        name: the setting.
-    """
     start, trials, good = time.perf_counter(), dict[int, Trial](), list[int]()
     for size in sizes:
-        if trials and _extrapolate(trials, size) > budget:
+        if good and _extrapolate(trials, size) > budget:
             break
-        trials[size] = measure(size)
-        if good and not (trials[size].fits and trials[size].peak <= budget and trials[size].same):
+        trials[size] = trial = measure(size)
+        if not good and not trial.fits:
+            raise UsageError(TOO_LARGE.format(size))
+        if good and not (trial.fits and trial.peak <= budget and trial.same):
+            break
+        if good and trial.seconds / size > most * min(trials[other].seconds / other for other in good):
             break
         good.append(size)
-        if trials[size].seconds / size > SLOWER * min(trials[other].seconds / other for other in good):
-            break
-    for size in good if len(good) > 1 else ():
-        again = measure(size)
-        trials[size] = trials[size]._replace(seconds=min(trials[size].seconds, again.seconds))
+    for size in good if again and len(good) > 1 else ():
+        trials[size] = trials[size]._replace(seconds=min(trials[size].seconds, measure(size).seconds))
     least = min(trials[size].seconds / size for size in good)
     best = next(size for size in good if AS_FAST * trials[size].seconds / size <= least)
     return Choice(best, trials, budget, time.perf_counter() - start, name)
@@ -202,9 +192,10 @@ def _free_in_container(root: Path = Path("/sys/fs/cgroup")) -> int:
     return 2**62
 
 
+@collective
 @contextmanager
 def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
-    """Yield a function that tries a size; every rank must take part.
+    """Yield a function that tries a size.
 
     Nothing of it remains when the context ends: gradients, torch's random numbers and the modes of the modules are as
     before. Compiled blocks run as they were written, so that no size of a trial is compiled.
@@ -246,8 +237,9 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
         _end(engine, passes, 1, failed=failed)
 
 
+@collective
 def once(engine: Engine, passes: Passes, size: int) -> None:
-    """Make the passes of a size once, and leave no trace; every rank must take part.
+    """Make the passes of a size once, and leave no trace.
 
     Args:
         engine, passes: see `trials`.
@@ -286,10 +278,7 @@ def _begin(engine: Engine, passes: Passes) -> None:
         with engine.inference():
             pass  # registers the shards again
     except torch.OutOfMemoryError as error:
-        raise UsageError(
-            "the passes of one sample do not fit into the memory: set `engine.checkpointing` to block, `engine.offload`, "
-            "or a smaller resolution (fluvial plan adds up the bytes)"
-        ) from error
+        raise UsageError(TOO_LARGE.format(1)) from error
 
 
 def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False) -> float:
@@ -300,7 +289,7 @@ def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False)
             found = passes.rollout(module, size)
             if decode and passes.decode is not None:
                 passes.decode(found.float())
-    engine.set_last(False)
+    engine.sharded.set_last(False)
     with engine.sharded.train():
         passes.update(engine.module, size).float().square().mean().backward()
     return _now(engine.world.device) - start
@@ -310,7 +299,7 @@ def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
     """Reduce and drop the gradients of all passes, so that the next update finds none."""
     if failed:
         recover(engine)
-    engine.set_last(True)
+    engine.sharded.set_last(True)
     with engine.sharded.train():
         passes.update(engine.module, size).float().square().mean().backward()
     with engine.inference():
@@ -335,12 +324,9 @@ def without_zeros(engine: Engine) -> Iterator[None]:
             shard.zero_()
 
 
+@collective
 def recover(engine: Engine) -> None:
-    """Reset the engine after a pass that ended halfway; every rank must take part.
-
-    Raises:
-        RunError: this version of torch cannot.
-    """
+    """Reset the engine after a pass that ended halfway; RunError if this version of torch cannot."""
     reset = getattr(engine.sharded.copies or engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(
@@ -378,3 +364,51 @@ def _peak(run: Callable[[], object], held: Sequence[Tensor], device: torch.devic
     with LiveStorages(held) as live:
         run()
     return live.peak
+
+
+class WarmUp(NamedTuple):
+    """Result of a warm-up."""
+
+    programs: int  # that were compiled, or read from the cache
+    seconds: float
+    failure: str | None = None  # why blocks run as they were written instead
+
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return f"blocks cannot be compiled ({self.failure}): they run as written; engine.compile False says so"
+        return f"blocks compiled to {self.programs} programs in {self.seconds:.1f} s"
+
+
+@collective
+def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: RunProgress | None = None) -> WarmUp:
+    """Make each of the passes with a number of samples, and leave no trace but the programs.
+
+    Passes with other sizes make the compiler treat a dimension as variable, so that further sizes need no program of their
+    own. If the blocks cannot be compiled and engine.compile is auto, they run as written from now on.
+
+    Args:
+        engine: engine with compiled blocks and no update under way.
+        passes: passes in each form that the run will take.
+        size: number of samples.
+        progress: where a bar is shown.
+
+    Raises:
+        UsageError: the blocks cannot be compiled, and engine.compile is True.
+    """
+    start, before, failure = time.perf_counter(), count_programs(), None
+    for number, each in enumerate(passes):
+        if progress is not None:
+            progress.phase(f"compiling blocks, pass {number + 1} of {len(passes)}")
+        try:
+            once(engine, each, size)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failure = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+            break
+    failures = [found for found in engine.world.gather_items(failure) if found is not None]
+    if failures and engine.sharding.compile != "auto":
+        raise UsageError(f"`engine.compile` is True, and the blocks cannot be compiled: {failures[0]}; set it to False")
+    if failures:
+        torch.compiler.set_stance("force_eager")
+        recover(engine)
+        once(engine, passes[0], size)  # as written
+    return WarmUp(count_programs() - before, time.perf_counter() - start, failures[0] if failures else None)

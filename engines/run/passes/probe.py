@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import collective
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.method import RecordedRows
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.micro_batch import Choice, Passes
-from fluvial.engines.run.passes.warm_up import WarmUp, warm_up
+from fluvial.engines.run.passes.micro_batch import Choice, Passes, WarmUp, warm_up
 from fluvial.engines.sampling.generate import samples_per_rank
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
@@ -62,8 +62,9 @@ class RunPasses:
 
         return Passes(update, *((rollout, model.decode) if self.config.makes_samples else ()))
 
+    @collective
     def same_bits(self, size: int, rows: int) -> bool:
-        """Return whether an update's pass gives each row the bits of a rollout's pass; every rank must take part.
+        """Return whether an update's pass gives each row the bits of a rollout's pass.
 
         Rows of a pass of the rollout are at one level, those of the update's at the levels of as many steps as it takes
         passes of the rollout. Means over a row's values are compared as well, which log-probabilities are.
@@ -77,7 +78,7 @@ class RunPasses:
             predict = partial(self._predict, shape=shape, tokens=None, guided=self._updates_guided, chunk=rows)
             with engine.inference() as module:
                 alone = [_rows(predict(module, rows, first=first)) for first in range(0, size, rows)]
-            engine.set_last(False)
+            engine.sharded.set_last(False)
             with engine.sharded.train():
                 found = predict(engine.module, size)
                 found.float().square().mean().backward()  # a forward pass alone would leave parameters gathered
@@ -159,11 +160,9 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     tried = passes.of(passes.largest)
     own = Passes(tried.update, same=lambda size: passes.same_bits(size, rows))
     with micro_batch.trials(engine, own) as measure:
-        sizes, budget = (
-            [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))],
-            _budget(config, passes, samples),
-        )
-        return micro_batch.fastest(sizes, measure, budget=budget, name="update_micro_batch")
+        sizes = [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))]
+        budget, most = _budget(config, passes, samples), micro_batch.SLOWER
+        return micro_batch.choose(sizes, measure, budget=budget, most=most, again=True, name="update_micro_batch")
 
 
 def explain_fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
@@ -215,10 +214,11 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
         )
 
 
+@collective
 def compile_blocks(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, *, progress: RunProgress | None = None
 ) -> WarmUp:
-    """Compile the blocks of a run before its first rollout, for each form of its passes; every rank must take part.
+    """Compile the blocks of a run before its first rollout, for each form of its passes.
 
     Raises:
         UsageError: they cannot be compiled, and engine.compile is True.

@@ -10,7 +10,7 @@ from fluvial.engines.errors import RunError
 FLUVIAL = (sys.executable, "-P", "-m", "fluvial.engines")
 
 
-class Server:
+class RankActor:
     """An actor that holds a rollout server, which other machines reach if FLUVIAL_SERVE_KEY holds an API key."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ def run(train: Sequence[str], serve: Sequence[str] = (), *, ranks: int, servers:
     import ray
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    actors = [ray.remote(num_gpus=int(gpus))(Server).remote(serve) for _ in range(servers)]
+    actors = [ray.remote(num_gpus=int(gpus))(RankActor).remote(serve) for _ in range(servers)]
     try:
         if None in (addresses := ray.get([actor.address.remote() for actor in actors])):
             raise RunError("a rollout server ended before it served: its own line says why")

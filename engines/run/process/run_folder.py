@@ -1,4 +1,4 @@
-"""The run folder: everything that a run writes, by rank 0.
+"""The run folder: everything that a run writes, by rank 0, which one living run does at a time.
 
 config.json  metrics.jsonl  summary.json  warnings.txt  tracker.json  probe.safetensors
 samples/*.{png,json,csv,wav}  checkpoints/  weights/
@@ -10,10 +10,14 @@ import contextlib
 import json
 import math
 import os
+import socket
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import optree
@@ -21,17 +25,177 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.records import read_json, read_records
 from fluvial.engines.run.log.sounds import write_wave
 from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
-from fluvial.engines.run.process import restart
-from fluvial.engines.run.process.lock import FolderLock
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
+
+NAME = ".lock"
+GONE = (None, -1)  # what is read of a lock that is not there
+BEAT, STALE = 10.0, 120.0  # seconds; network file systems show the attributes of a file up to 60 s late
+
+
+class FolderLock:
+    """Hold of a run folder by this process; another `FolderLock` of the same process is the same hold.
+
+    Kernel locks do not reach other hosts on every network file system, so the lock is a file that is created exclusively and
+    names its holder. A dead holder on this machine is recognised by its process id and start time. One on another machine is
+    watched: a living one touches the file every `BEAT` seconds, and one that has not for `STALE` seconds is dead. No clocks
+    are compared. A file without a living holder is replaced, by one process alone: the one that locks the replacement.
+
+    Args:
+        folder: folder that exists.
+        say: where the line of a wait for the holder's next sign of life goes.
+
+    Raises:
+        UsageError: a living process holds it.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self.path, self.me, self._ended = folder / NAME, _this_process(), Event()
+        _take(self.path, self.me, say)
+        Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise RunError if another process has taken the folder, e.g. because this one was suspended for minutes."""
+        with suppress(OSError):
+            holder = _read(self.path)[0]
+            if holder not in (None, self.me):
+                raise RunError(f"{_tell(self.path, holder)}, while this process was suspended: it stops, nothing is written")
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        self._ended.set()
+        with suppress(OSError):
+            if _read(self.path)[0] == self.me:
+                self.path.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            with suppress(OSError):
+                if _read(self.path)[0] == self.me:
+                    os.utime(self.path)
+
+
+def _take(path: Path, me: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Make `me` the holder that the file names; UsageError if it names a living process."""
+    while True:
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(me, file)
+            return
+        except FileExistsError:
+            known = _read(path)
+        if known == GONE:
+            continue
+        if known[0] == me:
+            return
+        if _is_alive(path, known, say):
+            raise UsageError(f"{_tell(path, known[0])}: wait for its end, or set `out` to another folder")
+        successor = path.with_name(f"{path.name}-successor")
+        _take(successor, me, say)
+        try:
+            if _read(path) == known:
+                draft = path.with_name(f"{path.name}-{me['pid']}")
+                draft.write_text(json.dumps(me), encoding="utf-8")
+                draft.replace(path)
+        finally:
+            successor.unlink()
+
+
+def _is_alive(path: Path, known: tuple[Any, int], say: Callable[[str], None]) -> bool:
+    """Return whether the holder of a lock lives; False too if the file is gone."""
+    holder, me = known[0], _this_process()
+    if holder is not None and all(holder[name] == me[name] for name in ("host", "machine")):
+        return bool(holder["started"] == _find_start(holder["pid"]))
+    say(f"{_tell(path, holder)}: waiting up to {STALE:g} s for a sign of life")
+    for _ in range(round(STALE / BEAT)):
+        time.sleep(BEAT)
+        if (now := _read(path)) != known:
+            return now != GONE
+    return False
+
+
+def _read(path: Path) -> tuple[Any, int]:
+    """Return the holder that a lock names, None if it is not written yet, and the time of its last change."""
+    try:
+        with path.open(encoding="utf-8") as file:  # opening it makes a network file system ask its server
+            text, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return GONE
+    return (json.loads(text) if text.endswith("}") else None), changed
+
+
+def _tell(path: Path, holder: Any) -> str:
+    who = "another process" if holder is None else f"process {holder['pid']} on {holder['host']}"
+    return f"run folder {path.parent} is held by {who}"
+
+
+def _this_process() -> dict[str, Any]:
+    """Return this process as a lock names it; in a container, process ids are those of its namespace."""
+    machine = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "started": _find_start(os.getpid())}
+
+
+def _find_start(pid: int) -> str | None:
+    """Return when a process of this machine started, in ticks since the boot, or None if it does not run."""
+    with suppress(OSError):
+        state, *others = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return None if state in "ZX" else others[18]  # field 22 of proc(5)
+    if not Path("/proc/self/stat").exists():
+        with suppress(ProcessLookupError):  # a system without /proc
+            os.kill(pid, 0)
+            return ""
+    return None
+
+
+MARK = ".launch"
+LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process, the same on all ranks and in all attempts
+
+
+def mark(out: Path) -> None:
+    """Write the name of this process's torchrun to a run folder, if there is one; OSError if it cannot be written."""
+    if (name := os.environ.get(LAUNCH)) is not None:
+        (out / MARK).write_text(name, encoding="utf-8")
+
+
+def unmark(out: Path) -> None:
+    """Remove the note of an earlier torchrun with the same name: this one may not have the run, nor may its next attempt."""
+    if _is_marked(out):
+        (out / MARK).unlink()
+
+
+@collective
+def check_restart(out: Path, world: World) -> bool:
+    """Return whether an earlier attempt of the same torchrun began or resumed this run.
+
+    A run that torchrun starts again (--max-restarts) continues by itself, and never takes another run for its own.
+
+    Raises:
+        RunError: the run folder cannot be read.
+    """
+    # Torchrun counts per machine, and a machine whose processes were well does not count.
+    if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
+        return False
+    with world.agreed():
+        mine = world.is_main and _is_marked(out) and (out / "config.json").exists()
+    return world.gather_items(mine)[0]
+
+
+def _is_marked(out: Path) -> bool:
+    note = out / MARK
+    return note.is_file() and note.read_text(encoding="utf-8") == os.environ.get(LAUNCH)
+
 
 CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
 WIDTH = 256  # of a sample, in pixels, about
@@ -44,16 +208,14 @@ def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: 
         UsageError: it already holds a run, holds no run to resume, a living run writes it, or it cannot be written.
     """
     _check_held(out, resume=resume)
-    try:
+    with convert_errors(UsageError, OSError, says=f"run folder {out} cannot be made"):
         (out / "samples").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise UsageError(f"run folder {out} cannot be written")
     lock = FolderLock(out, say)
     try:
         _check_held(out, resume=resume)  # another process may have begun a run, and ended, meanwhile
-        restart.mark(out)
+        mark(out)
     except BaseException:
         lock.release()
         raise
@@ -66,7 +228,7 @@ def _check_held(out: Path, *, resume: bool) -> None:
     if resume and not held:
         raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
     if held and not resume:
-        restart.unmark(out)
+        unmark(out)
         raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
 
 
@@ -107,11 +269,9 @@ class RunFolder:
         if record in self.records:  # a finished run that is resumed evaluates again
             return
         self.records.append(record)
-        try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
+        problem = convert_errors(RunError, OSError, says=f"{self.metrics} cannot be written")
+        with problem, self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(numbers(record), record["update"])
 
@@ -253,8 +413,6 @@ def finite(record: Any) -> Any:
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with convert_errors(RunError, OSError, says=f"{path} cannot be written"):
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error

@@ -12,8 +12,17 @@ from fluvial.engines.sampling.items.noised import (
     noised_samples,
     renoised_samples,
 )
-from fluvial.engines.sampling.items.share import Share, rebalance, select, transfers
-from fluvial.engines.sampling.items.steps import LastSteps, RecordedSteps, concatenate, last_steps, recorded_steps
+from fluvial.engines.sampling.items.steps import (
+    LastSteps,
+    RecordedSteps,
+    Share,
+    concatenate,
+    last_steps,
+    rebalance,
+    recorded_steps,
+    select,
+    transfers,
+)
 
 Rows = RecordedSteps | LastSteps | NoisedSamples | RenoisedSamples | Pairs
 

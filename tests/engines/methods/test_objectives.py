@@ -39,8 +39,7 @@ from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import RefilledGroups
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps

@@ -16,7 +16,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
 
 

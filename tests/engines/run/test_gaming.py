@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import train
-from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
+from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, best_of, describe_gaming, evaluator_of, find_gaming
 from fluvial.engines.run.trainer import Trainer
 
 
@@ -33,7 +33,9 @@ from fluvial.engines.run.trainer import Trainer
 )
 def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: int, is_gamed: bool) -> None:
     """The score falls at each of the last evaluations, and the reward is higher than before."""
-    points = [Point(10 * number, *point) for number, point in enumerate(zip(scores, rewards, strict=True), start=1)]
+    points = [
+        EvaluationPoint(10 * number, *point) for number, point in enumerate(zip(scores, rewards, strict=True), start=1)
+    ]
     found, best = find_gaming(points, count), best_of(points)
     assert bool(found) == is_gamed
     assert best is not None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fluvial.engines.run.monitoring import mfu
+from fluvial.engines.run import metrics as mfu
 
 # Peaks in bfloat16, in TFLOP/s; a name that only looks alike has none.
 KNOWN = {

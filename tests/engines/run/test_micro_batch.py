@@ -26,7 +26,7 @@ from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.method import NoisedRows
 from fluvial.engines.run.passes import micro_batch, probe
-from fluvial.engines.run.passes.warm_up import WarmUp
+from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, slots

@@ -10,13 +10,13 @@ from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.items import Diagnostics, Parts
+from fluvial.engines.engine.items import Diagnostics, PartNumbers
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.metrics import EDGES, advantage_record, group_record, parts_record
-from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.run.monitoring.diagnostics import KeptImages
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -98,7 +98,7 @@ def test_a_nan_is_the_nan_of_its_part_alone() -> None:
 
 def test_parts_are_named_by_their_step_or_level() -> None:
     """Parts without items are left out, and so is what the log-ratio says again."""
-    parts = Parts(
+    parts = PartNumbers(
         [2, 0, 1], {"kl_ref": [0.1, 0.0, 0.3], "log_ratio": [-1.0, 0.0, 1.0]}, {"kl_ref": [1.0] * 3, "log_ratio": [2.0] * 3}
     )
     found = {"kl_ref": {"0": 0.1, "2": 0.3}, "abs_log_ratio": {"0": 2.0, "2": 2.0}}

@@ -37,7 +37,7 @@ from fluvial.engines.sampling.window import AllSteps, RandomWindow
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
 
-FASTEST = micro_batch.fastest
+CHOOSE = micro_batch.choose
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
 ROLLOUT = SamplingConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
 RUN: dict[str, Any] = {"engine.micro_batch": 12, "engine.update_micro_batch": "auto", "passes.minibatches": 1, "updates": 2}
@@ -48,9 +48,9 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every size the same seconds, after real trials, so that the bits alone decide."""
 
     def choose(sizes: Any, measure: Any, **options: Any) -> micro_batch.Choice:
-        return FASTEST(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
+        return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
 
-    monkeypatch.setattr(micro_batch, "fastest", choose)
+    monkeypatch.setattr(micro_batch, "choose", choose)
 
 
 @pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
@@ -91,7 +91,7 @@ def chosen(seconds: dict[int, float], *, budget: int = 10**9, other: int = 0) ->
     def measure(size: int) -> micro_batch.Trial:
         return micro_batch.Trial(size * seconds.get(size, math.inf), size, same=size != other)
 
-    return FASTEST([8, 16, 32, 64], measure, budget=budget, name="update_micro_batch")
+    return CHOOSE([8, 16, 32, 64], measure, budget=budget, most=micro_batch.SLOWER, again=True)
 
 
 def test_the_fastest_number_with_the_bits_of_the_rollout() -> None:

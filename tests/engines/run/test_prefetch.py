@@ -28,8 +28,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.prefetch import Ahead, PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter

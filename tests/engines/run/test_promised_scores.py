@@ -19,7 +19,7 @@ from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.run.build import _rewards
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig
 
 
 def promised(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":

@@ -24,8 +24,7 @@ from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode

@@ -11,8 +11,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import ServersConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ServersConfig
 
 
 def config(out: Path, train: str = "full") -> TrainConfig:

@@ -78,6 +78,14 @@ def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.long
+def test_ranks_call_what_is_collective_in_one_order(tmp_path: Path) -> None:
+    """Of an update and an evaluation; a call that one rank alone makes would wait for ever."""
+    first, second = launch.on_ranks(2, "workers.two_ranks:calls", tmp_path)[0]
+    assert first == second
+    assert {"Sampler.plan", "Scoring.collect", "gather_rewards", "Loop.learn", "evaluate"} <= {*first}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> None:

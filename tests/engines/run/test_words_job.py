@@ -19,7 +19,7 @@ from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.run import job as jobs
 from fluvial.models.words import BASE, Words, recognisers, words
-from fluvial.models.words.data import draw
+from fluvial.models.words.model import draw
 
 TINY = (
     "--updates 1 --sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --sampling.window all --sampling.window.high 1 "

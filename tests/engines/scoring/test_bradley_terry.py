@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from fluvial.engines.scoring.bradley_terry import bradley_terry
+from fluvial.engines.scoring.pairwise import bradley_terry
 
 
 @st.composite

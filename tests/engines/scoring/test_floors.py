@@ -13,8 +13,13 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, update_multipliers
+from fluvial.engines.scoring.advantages import (
+    AdvantageConfig,
+    free_weights,
+    learnt_weights,
+    parse_floors,
+    update_multipliers,
+)
 
 
 def test_multipliers_find_the_known_solution() -> None:

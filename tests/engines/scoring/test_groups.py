@@ -9,8 +9,7 @@ from helpers import launch
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.scoring.groups import GroupBuffer
-from fluvial.engines.scoring.runner import RewardRunners
+from fluvial.engines.scoring.runner import GroupBuffer, RewardRunners
 from fluvial.engines.scoring.signature import Samples
 
 

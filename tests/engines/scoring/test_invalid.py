@@ -7,7 +7,7 @@ import torch
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.scoring.invalid import check_invalid, find_kept_samples
+from fluvial.engines.scoring.gather import check_invalid, find_kept_samples
 
 NAN = math.nan
 

@@ -33,7 +33,7 @@ from fluvial.models.handwriting import (
     reward_recogniser,
     write,
 )
-from fluvial.models.handwriting.unet import alphas_cumprod, find_timestep
+from fluvial.models.handwriting.model import alphas_cumprod, find_timestep
 
 MODEL = HandwritingUNet()
 DDIM = partial(ddim, eta=0.0)

@@ -17,7 +17,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.models import prompt_layers
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.handwriting.unet import HandwritingUNet
+from fluvial.models.handwriting.model import HandwritingUNet
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.prompt_layers import PromptLayers
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from fluvial.core.random import fold_in, key, normal
 from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.words import EditWords, Words, correct, misspelt_images, unchanged, words
-from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
 from fluvial.models.words.edits import MOVES, comparison, read_pixels
+from fluvial.models.words.model import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
 
 
 def file_of(image: Image.Image) -> bytes:

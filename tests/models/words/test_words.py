@@ -21,8 +21,19 @@ from fluvial.models.words import (
     words,
     write,
 )
-from fluvial.models.words.data import ADVANCE, BASELINE, HEIGHT, LETTERS, LIST, SHIFT, WIDTH, draw, typeface
-from fluvial.models.words.model import CONFIG, LEAST_SIGMA
+from fluvial.models.words.model import (
+    ADVANCE,
+    BASELINE,
+    CONFIG,
+    HEIGHT,
+    LEAST_SIGMA,
+    LETTERS,
+    LIST,
+    SHIFT,
+    WIDTH,
+    draw,
+    typeface,
+)
 
 
 def test_a_fifth_of_the_words_is_held_out() -> None:

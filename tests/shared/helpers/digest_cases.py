@@ -22,8 +22,7 @@ from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.method import Method
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
 from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.sampling import batcher as batches_of
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
@@ -26,7 +26,7 @@ MICRO_BATCH = 3
 
 
 class Server(NamedTuple):
-    policy: Policy
+    policy: ServedPolicy
     batcher: Batcher[SampleOrder, RolloutSample]
     app: Any
 
@@ -52,14 +52,16 @@ def policy(
     model: DiffusionModel | None = None,
     module: nn.Module | None = None,
     guidance: Guidance = NO_GUIDANCE,
-) -> Policy:
+) -> ServedPolicy:
     model = tiny.Tiny(prediction) if model is None else model
     weights = ServedWeights(model.build().eval() if module is None else module, roots=())
-    return Policy("tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu"))
+    return ServedPolicy(
+        "tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu")
+    )
 
 
 def served(
-    of: Policy | None = None,
+    of: ServedPolicy | None = None,
     *,
     micro_batch: int = MICRO_BATCH,
     linger: float = 0.0,

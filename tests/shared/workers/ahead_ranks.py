@@ -12,8 +12,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Stochastic
 

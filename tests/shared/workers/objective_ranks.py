@@ -34,8 +34,7 @@ from fluvial.engines.methods.table import (
     TdmR1,
     TurningPointGrpo,
 )
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic

@@ -1,14 +1,19 @@
 """Counts the engine's collectives and returns the weights after an update, for test_two_ranks.py."""
 
+import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.handwriting_jobs import alternating, config, job
 from helpers.tiny_models import Net, data, squared
 
 from fluvial.bench.counting import Collectives
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.run.trainer import Trainer
 
 
 def updates(world: World) -> dict[str, Any]:
@@ -54,3 +59,27 @@ def updates(world: World) -> dict[str, Any]:
         torch.distributed.all_gather_object(messages, f"{type(error).__name__}: {error}")
         result["messages"] = messages
     return result
+
+
+def calls(world: World, folder: str) -> list[list[str]]:
+    """Return the calls of functions that every rank must call, by rank, of an update and an evaluation."""
+    known = {}
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("fluvial."):
+            owners = [module, *(each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == name)]
+            marked = [
+                each for owner in owners for each in vars(owner).values() if getattr(each, "is_collective", False) is True
+            ]
+            known.update({inspect.unwrap(each).__code__: each.__qualname__ for each in marked})
+    found = list[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in known:
+            found.append(known[frame.f_code])
+
+    with Trainer(config(Path(folder)), job(alternating), world, console=None) as trainer:
+        sys.setprofile(note)
+        trainer.update()
+        trainer.evaluate()
+        sys.setprofile(None)
+    return world.gather_items(found)

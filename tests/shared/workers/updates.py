@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.update.cases import SIZES, Case, build_engine, build_published, make_rollout, update_engine
+from fluvial.bench.update.cases import SIZES, UpdateCase, build_engine, build_published, make_rollout, update_engine
 from fluvial.bench.update.measure import count_update, gradient_distance
 from fluvial.engines.engine.engine import EngineConfig
 from fluvial.engines.engine.world import World
@@ -21,8 +21,8 @@ GUIDANCE: dict[str, dict[str, Any]] = {"off": {}, "one": {"forwards": "one"}, "t
 SHAPES = [(2, 1), (4, 2), (6, 3)]
 
 
-def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
-    return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
+def case(steps: int, *, guidance: bool = True, train: Any = "full") -> UpdateCase:
+    return UpdateCase(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
 
 
 def counts(world: World) -> list[dict[str, Any]]:

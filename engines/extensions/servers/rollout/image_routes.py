@@ -92,7 +92,7 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
         if not isinstance(self.seed, list):
             return [{**shared, "seed": self.seed, "num_outputs_per_prompt": self.n}]
         if len(self.seed) != self.n:
-            raise RequestError(400, f"seed has {len(self.seed)} items, expected n, {self.n}")
+            raise RequestError(f"seed has {len(self.seed)} items, expected n, {self.n}")
         return [{**shared, "seed": seed} for seed in self.seed]
 
 
@@ -106,15 +106,15 @@ def image_routes(service: RolloutService) -> list[Route]:
     async def generations(request: Request) -> JSONResponse:
         value = await json_of(request, dict[str, Any], most_bytes=service.limits.body)
         if found := [name for name in UNSUPPORTED if value.get(name) not in OFF]:
-            raise RequestError(400, f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
+            raise RequestError(f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
         read = {name: each for name, each in value.items() if name not in IGNORED and name not in UNSUPPORTED}
         asked = convert(read, ImagesRequest, lenient=True)
         if asked.response_format == "url":
-            raise RequestError(400, "response_format is url, and this server keeps no files: expected b64_json")
+            raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:
-            raise RequestError(400, f"the model makes videos, which {GENERATIONS} does not: POST /rollout/generate")
+            raise RequestError(f"the model makes videos, which {GENERATIONS} does not: POST /rollout/generate")
         if asked.n > service.limits.request.outputs:
-            raise RequestError(400, f"n is {asked.n}, expected at most {service.limits.request.outputs}")
+            raise RequestError(f"n is {asked.n}, expected at most {service.limits.request.outputs}")
         wanted = [read_request(each, service.limits.request) for each in asked.requests()]
         return JSONResponse(await asyncio.to_thread(_answer, asked, await service.generate_all(request, wanted)))
 

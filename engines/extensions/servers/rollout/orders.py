@@ -1,9 +1,15 @@
-"""Requests as orders of single samples, and what samples must have in common to be made in one batch."""
+"""Requests as orders of single samples, and what samples must have in common to be made in one batch.
 
+A prompt's images, videos and sounds are files in the server's own folders, or data URLs.
+"""
+
+import base64
+import binascii
 import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from stat import S_ISREG
 from typing import NamedTuple
 
 import torch
@@ -12,14 +18,97 @@ from msgspec.structs import replace as replace_fields
 from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, key
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.policy import Policy
-from fluvial.engines.extensions.servers.rollout.prompts import prompt_of
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
+from fluvial.models.images import open_image
 from fluvial.models.padding import trims_padding
-from fluvial.models.replay.media import TextPrompt
+from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
+from fluvial.models.replay.media import TextPrompt, find_list_arguments, list_arguments
+
+MOST_NAME = 4096  # characters
+FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
+
+
+def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int, most_pixels: int) -> Prompt:
+    """Return the prompt of a request with the images that the pipeline is given.
+
+    Args:
+        most_bytes: largest file of an image.
+        most_pixels: largest image or video. An image's is known from its header, before anything is decoded.
+
+    Raises:
+        RequestError: there are other images than the model was recorded with, or one cannot be read.
+    """
+    expected, given = list_arguments(policy.model), request.image_path or ()
+    names = request.fluvial.media if request.fluvial.media is not None else expected
+    if given and not expected:
+        raise RequestError(
+            "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
+            "takes images with --prompts, a file of prompts with images"
+        )
+    if request.fluvial.media is None and len(expected) == 1:  # of which there may be several
+        names = expected * len(given)
+    if len(given) != len(names) or {*names} != {*expected}:
+        got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
+        raise RequestError(f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
+    lists = find_list_arguments(policy.model)
+    for name in names:
+        if (count := names.count(name)) > 1 and name not in lists:
+            raise RequestError(f"image_path holds {count} images for {name}, expected one")
+    media: dict[str, bytes | tuple[bytes, ...]] = {}
+    for name, image in zip(names, given, strict=True):
+        file = check_file(_file(image, policy, most_bytes), name, most_pixels)
+        media[name] = (*media.get(name, ()), file) if name in lists else file
+    return Prompt(request.prompt, media=media)
+
+
+def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
+    """Return the bytes of an image's file."""
+    if image.startswith("data:"):
+        head, _, data = image.partition(",")
+        if not head.endswith(";base64"):
+            raise RequestError(f"image_path holds {head[:40]!r}, expected data:image/png;base64,...")
+        try:
+            found = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError("image_path holds a data URL whose base64 cannot be read") from None
+    else:
+        if len(image) > MOST_NAME:
+            raise RequestError(f"image_path holds a name of {len(image)} characters, expected at most {MOST_NAME}")
+        path = policy.weights.inside(image)
+        if not S_ISREG(path.stat().st_mode):
+            raise RequestError(f"image_path holds {image!r}, which is no file")
+        if (size := path.stat().st_size) > most_bytes:
+            raise RequestError(f"{image!r} has {size} bytes, expected at most {most_bytes}", 413)
+        with convert_errors(RequestError, OSError, says=f"{str(path)!r} cannot be read"):
+            found = path.read_bytes()
+    if len(found) > most_bytes:
+        raise RequestError(f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}", 413)
+    return found
+
+
+def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
+    """Return the bytes of a file that is an image or a video of at most `most_pixels`, or a WAV file, by its argument."""
+    if name in SOUND.arguments and not file.startswith(b"RIFF"):
+        raise RequestError(f"image_path: {name} cannot be read as WAV")
+    if name in SOUND.arguments:
+        return file
+    if name in VIDEO.arguments:
+        with convert_errors(RequestError, ValueError, says=f"image_path: {name}"):
+            check_pixels(file, most_pixels)
+        return file
+    try:
+        with open_image(file, formats=FORMATS) as image:
+            width, height = image.size
+    except ValueError:
+        raise RequestError(f"image_path: {name} cannot be read as {', '.join(FORMATS)}") from None
+    if width * height > most_pixels:
+        raise RequestError(f"image_path: {name} has {width} x {height} pixels, expected at most {most_pixels}", 413)
+    return file
 
 
 @dataclass(frozen=True)
@@ -75,7 +164,7 @@ class SampleOrder(NamedTuple):
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
 
 
-def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
+def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
     """Return the seed of a request, None where its noise comes from a key, and its orders.
 
     Raises:
@@ -89,10 +178,8 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     shape = policy.latent_shape(request.height, request.width, request.num_frames)
     steps = request.num_inference_steps or policy.steps
     check_steps(request, steps)
-    try:
+    with convert_errors(RequestError, ValueError):
         schedule = policy.schedule(steps, shape)
-    except ValueError as error:
-        raise RequestError(400, str(error)) from None
     # Without what names single samples, and what the recipe holds in another way.
     options = replace_fields(
         own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
@@ -107,7 +194,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
         size = len(windows[0])
         if own.windows is not None and (size == 0 or not noisy.issuperset(step for row in windows for step in row)):
             raise RequestError(
-                400, "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
+                "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
             )
         if size:
             recipe = replace(
@@ -145,21 +232,17 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     return seed, orders
 
 
-def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) -> None:
+def _check_texts(request: RolloutRequest, guidance: Guidance, policy: ServedPolicy) -> None:
     """Raise RequestError for prompts that the model cannot encode, and for what it has no input for."""
     named = {"prompt": request.prompt}
     if guidance.negative and guidance.is_guided(policy.model):
         named["negative_prompt"] = guidance.negative
     for field, text in named.items():
-        try:
+        with convert_errors(RequestError, ValueError, says=f"{field}"):
             policy.model.check_prompt(text)
-        except ValueError as error:
-            raise RequestError(400, f"{field}: {error}") from None
     tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
     if tokens is not None and (not trims_padding(policy.model) or tokens > own):
-        raise RequestError(
-            400, f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding"
-        )
+        raise RequestError(f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding")
 
 
 def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
@@ -170,15 +253,15 @@ def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int,
     return [tuple(range(first, steps)) if shared is None else shared] * request.outputs
 
 
-def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: Policy) -> None:
+def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: ServedPolicy) -> None:
     """Raise RequestError for steps that do not fit together."""
     own, taken = request.fluvial, [step for row in windows for step in row]
     if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):
-        raise RequestError(400, f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
+        raise RequestError(f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
     if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
-        raise RequestError(400, "after is set, expected one window for all samples, and a model that predicts a velocity")
+        raise RequestError("after is set, expected one window for all samples, and a model that predicts a velocity")
     if request.debug and len(_find_boundaries(recipe)) < recipe.steps + 1:
-        raise RequestError(400, "prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
+        raise RequestError("prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
 
 
 def _find_boundaries(recipe: Recipe) -> list[int]:
@@ -198,9 +281,8 @@ def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]
     wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
     if missing := sorted(set(wanted) - set(_find_boundaries(recipe))):
         raise RequestError(
-            400,
             f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
-            "set rollout_return_step_indices, or recorded_only",
+            "set rollout_return_step_indices, or recorded_only"
         )
     return wanted
 
@@ -221,9 +303,9 @@ def _check_size(orders: Sequence[SampleOrder], limits: ServeLimits) -> None:
     size = 4 * math.prod(recipe.shape) * numbers
     if size > limits.response:
         raise RequestError(
-            413,
             f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
             "samples, set rollout_return_step_indices, or rollout_debug_mode false",
+            413,
         )
 
 

@@ -1,27 +1,37 @@
-"""The policy that is served: model, network, and turns between batches and changes of the weights."""
+"""The policy that is served: how it is opened, and turns between batches and changes of the weights."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from fluvial.core.transitions import Sampler
+from fluvial.engines.engine.parallelize import cast_samples
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.wire.client import find_shared_folder
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.models import DiffusionModel, Schedule, is_recorded
+from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.host_values import fresh_copy
+from fluvial.models.protocol import Weights
 
 Result = TypeVar("Result")
 
 
-class Policy:
+class ServedPolicy:
     """A model whose samples are served. One batch at a time is sampled, and weights change between two batches only.
 
     Args:
@@ -71,9 +81,8 @@ class Policy:
         rule = SAMPLERS[name]
         if rule.prediction not in (None, self.model.prediction):
             raise RequestError(
-                400,
                 f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
-                f"{self.model.prediction}",
+                f"{self.model.prediction}"
             )
         return rule.bind(eta, schedule.levels)
 
@@ -86,32 +95,29 @@ class Policy:
         if height is None and width is None and frames is None:
             return self.shape
         if height is None or width is None:
-            raise RequestError(400, "width, height and num_frames go together, and one of width and height is missing")
-        try:
+            raise RequestError("width, height and num_frames go together, and one of width and height is missing")
+        with convert_errors(RequestError, ValueError):
             return tuple(self.model.latent_shape(height, width, 1 if frames is None else frames))
-        except ValueError as error:
-            raise RequestError(400, str(error)) from None
 
     def check_guidance(self, guidance: Guidance) -> None:
         """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""
         own = self.guidance
         if is_recorded(self.model) and (guidance.scale, guidance.negative) != (own.scale, own.negative):
             raise RequestError(
-                400,
                 f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
-                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened",
+                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened"
             )
 
     def check_resumed(self) -> None:
         """Raise RequestError if the weights are released."""
         if self.weights.released:
-            raise RequestError(503, "the weights are released: POST /resume_memory_occupation", retry_after=1)
+            raise RequestError("the weights are released: POST /resume_memory_occupation", 503, retry_after=1)
 
     def check_version(self, wanted: int | None) -> None:
         """Raise RequestError if a request is for other weights than the present ones; weights do not go back."""
         if wanted not in (None, self.version):
             raise RequestError(
-                409, f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first"
+                f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first", 409
             )
 
     @contextmanager
@@ -151,3 +157,60 @@ class Policy:
         with self._turn:
             self._busy = False
             self._turn.notify_all()
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def open_policy(
+    name: str,
+    *,
+    weights: Path | None,
+    steps: int,
+    guidance: Guidance,
+    pipeline: PipelineConfig,
+    dtype: Dtype = "auto",
+    roots: Sequence[Path] = (),
+    prompts: Sequence[str] = (),
+    device: torch.device | None = None,
+) -> ServedPolicy:
+    """Return the policy of a name, with its network on the device.
+
+    Args:
+        name: built-in model, folder or id on the Hub of a pipeline, `module:name`, or folder of a run.
+        weights: folder of other base weights; None takes the model's own.
+        steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
+        dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on a GPU, else float32.
+        roots: folders that weights and images may be read from later; by default `find_shared_folder()` and the folders of
+            the model's weights.
+        prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
+        device: device; by default the GPU where there is one.
+
+    Raises:
+        UsageError: there is no such model, or it cannot be loaded.
+        RunError: the folder in shared memory belongs to somebody else.
+    """
+    device = device or default_device()
+    kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
+    base = base_model(name)
+    if is_run(name):
+        if weights is not None:
+            raise UsageError("weights", weights, hint=f"{name} is a run with its own; leave one out")
+        weights = Path(name) / WEIGHTS
+        if not weights.is_dir():
+            raise UsageError(f"{name} is a run that has exported no weights: let it end (--resume)")
+    job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
+    module = jobs.build(job).eval()
+    cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
+    for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
+        # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
+        parameter.data = fresh_copy(parameter.data.to(kind), device)
+    module.to(device)
+    served = ServedWeights(module, roots=roots or [find_shared_folder(), *_folders(job.model.weights)], device=device)
+    return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
+
+
+def _folders(weights: Weights | None) -> list[Path]:
+    """Return the folders of a model's own weights, each with those beside it that belong to the same pipeline."""
+    folders = [] if weights is None else [weights] if isinstance(weights, Path) else list(weights.values())
+    return [folder.parent if (folder.parent / "model_index.json").is_file() else folder for folder in folders]

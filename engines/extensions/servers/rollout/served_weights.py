@@ -4,28 +4,91 @@ What a client names is read and checked completely before anything changes, and 
 safetensors are read, from folders that the server was started with; nothing is unpickled.
 """
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
 from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
 from fluvial.engines.files import weight_files
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
-from fluvial.models.lora_files import FILES, load_lora, read_lora
+from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
 from fluvial.models.lora_layer import Product
+
+MOST_LOADED = 16  # adapters that are kept for requests that name them again, and that act together at most
+
+
+class Adapter(NamedTuple):
+    """An adapter of one network."""
+
+    nickname: str
+    path: str
+    strength: float
+    file: LoraFile
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product of its two matrices."""
+        return self.file.alpha * self.strength / self.file.rank
+
+
+class Applied(NamedTuple):
+    """The adapters that act on a network, as one.
+
+    Args:
+        scaling: factor of the product of the two matrices of `file`.
+    """
+
+    adapters: tuple[Adapter, ...]
+    file: LoraFile
+    scaling: float
+    product: Product
+
+
+def merge_adapters(adapters: Sequence[Adapter], product: Product) -> Applied | None:
+    """Return adapters as one whose rank is the sum of theirs; None if there is none.
+
+        sum_i s_i B_i A_i = [s_1 B_1, s_2 B_2, ...] [A_1; A_2; ...]
+
+    A single adapter keeps the bits of its factors, and so its checksum.
+
+    Raises:
+        RequestError: the scale of one is no number, or 0.
+    """
+    for each in adapters:
+        if not math.isfinite(each.scaling) or each.scaling == 0:
+            scale = each.scaling * each.file.rank
+            raise RequestError(f"alpha times strength is {scale:g}, expected another finite number than 0")
+    if len(adapters) <= 1:
+        return Applied(tuple(adapters), adapters[0].file, adapters[0].scaling, product) if adapters else None
+    rank = sum(each.file.rank for each in adapters)
+    layers = tuple(sorted({layer for each in adapters for layer in each.file.layers}))
+    tensors = dict[str, Tensor]()
+    for layer in layers:
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        shape = next(
+            (each.file.tensors[a].shape[1], len(each.file.tensors[b])) for each in adapters if a in each.file.tensors
+        )
+        downs, ups = [], []
+        for each in adapters:
+            held = a in each.file.tensors
+            downs.append(each.file.tensors[a] if held else torch.zeros(each.file.rank, shape[0]))
+            ups.append(each.scaling * each.file.tensors[b] if held else torch.zeros(shape[1], each.file.rank))
+        tensors[a], tensors[b] = torch.cat(downs), torch.cat(ups, 1)
+    return Applied(tuple(adapters), LoraFile(rank, float(rank), layers, tensors), 1.0, product)
+
 
 Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
 
@@ -72,27 +135,27 @@ class ServedWeights:
             RequestError: it is elsewhere, a link that leads elsewhere, part of an unfinished export, or not there.
         """
         if not os.path.isabs(name):
-            raise RequestError(400, f"{name!r} is no absolute path")
+            raise RequestError(f"{name!r} is no absolute path")
         try:
             path = Path(name).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or "no such path"
-            raise RequestError(400, f"{name!r} cannot be read: {reason}") from None
+            raise RequestError(f"{name!r} cannot be read: {reason}") from None
         for root in self.roots:
             if path.is_relative_to(root):
                 if any(part.startswith(".") for part in path.relative_to(root).parts):
-                    raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
+                    raise RequestError(f"{name!r} is hidden, as the files of an unfinished export are")
                 return path
         shown = ", ".join(map(str, self.roots)) or "there are none"
-        raise RequestError(400, f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
+        raise RequestError(f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
 
     def _regular(self, path: Path, most_bytes: int) -> Path:
         """Return the real path of a safetensors file of at most `most_bytes` within the roots."""
         real = self.inside(str(path))
         if real.suffix != ".safetensors" or not S_ISREG(real.stat().st_mode):
-            raise RequestError(400, f"{str(path)!r} is no safetensors file")
+            raise RequestError(f"{str(path)!r} is no safetensors file")
         if real.stat().st_size > most_bytes:
-            raise RequestError(400, f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
+            raise RequestError(f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
         return real
 
     # All weights of networks
@@ -113,14 +176,12 @@ class ServedWeights:
         for name in self._targets(targets):
             where = folder / name
             if not where.is_dir():
-                raise RequestError(400, f"{path!r} holds no folder {name}")
-            try:
+                raise RequestError(f"{path!r} holds no folder {name}")
+            with convert_errors(RequestError, UsageError, SafetensorError, OSError, says=f"{str(where)!r} cannot be read"):
                 staged[name] = self._read_network(name, where)
-            except (UsageError, SafetensorError, OSError) as error:
-                raise RequestError(400, f"{str(where)!r} cannot be read: {error}") from None
             found = checksum(sorted(staged[name].items())) if name in sha256 else None
             if found != sha256.get(name):
-                raise RequestError(400, f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
+                raise RequestError(f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
         return staged
 
     def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
@@ -131,7 +192,7 @@ class ServedWeights:
         for file in [self._regular(file, most) for file in weight_files(folder)]:
             for key, tensor in load(file.read_bytes()).items():
                 if key in tensors:
-                    raise RequestError(400, f"{str(folder)!r} holds {key} twice")
+                    raise RequestError(f"{str(folder)!r} holds {key} twice")
                 _check_tensor(key, tensor.shape, tensor.dtype, own, where=str(folder))
                 tensors[key] = tensor
         _check_complete(tensors, own, where=str(folder))
@@ -150,22 +211,20 @@ class ServedWeights:
         if bucket.index == 0:
             push, done, staged = bucket.push, 0, Staged()
         if (push, done) != (bucket.push, bucket.index):
-            raise RequestError(400, f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
+            raise RequestError(f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
         (name,) = self._targets([bucket.module])
         own, held = self.tensors(name), staged.setdefault(name, {})
         for place in bucket.places:
             if place.name in held:
-                raise RequestError(400, f"{place.name} comes twice")
+                raise RequestError(f"{place.name} comes twice")
             _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
         path, size = self.inside(bucket.file), bucket.places[-1].end_idx
-        try:
+        with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
-                raise RequestError(400, f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
+                raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
             data = bytearray(path.read_bytes())
-        except OSError as error:
-            raise RequestError(400, f"{bucket.file!r} cannot be read: {error.strerror}") from None
         if len(data) != size:
-            raise RequestError(400, f"{bucket.file!r} has changed while it was read")
+            raise RequestError(f"{bucket.file!r} has changed while it was read")
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         for place in bucket.places:
             raw = flat[place.start_idx : place.end_idx].clone()  # aligned
@@ -222,14 +281,12 @@ class ServedWeights:
         given, network = self.inside(path), self.networks[target]
         files = [given / name for name in FILES if (given / name).exists()] if given.is_dir() else [given]
         if not files:
-            raise RequestError(400, f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
+            raise RequestError(f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
         most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
-        try:
+        with convert_errors(RequestError, ValueError, OSError):
             file = read_lora(self._regular(files[0], most), network)
-        except (ValueError, OSError) as error:
-            raise RequestError(400, str(error)) from None
         if not isinstance(file.form, LowRank):
-            raise RequestError(400, f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
+            raise RequestError(f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
         return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
 
     def find_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
@@ -240,17 +297,13 @@ class ServedWeights:
         """
         known = self.loaded.get((nickname, target))
         if known is None:
-            raise RequestError(400, f"adapter {nickname} of {target} is not loaded: send its lora_path")
+            raise RequestError(f"adapter {nickname} of {target} is not loaded: send its lora_path")
         return known._replace(strength=strength, file=known.file if alpha is None else known.file._replace(alpha=alpha))
 
     def set_last(self, target: str, *, strength: float, product: Product) -> Applied:
-        """Return the adapters of a network that were set last, of another strength.
-
-        Raises:
-            RequestError: there are none.
-        """
+        """Return the adapters of a network that were set last, of another strength; RequestError if there are none."""
         if target not in self.last:
-            raise RequestError(400, f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
+            raise RequestError(f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
         again = merge_adapters([each._replace(strength=strength) for each in self.last[target].adapters], product)
         assert again is not None
         return again
@@ -282,7 +335,7 @@ class ServedWeights:
             RequestError: no adapter of this name is loaded.
         """
         if not any(nickname == known for known, _ in self.loaded):
-            raise RequestError(400, f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
+            raise RequestError(f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
         return {
             name: merge_adapters([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
             for name, each in self.adapters.items()
@@ -359,7 +412,7 @@ class ServedWeights:
         wrong = missing or [key for key in sorted(expected) if digest_tensor(own[key]) != expected[key]]
         if wrong:
             what = "are missing" if missing else "have another checksum"
-            raise RequestError(400, f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
+            raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
@@ -376,7 +429,7 @@ class ServedWeights:
     def _targets(self, names: Collection[str] | None) -> list[str]:
         for name in names or ():
             if name not in self.networks:
-                raise RequestError(400, f"there is no network {name!r}, expected {' or '.join(self.networks)}")
+                raise RequestError(f"there is no network {name!r}, expected {' or '.join(self.networks)}")
         return list(self.networks) if names is None else list(dict.fromkeys(names))
 
 
@@ -388,15 +441,13 @@ def _alike(left: Applied, right: Applied) -> bool:
 def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
     """Raise RequestError unless a tensor can be copied to the network's own."""
     if name not in own:
-        raise RequestError(400, f"{where!r} holds {name}, which the network does not have")
+        raise RequestError(f"{where!r} holds {name}, which the network does not have")
     if list(shape) != list(own[name].shape):
-        raise RequestError(
-            400, f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}"
-        )
+        raise RequestError(f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}")
     if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
-        raise RequestError(400, f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
+        raise RequestError(f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
 
 
 def _check_complete(held: Collection[str], own: Collection[str], *, where: str) -> None:
     if missing := sorted(set(own) - set(held)):
-        raise RequestError(400, f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        raise RequestError(f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")

@@ -25,7 +25,7 @@ from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of, until_gone
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits, orders_of
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
 from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
 from fluvial.engines.extensions.wire.weight_buckets import PRECISIONS
@@ -40,7 +40,7 @@ class RolloutService:
     """The handlers of the rollout server."""
 
     def __init__(
-        self, policy: Policy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
+        self, policy: ServedPolicy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
     ) -> None:
         self.policy, self.batcher, self.limits, self.deadline = policy, batcher, limits, deadline
         self.started = int(time.time())
@@ -76,7 +76,7 @@ class RolloutService:
             samples = await until_gone(request, work)
         except TimeoutError:
             raise RequestError(
-                504, f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline"
+                f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline", 504
             ) from None
         peak = None
         if is_accelerator(self.policy.device) and not wanted[0].suppress_logs:
@@ -100,11 +100,7 @@ class RolloutService:
         return JSONResponse(found)
 
     async def ready(self, request: Request) -> JSONResponse:
-        """Return that samples can be made.
-
-        Raises:
-            RequestError: the weights are released.
-        """
+        """Return that samples can be made; RequestError if the weights are released."""
         self.policy.check_resumed()
         return JSONResponse({"status": "ok", "weight_version": self.policy.version})
 
@@ -113,14 +109,10 @@ class RolloutService:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> JSONResponse:
-        """Return the model by its name.
-
-        Raises:
-            RequestError: it has another name.
-        """
+        """Return the model by its name; RequestError if it has another name."""
         name = request.path_params["model"]
         if name != self.policy.name:
-            raise RequestError(404, f"there is no model {name[:80]!r}, expected {self.policy.name}")
+            raise RequestError(f"there is no model {name[:80]!r}, expected {self.policy.name}", 404)
         return JSONResponse(self._card())
 
     async def model_info(self, request: Request) -> JSONResponse:

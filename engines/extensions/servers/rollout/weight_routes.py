@@ -26,8 +26,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
-from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.servers.rollout.served_weights import (
+    MOST_LOADED,
+    Adapter,
+    Applied,
+    ServedWeights,
+    merge_adapters,
+)
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, Text, open_shared_bucket
 from fluvial.models.lora_layer import Product
@@ -157,15 +162,13 @@ class WeightRoutes:
     async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights."""
         if asked.load_format != SHARED_FILES:
-            raise RequestError(400, PICKLES)
+            raise RequestError(PICKLES)
         if len(asked.serialized_named_tensors) != 1:
-            raise RequestError(
-                400, f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket"
-            )
+            raise RequestError(f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket")
         try:
             bucket = open_shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
-            raise RequestError(400, "serialized_named_tensors holds a text that is not JSON") from None
+            raise RequestError("serialized_named_tensors holds a text that is not JSON") from None
         staged = await asyncio.to_thread(self.weights.stage, bucket)
         if staged is None:
             return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
@@ -189,7 +192,7 @@ class WeightRoutes:
             for network in self.weights.networks:
                 own = [each for each in named if network in chosen[each]]
                 if len({each.nickname for each in own}) < len(own):
-                    raise RequestError(400, f"lora_nickname names an adapter of {network} twice, expected different ones")
+                    raise RequestError(f"lora_nickname names an adapter of {network} twice, expected different ones")
                 if own:
                     found[network] = merge_adapters([read(each, network) for each in own], product)
             return found
@@ -282,7 +285,7 @@ class WeightRoutes:
         """Return the networks whose adapters change."""
         names = list(self.weights.networks)
         if target not in ("all", *names):
-            raise RequestError(400, f"target is {target[:60]!r}, expected one of all, {', '.join(names)}")
+            raise RequestError(f"target is {target[:60]!r}, expected one of all, {', '.join(names)}")
         return names if target == "all" else [target]
 
 
@@ -293,10 +296,10 @@ def _adapters_of(asked: SetLora) -> list[NamedAdapter]:
     for field in ("lora_path", "target", "strength", "lora_alpha"):
         value = getattr(asked, field)
         if isinstance(value, list) and len(value) != len(nicknames):
-            raise RequestError(400, f"{field} has {len(value)} items, expected {len(nicknames)}, one per lora_nickname")
+            raise RequestError(f"{field} has {len(value)} items, expected {len(nicknames)}, one per lora_nickname")
         columns.append(value if isinstance(value, list) else [value] * len(nicknames))
     if isinstance(asked.lora_path, str) and len(nicknames) > 1:
-        raise RequestError(400, f"lora_path is one for {len(nicknames)} adapters, expected one each, or null")
+        raise RequestError(f"lora_path is one for {len(nicknames)} adapters, expected one each, or null")
     return [NamedAdapter(*row) for row in zip(*columns, strict=True)]
 
 
@@ -327,7 +330,7 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
                 asked = await _body(request, kind)
                 async with routes.turn:
                     if path in handlers and routes.weights.released:
-                        raise RequestError(400, "the weights are released: POST /resume_memory_occupation first")
+                        raise RequestError("the weights are released: POST /resume_memory_occupation first")
                     return JSONResponse(await handler(asked))
             except (RequestError, WireError) as error:
                 status, problem = (error.status, error.problem) if isinstance(error, RequestError) else (400, str(error))

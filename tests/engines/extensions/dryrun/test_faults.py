@@ -32,7 +32,6 @@ def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     report = dry_run(RECIPES["grpo"]())
     assert report.error is not None
     assert "cpu" in report.error
-    assert not report.is_well
     with pytest.raises(AssertionError, match="device"):
         check(report)
 
@@ -79,7 +78,7 @@ def test_a_micro_batch_that_does_not_fit_is_found() -> None:
     config = with_values(RECIPES["grpo"](), {"engine.micro_batch": 8, "engine.update_micro_batch": 8})
     check(dry_run(config, accelerator=gpu))
     large = dry_run(with_values(config, {"engine.update_micro_batch": 256}), accelerator=gpu)
-    assert not large.is_well
+    assert not large.fits
     assert large.phase("update").peak > gpu.memory
     with pytest.raises(AssertionError, match="bytes"):
         check(large)

@@ -16,15 +16,13 @@ from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.extensions.dryrun.passes import Repeated
 from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import _complete, dry_run
-from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
-from fluvial.engines.extensions.simulate.mode import SimulatedMode
+from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
 from fluvial.engines.methods import Distill
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.models.handwriting import BASE

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.judges.batches import spread
 from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
-from fluvial.engines.extensions.judges.images import spread
 from fluvial.engines.extensions.judges.table import CLIENTS, maker
 from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
 from fluvial.engines.extensions.wire.client import HttpClient, Reply

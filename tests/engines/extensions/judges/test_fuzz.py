@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
-from fluvial.engines.extensions.judges.unpickle import ForbiddenPickleError, loads
+from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, ForbiddenPickleError, UniRL, loads
 from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.scoring.scores import LARGEST

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from fluvial.engines.extensions.judges import unpickle
-from fluvial.engines.extensions.judges.unpickle import ForbiddenPickleError, loads
+from fluvial.engines.extensions.judges import formats as unpickle
+from fluvial.engines.extensions.judges.formats import ForbiddenPickleError, loads
 
 
 class Evil:

@@ -17,7 +17,7 @@ from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.votes.records import VoteFolder
 from fluvial.engines.extensions.votes.service import VoteService, application
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.scoring.bradley_terry import bradley_terry
+from fluvial.engines.scoring.pairwise import bradley_terry
 
 IMAGES = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 4, 4) / 4
 PROMPTS = ["a fox"] * 4

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges.vlm import UnifiedReward2
-from fluvial.engines.extensions.judges.win_rate import KINDS, WinRate, verdict
+from fluvial.engines.extensions.judges.vlm import KINDS, UnifiedReward2, WinRate, verdict
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.scoring.signature import signature_of
 

@@ -11,8 +11,7 @@ from helpers import tiny_conditioned, tiny_pipelines
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published import takes
-from fluvial.engines.extensions.published.resolve import resolve
+from fluvial.engines.extensions.published.resolve import choose_accumulation, lines, resolve, to_bring
 from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES, on_gpus
@@ -27,7 +26,7 @@ OCR = "flow_grpo/sd3.5-medium/ocr"
 def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
     """Rewards that fluvial has, and prompt sets that come with it, with the records that the rewards need."""
     run, known = RUNS[name], built_in()
-    config, missing = resolve(run), takes.to_bring(run)
+    config, missing = resolve(run), to_bring(run)
     for word in config.prompts:
         assert word.removeprefix("@") in PROMPT_SETS
     for reward in config.rewards:
@@ -47,11 +46,11 @@ def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
 
 def test_other_hardware_keeps_the_samples_of_an_update() -> None:
     config = resolve(find(OCR))
-    said = takes.choose_accumulation(config, published=32, gpus=2)
+    said = choose_accumulation(config, published=32, gpus=2)
     assert config.method.sampling.batch == 48 * 24
     assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
     assert said.endswith("accumulated over 32 micro-batches of up to 9")
-    assert "micro-batches" not in takes.choose_accumulation(
+    assert "micro-batches" not in choose_accumulation(
         with_values(config, {"engine.micro_batch": "auto"}), published=32, gpus=2
     )
 
@@ -144,8 +143,8 @@ def test_wrong_input_is_one_line(args: list[str], says: str, capsys: pytest.Capt
 
 def test_what_a_run_takes() -> None:
     run = find(OCR)
-    _, *lines = takes.lines(run, resolve(run), gpus=1)
-    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    _, *rest = lines(run, resolve(run), gpus=1)
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in rest}
     assert found["model"].startswith("stabilityai/stable-diffusion-3.5-medium, from the Hub or --model FOLDER, 5 GiB")
     assert found["reward"].startswith("ocr: 0.0")
     assert found["prompts"].startswith("@ocr: 3460 prompts to train on and 400 prompts held out, for flow_grpo dataset/ocr")
@@ -216,7 +215,7 @@ def test_a_published_run_of_edits_trains_on_prompts_with_images(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It lacks prompts and a reward, and says so; a pipeline that scales by area makes images of the size asked for."""
-    assert takes.to_bring(find(name)) == ["--prompts", "--rewards"]
+    assert to_bring(find(name)) == ["--prompts", "--rewards"]
     tiny_conditioned.without_scaling(monkeypatch)
     model, *call = EDITS[name]
     lines = [

@@ -32,8 +32,8 @@ from fluvial.engines.methods import BranchGrpo, Grpo, Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps
-from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.sampling.source import InProcess
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import RandomWindow, Splits
 

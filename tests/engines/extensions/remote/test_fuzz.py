@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from fluvial.core.random import Key
 from fluvial.core.transitions import bind
-from fluvial.engines.extensions.remote.replies import Expected, Sample, read_samples
-from fluvial.engines.extensions.remote.requests import Asking, PromptOrder
+from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
+from fluvial.engines.extensions.remote.requests import Asking, RequestOrder
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.response import write_response
 from fluvial.engines.sampling.generate import Sampling, StochasticSteps
 
-ORDER = PromptOrder("1", None, (0, 1), None, ((1, 2),) * 2, ((1, 2),) * 2)
+ORDER = RequestOrder("1", None, (0, 1), None, ((1, 2),) * 2, ((1, 2),) * 2)
 
 
 def sampling() -> Sampling:
@@ -54,13 +54,13 @@ VALUES = st.recursive(
 )
 
 
-def read(data: bytes) -> list[Sample]:
+def read(data: bytes) -> list[ServedSample]:
     return read_samples(Reply(200, {"content-type": "application/msgpack"}, data), ORDER, EXPECTED)
 
 
 def checked(data: bytes) -> None:
     """Read a reply that something was done to: what is not refused fits the request."""
-    samples, problem = list[Sample](), ""
+    samples, problem = list[ServedSample](), ""
     try:
         samples = read(data)
     except WireError as error:

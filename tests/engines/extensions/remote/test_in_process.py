@@ -12,7 +12,7 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.sampling.generate import Requests, Sampling, generate, on_device
-from fluvial.engines.sampling.in_process import InProcess
+from fluvial.engines.sampling.source import InProcess
 
 
 def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None:

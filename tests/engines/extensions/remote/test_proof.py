@@ -21,8 +21,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import Holder
 

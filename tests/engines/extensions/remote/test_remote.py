@@ -31,12 +31,10 @@ from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
-from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
-from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.source import Holder
+from fluvial.engines.sampling.source import Holder, InProcess
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import Branches, RandomWindow
 from fluvial.models.pipelines.base import check_still

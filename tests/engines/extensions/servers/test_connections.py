@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
-from fluvial.engines.extensions.servers.asgi import application, json_of
-from fluvial.engines.extensions.servers.connections import Connection, ConnectionLimits
+from fluvial.engines.extensions.servers.asgi import Connection, ConnectionLimits, application, json_of
 
 QUICK = ConnectionLimits(requests=6, per_address=4, header=0.4, body=0.4, stalled=0.4)
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

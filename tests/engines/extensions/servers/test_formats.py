@@ -18,7 +18,7 @@ from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.formats import (
     Compute,
     Limits,
-    Sample,
+    SampleToScore,
     Score,
     ScoreRequest,
     batch_of,
@@ -36,7 +36,7 @@ def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> s
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def computed(body: Any, limits: Limits = LIMITS) -> list[Sample]:
+def computed(body: Any, limits: Limits = LIMITS) -> list[SampleToScore]:
     return flow_factory(decode(json.dumps(body).encode(), Compute), limits)
 
 
@@ -135,7 +135,7 @@ def test_any_json_is_samples_or_a_request_error(value: Any) -> None:
         except (RequestError, WireError) as error:
             problem = error
         else:
-            assert all(isinstance(getattr(each, "sample", each), Sample) for each in found)
+            assert all(isinstance(getattr(each, "sample", each), SampleToScore) for each in found)
             continue
         assert getattr(problem, "status", 400) in (400, 413)
         assert "\n" not in str(problem)

@@ -22,7 +22,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.judges.formats import FlowFactory
-from fluvial.engines.extensions.servers.rollout import opening
+from fluvial.engines.extensions.servers.rollout import policy
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
 
@@ -175,7 +175,7 @@ def test_wrong_input_is_one_line(
             assert says in launch.one_line(capsys.readouterr().err)
 
     refused(WRONG)
-    monkeypatch.setattr(opening, "open_policy", lambda *args, **options: pytest.fail("loaded"))
+    monkeypatch.setattr(policy, "open_policy", lambda *args, **options: pytest.fail("loaded"))
     with fake_servers.loopback(lambda handler: None) as url:
         wrong = {**WRONG_OF_BOTH, f"--port {url.rpartition(':')[2]}": "cannot be listened on"}
         for command in ("serve words", "serve-rewards jpeg"):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.extensions.plan.check import trace
 from fluvial.engines.extensions.plan.plan import PlanConfig, Train, plan
-from fluvial.engines.extensions.plan.trace import trace
 
 pytestmark = pytest.mark.simulated
 ABOVE, BELOW = 0.04, 0.01  # the closed form may be this much above the trace, and hardly below it

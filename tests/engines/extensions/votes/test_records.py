@@ -9,7 +9,7 @@ import torch
 
 from fluvial.engines.data.preferences import read_preferences
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges.images import png
+from fluvial.engines.extensions.judges.batches import png
 from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
 
 IMAGES = [png(torch.full((1, 4, 4), level), colour=False) for level in (0.0, 0.4, 0.8)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import asgi
 
-from fluvial.engines.extensions.judges.images import as_text, png
+from fluvial.engines.extensions.judges.batches import as_text, png
 from fluvial.engines.extensions.votes.records import VoteFolder
 from fluvial.engines.extensions.votes.service import PAGE, POLICY, VoteService, application, comparisons
 

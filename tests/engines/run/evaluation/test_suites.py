@@ -11,7 +11,7 @@ import pytest
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.config import SuiteConfig
-from fluvial.engines.run.evaluation.suites import SUITES, find
+from fluvial.engines.run.evaluation.folder import SUITES, find
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 

@@ -20,8 +20,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.passes.micro_batch import Passes, once
-from fluvial.engines.run.passes.warm_up import warm_up
+from fluvial.engines.run.passes.micro_batch import Passes, once, warm_up
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 

@@ -14,9 +14,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.process import lock
-from fluvial.engines.run.process.lock import FolderLock
-from fluvial.engines.run.process.run_folder import RunFolder, claim, finite, write_json
+from fluvial.engines.run.process import run_folder
+from fluvial.engines.run.process.run_folder import FolderLock, RunFolder, claim, finite, write_json
 
 UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
 EVALUATION = {"update": 1, "exact": {"heldout": 0.5}, "drift": 0.01}
@@ -137,8 +136,8 @@ def hold(folder: Path, **changes: Any) -> dict[str, Any]:
     """Write the lock of another process, by default one of this machine that has ended, and return its holder."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    holder = {**lock._this_process(), "pid": ended.pid, **changes}
-    (folder / lock.NAME).write_text(json.dumps(holder))
+    holder = {**run_folder._this_process(), "pid": ended.pid, **changes}
+    (folder / run_folder.NAME).write_text(json.dumps(holder))
     return holder
 
 
@@ -149,7 +148,7 @@ def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Pat
         FolderLock(tmp_path).release()
         assert [*tmp_path.iterdir()] == []
     parent = os.getppid()
-    hold(tmp_path, pid=parent, started=lock._find_start(parent))
+    hold(tmp_path, pid=parent, started=run_folder._find_start(parent))
     with pytest.raises(
         UsageError, match=rf"is held by process {parent} on .*: wait for its end, or set out to another folder"
     ):
@@ -159,7 +158,7 @@ def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Pat
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
     """A sign of life refuses the newcomer; without one it takes the folder. Clocks of hosts are not compared."""
-    path, waits, said = tmp_path / lock.NAME, list[float](), list[str]()
+    path, waits, said = tmp_path / run_folder.NAME, list[float](), list[str]()
     hold(tmp_path, host="other", started="1")
     os.utime(path, ns=(0, 2**62))  # a clock far ahead
 
@@ -168,14 +167,14 @@ def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest
         if lives and len(waits) == 3:
             os.utime(path, ns=(0, 1))
 
-    monkeypatch.setattr(lock.time, "sleep", wait)
+    monkeypatch.setattr(run_folder.time, "sleep", wait)
     if lives:
         with pytest.raises(UsageError, match="on other: wait for its end"):
             FolderLock(tmp_path, said.append)
         assert len(waits) == 3
     else:
         taken = FolderLock(tmp_path, said.append)
-        assert sum(waits) == lock.STALE
+        assert sum(waits) == run_folder.STALE
         taken.check()
         taken.release()
     assert ["waiting up to 120 s for a sign of life" in line for line in said] == [True]
@@ -184,14 +183,14 @@ def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest
 def test_one_of_many_takes_the_folder_of_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of processes that all find it dead."""
     dead = hold(tmp_path)
-    monkeypatch.setattr(lock, "_is_alive", lambda path, known, say: known[0] != dead)
+    monkeypatch.setattr(run_folder, "_is_alive", lambda path, known, say: known[0] != dead)
     holders = [{**dead, "pid": -number} for number in range(1, 17)]
     ends, begin = list[str](), threading.Barrier(len(holders))
 
     def take(holder: dict[str, Any]) -> None:
         begin.wait()
         try:
-            lock._take(tmp_path / lock.NAME, holder, lambda line: None)
+            run_folder._take(tmp_path / run_folder.NAME, holder, lambda line: None)
             ends.append("taken")
         except UsageError:
             ends.append("refused")
@@ -202,7 +201,7 @@ def test_one_of_many_takes_the_folder_of_a_dead_holder(tmp_path: Path, monkeypat
     for thread in threads:
         thread.join()
     assert sorted(ends) == ["refused"] * 15 + ["taken"]
-    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [run_folder.NAME]
 
 
 def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
@@ -213,18 +212,18 @@ def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is held by process .* on other, while this process was suspended"):
         own.check()
     own.release()
-    assert json.loads((tmp_path / lock.NAME).read_text()) == other
+    assert json.loads((tmp_path / run_folder.NAME).read_text()) == other
 
 
 def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run began, and ended, between the look at the folder and the hold."""
-    taken = lock._take
+    taken = run_folder._take
 
     def take(path: Path, *arguments: Any) -> None:
         taken(path, *arguments)
         write_json(tmp_path / "config.json", {})
 
-    monkeypatch.setattr(lock, "_take", take)
+    monkeypatch.setattr(run_folder, "_take", take)
     with pytest.raises(UsageError, match="already holds a run"):
         claim(tmp_path, resume=False)
-    assert not (tmp_path / lock.NAME).exists()
+    assert not (tmp_path / run_folder.NAME).exists()

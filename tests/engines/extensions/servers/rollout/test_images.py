@@ -18,9 +18,8 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.opening import open_policy
-from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
-from fluvial.engines.extensions.servers.rollout.prompts import check_file
+from fluvial.engines.extensions.servers.rollout.orders import ServeLimits, check_file
+from fluvial.engines.extensions.servers.rollout.policy import open_policy
 from fluvial.engines.extensions.wire.request import RequestLimits
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate

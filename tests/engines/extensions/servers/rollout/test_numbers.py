@@ -13,7 +13,7 @@ from torch import Tensor
 from fluvial.core import gaussian, transitions
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.extensions.servers.rollout import forms
+from fluvial.engines.extensions.servers.rollout import sampling
 from fluvial.engines.extensions.wire.response import RolloutSample
 from fluvial.engines.extensions.wire.tensors import tree_of
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Chunk, Guidance, Requests, Sampling, StochasticSteps, generate
@@ -160,7 +160,7 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
 
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, timesteps of the boundaries, images as videos of one frame, conditioning without the batch dimension."""
-    monkeypatch.setattr(forms, "find_layout", lambda model: TOKENS._replace(framed=True))
+    monkeypatch.setattr(sampling, "find_layout", lambda model: TOKENS._replace(framed=True))
     server = servers.served(servers.policy(guidance=Guidance(2.0, "3")))
     fields = {"seed": 3, "rollout_return_step_indices": [1, 2, 4]}
     fields |= dict.fromkeys(("rollout_return_dit_trajectory", "rollout_return_denoising_env"), True)

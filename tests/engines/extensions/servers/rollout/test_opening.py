@@ -12,8 +12,7 @@ from helpers import tiny_pipelines
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.servers.rollout.opening import open_policy
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
 from fluvial.engines.extensions.wire.tensors import tree_of
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
@@ -23,7 +22,7 @@ from fluvial.models.handwriting import BASE
 STEPS = 3
 
 
-def policy(name: str, **options: Any) -> Policy:
+def policy(name: str, **options: Any) -> ServedPolicy:
     settings = {"weights": None, "steps": STEPS, "guidance": NO_GUIDANCE, "pipeline": PipelineConfig(), **options}
     return open_policy(name, **settings)
 

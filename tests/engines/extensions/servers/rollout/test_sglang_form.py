@@ -18,8 +18,7 @@ from helpers import asgi, real_sglang, tiny_pipelines
 from helpers import rollout_servers as servers
 from torch import Tensor, nn
 
-from fluvial.engines.extensions.servers.rollout.opening import open_policy
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
@@ -76,7 +75,7 @@ REPLAYS = {"sd3": sd3, "flux": flux, "flux-schnell": flux, "qwen-image": qwen, "
 VIDEOS = {"qwen-image", "wan"}  # whose VAE is one of videos
 
 
-def policy(name: str, folder: Path) -> Policy:
+def policy(name: str, folder: Path) -> ServedPolicy:
     row = tiny_pipelines.ROWS[name]
     height, width, *rest = row.sizes[1]
     config = PipelineConfig(height=height, width=width, frames=rest[0] if rest else 1, text_tokens=tiny_pipelines.TEXT)
@@ -84,7 +83,7 @@ def policy(name: str, folder: Path) -> Policy:
     return open_policy(path, weights=None, steps=STEPS, guidance=Guidance(SCALE, "dull"), pipeline=config)
 
 
-def samples(of: Policy, **fields: Any) -> list[Any]:
+def samples(of: ServedPolicy, **fields: Any) -> list[Any]:
     """Return the response to sglang's own request, read by its own classes, tensors by its own function."""
     structs = real_sglang.part("entrypoints.post_training.io_struct")
     read = real_sglang.part("entrypoints.post_training.utils")._maybe_deserialize

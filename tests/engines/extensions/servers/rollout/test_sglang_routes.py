@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.export.model_folder import base_tensors
-from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 
@@ -56,7 +56,7 @@ def server(folder: Path) -> Server:
     model, weights = tiny.Tiny(), ServedWeights(base().eval(), roots=[folder])
     cpu = torch.device("cpu")
     return servers.served(
-        Policy("tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=NO_GUIDANCE, device=cpu)
+        ServedPolicy("tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=NO_GUIDANCE, device=cpu)
     )
 
 

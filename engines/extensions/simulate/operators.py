@@ -1,20 +1,39 @@
-"""Attention on the simulated device: the kernel that PyTorch would choose on CUDA, by its dtype, mask and head size."""
+"""Operations of the simulated device: attention by the kernel that PyTorch would choose on CUDA, and autocast as on CUDA."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-_library: list[Library] = []  # kept alive, because its kernels go with it
 LARGEST_HEAD = 256  # of FlashAttention
+KEY = "AutocastPrivateUse1"
+# aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32, as far as diffusion models use them.
+LOWER = """
+conv1d conv2d conv3d convolution linear matmul mm mv bmm addmm addmv addbmm baddbmm einsum prelu scaled_dot_product_attention
+"""
+FLOAT32 = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+softplus layer_norm native_layer_norm group_norm norm.Scalar cosine_similarity mse_loss l1_loss nll_loss cumprod cumsum dist
+renorm logsumexp
+"""
+_library: list[Library] = []  # kept alive, because its kernels go with it
 
 
 def register() -> None:
-    """Register the kernels of `scaled_dot_product_attention` for the device, with and without gradient."""
-    library = Library("aten", "IMPL")
+    """Register kernels of attention, with and without gradient, and of autocast, which cast and call the operation again."""
+    everything, library = Library("_", "IMPL"), Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", attention, key)
-    _library.append(library)
+    everything.fallback(torch.library.fallthrough_kernel, KEY)  # the others are left as they are
+    for name in LOWER.split():
+        library.impl(name, _cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
+    for name in FLOAT32.split():
+        library.impl(name, _cast(name, lambda: torch.float32), KEY)
+    _library.extend((everything, library))
 
 
 def attention(
@@ -57,3 +76,22 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
+    """Return a kernel that casts floating-point tensors on the device, and calls an operation."""
+    packet, _, overload = name.partition(".")
+    function = getattr(getattr(aten, packet), overload or "default")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        to = dtype()
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            moves = tensor.is_floating_point() and tensor.device.type == "simulated" and tensor.dtype != torch.float64
+            return tensor.to(to) if moves else tensor
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))):
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+            return function(*args, **kwargs)
+
+    return kernel
