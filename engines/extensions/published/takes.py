@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from fluvial.engines.data.prompt_sets import Part, is_set, records
 from fluvial.engines.extensions.published.runs import PublishedRun
-from fluvial.engines.run.config import TrainConfig
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.rewards.table import REWARD_MODELS
 
+if TYPE_CHECKING:
+    from fluvial.engines.data.prompt_sets import Part
+    from fluvial.engines.run.config import TrainConfig
+
 SERVER = "url="  # option of the rewards that ask a server
-PARTS: tuple[tuple[Part, str], ...] = (("train", "to train on"), ("heldout", "held out"))
+PARTS: tuple[tuple["Part", str], ...] = (("train", "to train on"), ("heldout", "held out"))
 
 
 def to_bring(run: PublishedRun) -> list[str]:
@@ -28,7 +31,7 @@ def to_bring(run: PublishedRun) -> list[str]:
     return found + (["a model with an adapter"] if "model" in run.deviations else [])
 
 
-def choose_accumulation(config: TrainConfig, *, published: int, gpus: int) -> str:
+def choose_accumulation(config: "TrainConfig", *, published: int, gpus: int) -> str:
     """Return how an update keeps its samples on another number of GPUs.
 
     Args:
@@ -44,8 +47,10 @@ def choose_accumulation(config: TrainConfig, *, published: int, gpus: int) -> st
     return said
 
 
-def lines(run: PublishedRun, config: TrainConfig, *, gpus: int) -> Iterator[str]:
+def lines(run: PublishedRun, config: "TrainConfig", *, gpus: int) -> Iterator[str]:
     """Yield what a run takes on a number of GPUs, a fact per line."""
+    from fluvial.engines.data.prompt_sets import is_set, records  # imports torch, which the list of runs does without
+
     sampling = config.method.sampling
     yield f"{run.name}: {run.algorithm} on {run.model}"
     known = next((known for known in KNOWN if known.example == run.model), None)

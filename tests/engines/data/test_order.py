@@ -35,7 +35,7 @@ def test_an_epoch_sees_every_prompt_once() -> None:
     assert len({tuple(epoch) for epoch in [*epochs, list(range(23)), order(prompts, 1).places(0, 23)]}) == 5
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(1, 9))
 def test_any_part_is_the_same_however_it_is_reached(starts: list[int], count: int) -> None:
     """As a resumed run asks for it: without the parts before, or again."""
@@ -78,7 +78,7 @@ def test_a_late_part_is_reached_at_once(weights: tuple[int, ...]) -> None:
         assert [counts[place] for place in range(first, 9, 3)] == [share * weight for weight in weights]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 2**63 - 1), st.integers(1, 40), st.integers(1, 90))
 def test_a_distinct_draw_takes_all_before_one_comes_again(seed: int, size: int, count: int) -> None:
     drawn = Pool([Prompt(str(i)) for i in range(size)]).draw_distinct(key(seed), count)
@@ -88,7 +88,7 @@ def test_a_distinct_draw_takes_all_before_one_comes_again(seed: int, size: int, 
 
 def test_draws_are_uniform() -> None:
     """Each prompt comes as often as every other, with replacement and without: 6 standard deviations are allowed."""
-    pool, times, size = Pool([Prompt(str(i)) for i in range(10)]), 300, 10
+    pool, times, size = Pool([Prompt(str(i)) for i in range(10)]), 150, 10
     for draw in (pool.draw, pool.draw_distinct):
         counts = Counter(place for number in range(times) for place in draw(key(number), 3))
         spread = 6 * (3 * times / size * (1 - 1 / size)) ** 0.5

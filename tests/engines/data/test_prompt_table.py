@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.data.prompt_table import PromptTable, examples, kinds_of, select
@@ -29,6 +29,7 @@ PROMPTS = st.builds(
 PLAIN = st.builds(Prompt, text=TEXTS, source=st.sampled_from(("a", "b")))
 
 
+@settings(max_examples=40)
 @given(st.lists(PROMPTS, max_size=8) | st.lists(PLAIN | PROMPTS, max_size=8), st.data())
 def test_a_table_holds_what_it_was_given(prompts: list[Prompt], data: Any) -> None:
     """By place, from the end, in slices, and in a selection of a selection; a prompt is the caller's to change."""
