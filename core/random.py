@@ -25,8 +25,8 @@ Word = int | Tensor  # a 32-bit word: a Python integer, or an int64 tensor of va
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-# Words 2 and 3 of the counter keep the streams of folding and of drawing apart.
-DRAW, FOLD = 0, 1
+# Words 2 and 3 of the counter keep the streams of drawing, folding and permuting apart.
+DRAW, FOLD, PERMUTE = 0, 1, 2
 
 # Largest number of elements that one call draws. The generator's intermediate tensors take about 50 bytes per element.
 DRAWN_AT_ONCE = 2**20
@@ -136,6 +136,41 @@ def host_uniforms(key: Key, count: int) -> list[float]:
     counters = range((count + 3) // 4)
     words = [int(word) for i in counters for word in philox((i & MASK, i >> 32, 0, DRAW), key)]
     return [(word >> 8) * 2.0**-24 for word in words[:count]]
+
+
+def permute(key: Key, place: int, size: int) -> int:
+    """Return the image of `place` under a pseudo-random permutation of range(size), in O(1) time and memory.
+
+    A Feistel network of eight rounds on pairs (a, b) with a, b < side = ceil(sqrt(size)):
+
+        a, b = b, (a + F_i(b)) mod side
+
+    F_i is a word of Philox. An image outside the range is permuted again until it lies in it (cycle walking), which happens
+    for at most 2 sqrt(size) + 1 of the pairs.
+
+    Args:
+        key: key of integers, made without tensors.
+
+    Raises:
+        TypeError: the key holds tensors.
+        ValueError: place is not in range(size).
+
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5.
+    """
+    check_key("permute", key)
+    if isinstance(key.low, Tensor) or isinstance(key.high, Tensor):
+        raise TypeError("permute: key holds tensors, expected one key on the host, made from integers alone")
+    if not 0 <= place < size:
+        raise ValueError(f"permute: place is {place}, expected 0 <= place < {size}")
+    side = math.isqrt(size - 1) + 1
+    while True:
+        a, b = divmod(place, side)
+        for i in range(8):
+            word = philox((b & MASK, b >> 32, i, PERMUTE), key)[0]
+            a, b = b, (a + int(word)) % side
+        place = a * side + b
+        if place < size:
+            return place
 
 
 def normal(

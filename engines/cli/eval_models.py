@@ -1,7 +1,7 @@
 """Settings and subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -403,7 +403,7 @@ def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 
-def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
+def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> Sequence[Prompt]:
     """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for."""
     if asked.prompts or job.heldout:
         return job.heldout

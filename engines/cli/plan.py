@@ -79,8 +79,9 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
 
     from fluvial.engines.extensions.plan.fit import plan_of
     from fluvial.engines.extensions.plan.plan import PlanConfig
-    from fluvial.engines.extensions.published.resolve import lines, resolve
+    from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import find
+    from fluvial.engines.extensions.published.takes import lines
 
     published = find(name)
     config, count = (

@@ -6,8 +6,8 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.resolve import to_bring
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find, load_published
+from fluvial.engines.extensions.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
 

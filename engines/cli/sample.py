@@ -16,6 +16,7 @@ from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model,
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
+from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.prompts import check_prompts, is_prompt_file, read_prompts
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.errors import UsageError
@@ -143,7 +144,7 @@ def _find_recorded(model: str, config: SampleConfig, files: tuple[str, ...]) -> 
     return () if has_adapter(local_folder(model, trust_remote_code=config.pipeline.trust_remote_code)) else files
 
 
-def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> tuple[Prompt, ...]:
+def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> PromptTable:
     """Return the prompts of a file, or the one prompt that a text is; a job of edits brings the images of its own."""
     check = job.model.check_prompt
     if is_prompt_file(word):

@@ -169,8 +169,9 @@ def _notes(
 
 def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
-    from fluvial.engines.extensions.published.resolve import choose_accumulation, resolve
+    from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import load_published
+    from fluvial.engines.extensions.published.takes import choose_accumulation
 
     run = load_published().get(name)
     if run is None:

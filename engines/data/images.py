@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size
@@ -20,7 +21,7 @@ METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # beside imag
 
 def read_images(
     path: Path, *, check: Callable[[str], None], heldout: Collection[object] = (), source: str | None = None
-) -> tuple[Prompt, ...]:
+) -> PromptTable:
     """Return the captions of images, each with its image.
 
     A folder holds images, and their captions either in files of the same name (`fox.png`, `fox.txt`) or in `metadata.jsonl`

@@ -1,17 +1,22 @@
 """The order of prompts: shuffled epochs per source, the sources mixed by weight, in batches of one size.
 
 The order is a function of the key alone. It is drawn by position and holds no state that a checkpoint would have to store,
-so it is the same on every rank and after every resume.
+so it is the same on every rank and after every resume. A prompt of the order is found in O(1), whatever came before; only
+prompts of unequal weights are counted, once per epoch.
 """
 
 import math
-from collections import defaultdict
+from array import array
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from fractions import Fraction
+from typing import Generic, Literal, TypeVar
 
 import torch
 
-from fluvial.core.random import Key, fold_in, key, uniform
+from fluvial.core.random import Key, fold_in, key, permute, uniform
+from fluvial.engines.data.prompt_table import Kind, kinds_of, select
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -22,32 +27,72 @@ ORDER = 2**62
 Party = TypeVar("Party")
 
 
+def _exact(weight: float | Fraction) -> Fraction:
+    """Return the decimal number that a weight was typed as."""
+    return Fraction(str(weight))
+
+
+def _group(codes: "array[int]", parties: Mapping[int, Party]) -> dict[Party, Sequence[int]]:
+    """Return the places of each party, the first first, from the codes of all places and each code's party."""
+    if len({*parties.values()}) == 1:
+        return dict.fromkeys(parties.values(), range(len(codes)))
+    places = {party: array("i") for party in parties.values()}
+    for place, code in enumerate(codes):
+        places[parties[code]].append(place)
+    return dict(places)
+
+
 def order_key(seed: int) -> Key:
     """Return the key of the order of prompts."""
     return fold_in(key(seed), ORDER)
 
 
+# Up to this size a shuffle sorts random numbers (4 ms, 0.5 MB); larger ones are permuted place by place.
+SORTED = 2**16
+
+
+class Shuffle:
+    """A random permutation of range(size)."""
+
+    def __init__(self, key: Key, size: int) -> None:
+        self.key, self.size = key, size
+        self._sorted = uniform(key, (size,)).argsort(stable=True) if size <= SORTED else None
+
+    def __getitem__(self, place: int) -> int:
+        """Return the image of a place."""
+        return permute(self.key, place, self.size) if self._sorted is None else int(self._sorted[place])
+
+
 class Turns(Generic[Party]):
     """Endless order of turns: the next one is that of the party which is furthest behind its share.
 
+    The order repeats itself after as many turns as the weights, as integers without a common divisor, add up to.
+
     Args:
-        shares: share of the turns of each party; they add up to 1.
+        weights: weight of each party, above 0, in exact numbers.
     """
 
-    def __init__(self, shares: Mapping[Party, float]) -> None:
-        self.shares = shares
-        self._taken, self._done = dict.fromkeys(shares, 0), 0
+    def __init__(self, weights: Mapping[Party, Fraction]) -> None:
+        least = math.lcm(*(weight.denominator for weight in weights.values()))
+        counts = {party: int(weight * least) for party, weight in weights.items()}
+        divisor = math.gcd(*counts.values())
+        self.shares = {party: count // divisor for party, count in counts.items()}  # turns of each party in a period
+        self.period = sum(self.shares.values())
+        self._taken, self._done = dict.fromkeys(self.shares, 0), 0
 
     def after(self, first: int, count: int) -> list[tuple[Party, int]]:
         """Return the party of each of `count` turns from number `first` on, and the number of its own turns before."""
-        if first < self._done:  # the order is walked from its beginning
+        periods, first = divmod(first, self.period)
+        if first < self._done:  # a period is walked from its beginning
             self._taken, self._done = dict.fromkeys(self.shares, 0), 0
         found = []
         while self._done < first + count:
-            behind = {party: share * (self._done + 1) - self._taken[party] for party, share in self.shares.items()}
+            behind = {
+                party: share * (self._done + 1) - self._taken[party] * self.period for party, share in self.shares.items()
+            }
             party = max(behind, key=behind.__getitem__)
             if self._done >= first:
-                found.append((party, self._taken[party]))
+                found.append((party, self._taken[party] + periods * self.shares[party]))
             self._taken[party] += 1
             self._done += 1
         return found
@@ -66,15 +111,14 @@ class PromptOrder:
         weights: weight of each source by name; 1 where there is none.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        members: dict[str, list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            members.setdefault(prompt.source, []).append(place)
-        wanted = {source: (weights or {}).get(source, 1.0) for source in members}
-        total = sum(wanted.values())
-        self.turns = Turns({source: weight / total for source, weight in wanted.items()})
+    def __init__(
+        self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | Mapping[str, Fraction] | None = None
+    ) -> None:
+        kinds, codes = kinds_of(prompts)
+        members = _group(codes, {code: kinds[code].source for code in dict.fromkeys(codes)})
+        self.turns = Turns({source: _exact((weights or {}).get(source, 1.0)) for source in members})
         self.epochs = {
-            source: _Epochs(places, [prompts[place].weight for place in places], fold_in(key, number))
+            source: _Epochs(places, kinds, codes, fold_in(key, number))
             for number, (source, places) in enumerate(members.items())
         }
 
@@ -84,33 +128,41 @@ class PromptOrder:
 
 
 class _Epochs:
-    """Shuffled epochs of one source."""
+    """Shuffled epochs of one source, whose prompts are `members`."""
 
-    def __init__(self, members: Sequence[int], weights: Sequence[float], key: Key) -> None:
-        self.members, self.weights, self.key = members, weights, fold_in(key, Stream.EPOCHS)
-        self._epoch, self._start, self._order = -1, 0, list[int]()
+    def __init__(self, members: Sequence[int], kinds: Sequence[Kind], codes: "array[int]", key: Key) -> None:
+        self.members, self.kinds, self.codes, self.key = members, kinds, codes, fold_in(key, Stream.EPOCHS)
+        self.counts: Counter[float] = Counter()  # of prompts of each weight
+        for code, count in Counter(map(codes.__getitem__, members)).items():
+            self.counts[kinds[code].weight] += count
+        self._epoch, self._first, self._end = -1, 0, 0
+        self._shuffle, self._sums = Shuffle(self.key, 0), torch.zeros(0)
 
     def at(self, position: int) -> int:
         """Return the prompt at a position of the endless order."""
-        if position < self._start:
-            self._epoch, self._start, self._order = -1, 0, []
-        while position >= self._start + len(self._order):
-            self._start += len(self._order)
-            self._epoch += 1
-            self._order = self._shuffle(self._epoch)
-        return self._order[position - self._start]
+        if not self._first <= position < self._end:
+            self._seek(position)
+        place = self._shuffle[position - self._first]
+        if len(self.counts) > 1:
+            return self.members[int(torch.searchsorted(self._sums, place, right=True))]
+        return self.members[place // ((self._end - self._first) // len(self.members))]
 
-    def _shuffle(self, epoch: int) -> list[int]:
-        """Return the prompts of an epoch in their order."""
-        members = [
-            member
-            for member, weight in zip(self.members, self.weights, strict=True)
-            for _ in range(math.ceil((epoch + 1) * weight) - math.ceil(epoch * weight))
-        ]
-        if not members:
-            return []
-        places: list[int] = uniform(fold_in(self.key, epoch), (len(members),)).argsort(stable=True).tolist()
-        return [members[place] for place in places]
+    def _start(self, epoch: int) -> int:
+        """Return the number of prompts of all epochs before one: those of weight w were there ceil(epoch w) times."""
+        return sum(count * math.ceil(epoch * weight) for weight, count in self.counts.items())
+
+    def _seek(self, position: int) -> None:
+        """Begin the epoch of a position."""
+        mean = sum(count * weight for weight, count in self.counts.items())
+        epoch = bisect_right(range(int(position / mean) + 2), position, key=self._start) - 1
+        self._epoch, self._first, self._end = epoch, self._start(epoch), self._start(epoch + 1)
+        self._shuffle = Shuffle(fold_in(self.key, epoch), self._end - self._first)
+        if len(self.counts) > 1:
+            times = [math.ceil((epoch + 1) * kind.weight) - math.ceil(epoch * kind.weight) for kind in self.kinds]
+            codes = torch.frombuffer(self.codes, dtype=torch.int32)
+            if isinstance(self.members, array):
+                codes = codes[torch.frombuffer(self.members, dtype=torch.int32)]
+            self._sums = torch.tensor(times, dtype=torch.int32)[codes].cumsum(0, dtype=torch.int32)
 
 
 class BatchOrder:
@@ -124,24 +176,22 @@ class BatchOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        weights = weights or {}
-        totals: defaultdict[str, float] = defaultdict(float)  # weight of the prompts of each source
-        for prompt in prompts:
-            totals[prompt.source] += prompt.weight
-        self.members: dict[Size | None, list[int]] = {}
-        mass: defaultdict[Size | None, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for place, prompt in enumerate(prompts):
-            self.members.setdefault(prompt.size, []).append(place)
-            mass[prompt.size][prompt.source] += weights.get(prompt.source, 1.0) * prompt.weight / totals[prompt.source]
-        total = sum(sum(parts.values()) for parts in mass.values())
-        self.turns = Turns({size: sum(mass[size].values()) / total for size in self.members})
+        kinds, codes = kinds_of(prompts)
+        counts = Counter(codes)
+        totals: defaultdict[str, Fraction] = defaultdict(Fraction)  # weight of the prompts of each source
+        for code, count in counts.items():
+            totals[kinds[code].source] += count * _exact(kinds[code].weight)
+        self.members = _group(codes, {code: kinds[code].size for code in counts})
+        mass: dict[Size | None, defaultdict[str, Fraction]] = {size: defaultdict(Fraction) for size in self.members}
+        for code, count in counts.items():
+            kind, share = kinds[code], _exact((weights or {}).get(kinds[code].source, 1.0))
+            mass[kind.size][kind.source] += share * count * _exact(kind.weight) / totals[kind.source]
+        self.turns = Turns({size: sum(parts.values(), Fraction()) for size, parts in mass.items()})
         if len(self.members) == 1:
             self.orders = {size: PromptOrder(prompts, key, weights) for size in self.members}
         else:
             self.orders = {
-                size: PromptOrder(
-                    [prompts[place] for place in places], fold_in(fold_in(key, Stream.SIZES), number), mass[size]
-                )
+                size: PromptOrder(select(prompts, places), fold_in(fold_in(key, Stream.SIZES), number), mass[size])
                 for number, (size, places) in enumerate(self.members.items())
             }
 
@@ -155,28 +205,36 @@ class BatchOrder:
         return [self.members[size][place] for place in self.orders[size].places(first, count)]
 
 
-def draw_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
-    """Return the indices of prompts that are drawn with replacement; all have the size of the first."""
-    draws = uniform(key, (count,))
-    places: list[int] = (draws * len(prompts)).long().tolist()
-    sizes = [prompt.size for prompt in prompts]
-    if len(set(sizes)) > 1:
-        same = [place for place, size in enumerate(sizes) if size == sizes[places[0]]]
-        places = [places[0], *(same[place] for place in (draws[1:] * len(same)).long().tolist())]
-    return places
+class Pool:
+    """Prompts to draw from at random, those of a draw of one size.
 
-
-def distinct_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
-    """Return the indices of prompts that are drawn without replacement, all of them before one comes again.
-
-    All have the size of one that is drawn.
+    Args:
+        prompts: all prompts, whose weights have no effect.
     """
-    sizes = [prompt.size for prompt in prompts]
-    size = sizes[int(uniform(key, (1,)) * len(sizes))]
-    members = [place for place, other in enumerate(sizes) if other == size]
-    rounds = -(-count // len(members))
-    orders = uniform(fold_in(key, torch.arange(rounds)), (rounds, len(members))).argsort(dim=1, stable=True)
-    return [members[i] for i in orders.flatten()[:count].tolist()]
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self.kinds, self.codes = kinds_of(prompts)
+        self.members = _group(self.codes, {code: self.kinds[code].size for code in dict.fromkeys(self.codes)})
+
+    def draw(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
+        """Return the indices of `count` prompts of a size, drawn with replacement; any size is that of the first."""
+        draws, first = uniform(key, (count,)), list[int]()
+        if size == "any" and len(self.members) > 1:
+            first, draws = [int(draws[0] * len(self.codes))], draws[1:]
+        members = self._of_size(first, size)
+        return [*first, *(members[place] for place in (draws * len(members)).long().tolist())]
+
+    def draw_distinct(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
+        """Return the indices of `count` prompts of a size, all of them before one comes again; any is that of one drawn."""
+        members = self._of_size([int(uniform(key, (1,)) * len(self.codes))], size)
+        rounds = [Shuffle(fold_in(key, number), len(members)) for number in range(-(-count // len(members)))]
+        return [members[rounds[number // len(members)][number % len(members)]] for number in range(count)]
+
+    def _of_size(self, first: Sequence[int], size: Size | Literal["any"] | None) -> Sequence[int]:
+        """Return the indices of the prompts of a size; any size is that of the first prompt, or the only one."""
+        if size != "any":
+            return self.members[size]
+        return self.members[self.kinds[self.codes[first[0]]].size] if first else next(iter(self.members.values()))
 
 
 def size_of_batch(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:

@@ -1,15 +1,18 @@
 """Prompts from files and prompt sets, with weights, and their split into prompts to train on and to evaluate on."""
 
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
+from fluvial.engines.data.prompt_table import PromptTable, examples, select
 from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
 from fluvial.engines.data.tables import PROMPT_FILES, is_text, read_lines, rows
@@ -84,7 +87,7 @@ def read_prompts(
     heldout: Collection[object] = (),
     source: str | None = None,
     media: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Prompt, ...]:
+) -> PromptTable:
     """Return the prompts of a file, or of a part of a prompt set.
 
     A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
@@ -113,7 +116,7 @@ def read_prompts(
 
 def check_prompts(
     located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[object]
-) -> tuple[Prompt, ...]:
+) -> PromptTable:
     """Return prompts that a model can be trained on.
 
     Args:
@@ -123,17 +126,21 @@ def check_prompts(
     Raises:
         UsageError: a prompt, or its negative prompt, is not one of the model, or it is held out.
     """
-    found, apart = [], frozenset(heldout)
-    for where, prompt in located:
-        for text in (prompt.text, *(() if prompt.negative is None else (prompt.negative,))):
+    apart = frozenset(heldout)
+
+    def checked() -> Iterator[Prompt]:
+        for where, prompt in located:
             try:
-                check(text)
+                check(prompt.text)
+                if prompt.negative is not None:
+                    check(prompt.negative)
             except ValueError as error:
                 raise UsageError(f"{where}: {error}") from error
-        if apart & {prompt.text, prompt.model_input}:
-            raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
-        found.append(prompt)
-    return tuple(found)
+            if apart & {prompt.text, prompt.model_input}:
+                raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
+            yield prompt
+
+    return PromptTable(checked())
 
 
 def read_sources(
@@ -141,9 +148,9 @@ def read_sources(
     *,
     check: Callable[[str], None],
     heldout: Collection[object] = (),
-    read: Callable[..., tuple[Prompt, ...]] = read_prompts,
+    read: Callable[..., PromptTable] = read_prompts,
     field: str = "prompts",
-) -> tuple[tuple[Prompt, ...], dict[str, float]]:
+) -> tuple[PromptTable, dict[str, float]]:
     """Return the prompts of several files, and the weight of each file by its name.
 
     Args:
@@ -154,7 +161,8 @@ def read_sources(
     """
     found = sources(words, field)
     prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in found]
-    return tuple(prompt for part in prompts for prompt in part), {each.name: each.weight for each in found}
+    table = prompts[0] if len(prompts) == 1 else PromptTable(chain.from_iterable(prompts))
+    return table, {each.name: each.weight for each in found}
 
 
 def read_heldout(
@@ -164,7 +172,7 @@ def read_heldout(
     check: Callable[[str], None],
     field: str = "pipeline.heldout",
     media: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Prompt, ...]:
+) -> PromptTable:
     """Return the prompts of held-out files, and of the held-out parts of prompt sets.
 
     Where there are as many held-out files as sources, each is of the source in its place, and shares its name in metrics.
@@ -183,7 +191,7 @@ def read_heldout(
         read_prompts(each.path, check=check, source=name, media=media, part="heldout")
         for each, name in zip(files, names, strict=True)
     )
-    return tuple(prompt for part in parts for prompt in part)
+    return PromptTable(chain.from_iterable(parts))
 
 
 def hold_out(
@@ -192,7 +200,7 @@ def hold_out(
     *,
     check: Callable[[str], None],
     media: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Return (prompts to train on, held-out prompts) where no held-out file is named.
 
     Of a prompt set its held-out part is held out, of all others every tenth prompt, see `split_off`.
@@ -207,28 +215,30 @@ def hold_out(
         return split_off(prompts)
     apart = read_heldout(sets, (), check=check, media=media)
     inputs = {prompt.model_input for prompt in apart}
-    of_sets = [prompt for prompt in prompts if prompt.source in sets and prompt.model_input not in inputs]
-    others = [prompt for prompt in prompts if prompt.source not in sets and prompt.model_input not in inputs]
+    kept = [(place, prompt.source in sets) for place, prompt in enumerate(prompts) if prompt.model_input not in inputs]
+    others = select(prompts, [place for place, is_of_set in kept if not is_of_set])
     train, heldout = split_off(others) if others else ((), ())
-    return (*of_sets, *train), (*apart, *heldout)
+    of_sets = select(prompts, [place for place, is_of_set in kept if is_of_set])
+    return PromptTable(chain(of_sets, train)), PromptTable(chain(apart, heldout))
 
 
-def split_off(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+def split_off(prompts: Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Return (prompts to train on, held-out prompts): of each source every tenth is held out.
 
     With so few prompts that none would be left to train on, the held-out ones are trained on too.
     """
     numbers: Counter[str] = Counter()
-    heldout = []
-    for prompt in prompts:
+    apart, inputs = array("i"), set[object]()
+    for place, prompt in enumerate(prompts):
         if numbers[prompt.source] % 10 == 0:
-            heldout.append(prompt)
+            apart.append(place)
+            inputs.add(prompt.model_input)
         numbers[prompt.source] += 1
-    apart = {prompt.model_input for prompt in heldout}
-    return tuple(prompt for prompt in prompts if prompt.model_input not in apart) or tuple(prompts), tuple(heldout)
+    train = array("i", (place for place, prompt in enumerate(prompts) if prompt.model_input not in inputs))
+    return select(prompts, train or range(len(prompts))), select(prompts, apart)
 
 
-def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> tuple[Prompt, ...]:
+def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> PromptTable:
     """Return prompts with the size that the columns `size`, or `width` and `height`, of their records are nearest to.
 
     A prompt without these columns keeps none; the size of its samples is drawn.
@@ -236,26 +246,28 @@ def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> tup
     Raises:
         UsageError: a column holds no size, or none of `sizes` is near it; the message names the prompt.
     """
-    found = []
-    for prompt in prompts:
-        columns = prompt.metadata
-        try:
-            if "size" in columns:
-                asked = parse_size(str(columns["size"]))
-            elif "width" in columns and "height" in columns:
-                asked = parse_size(f"{columns['width']}x{columns['height']}")
-            else:
-                found.append(prompt)
-                continue
-            found.append(replace(prompt, size=nearest_size(asked, sizes)))
-        except ValueError as error:
-            raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
-    return tuple(found)
+
+    def sized() -> Iterator[Prompt]:
+        for prompt in prompts:
+            columns = prompt.metadata
+            try:
+                if "size" in columns:
+                    asked = parse_size(str(columns["size"]))
+                elif "width" in columns and "height" in columns:
+                    asked = parse_size(f"{columns['width']}x{columns['height']}")
+                else:
+                    yield prompt
+                    continue
+                yield replace(prompt, size=nearest_size(asked, sizes))
+            except ValueError as error:
+                raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
+
+    return PromptTable(sized())
 
 
 def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each source that prompts come from, in the order of their first prompts; 1 if none is given."""
-    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in prompts)}
+    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in examples(prompts))}
 
 
 def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:

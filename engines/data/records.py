@@ -70,9 +70,9 @@ class Prompt:
             raise ValueError(
                 f"prompt {self.text!r} has the weight {self.weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
             )
-        if has_half_character([self.text, self.negative]):
+        if has_half_character(self.text) or has_half_character(self.negative):
             raise ValueError(f"prompt {self.text!r} holds half a character, e.g. of an emoji that was cut: remove it")
-        for kind in FILES:
+        for kind in FILES if self.media else ():
             if getattr(self, kind) is None:
                 object.__setattr__(self, kind, _first(self.media.get(kind)))
 

@@ -81,12 +81,8 @@ def read_text(path: Path, label: str) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"{label} cannot be read: {reason}") from error
+    with _file_errors(label), path.open(encoding="utf-8-sig", newline="") as file:
+        text = file.read()
     if "\0" in text:  # of UTF-16 without a byte-order mark
         raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
     return text
@@ -100,9 +96,12 @@ def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
     Raises:
         UsageError: the file cannot be read.
     """
-    for number, line in enumerate(io.StringIO(read_text(path, label), newline=None), start=1):
-        if line.strip():
-            yield f"{label}, line {number}", line.strip()
+    with _file_errors(label), path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if "\0" in line:  # of UTF-16 without a byte-order mark
+                raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
+            if text := line.strip():
+                yield f"{label}, line {number}", text
 
 
 def _json_lines(path: Path, label: str) -> Iterator[FileRecord]:
@@ -202,6 +201,16 @@ def _records(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
 def _is_null(value: Any) -> bool:
     """Return whether a value is missing: of `datasets`, a file without bytes and path, too."""
     return value is None or (isinstance(value, Mapping) and value == dict.fromkeys(("bytes", "path")))
+
+
+@contextmanager
+def _file_errors(label: str) -> Iterator[None]:
+    """Turn an error of the file system, or of the encoding, into one line."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"{label} cannot be read: {reason}") from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
+from fluvial.engines.data.prompt_table import examples
 from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
@@ -107,13 +108,13 @@ def build_parts(
         _check_column(config, job)
         _check_order(config, job)
         if config.rollout.is_served:
-            check_files(job.prompts)
+            check_files(examples(job.prompts))
         asked = build_evaluated(job, config.evaluation, config.pipeline)
-        check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
-        check_records(asked.evaluators, asked.heldout, label="evaluator")
-        if config.prompts and not any(prompt.media for prompt in job.prompts):
+        check_records({name: reward for name, (reward, _) in rewards.items()}, [*examples(job.prompts)])
+        check_records(asked.evaluators, [*examples(asked.heldout)], label="evaluator")
+        if config.prompts and not any(prompt.media for prompt in examples(job.prompts)):
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_used([*job.prompts, *asked.heldout], given)
+            check_used([*examples(job.prompts, asked.heldout)], given)
         _check_watched(config, asked, rewards)
     group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
@@ -158,13 +159,13 @@ def _built(
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
     with world.agreed(), convert_errors(UsageError, ValueError):
-        conditioned = any(prompt.media for prompt in job.prompts)
+        conditioned = any(prompt.media for prompt in examples(job.prompts))
         check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
         prompts = job.prepare(world, list_texts(job, asked, guidance))
-        job = job if prompts is None else replace(job, prompts=tuple(prompts))
+        job = job if prompts is None else replace(job, prompts=prompts)
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)
@@ -446,7 +447,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
 def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.method.sampling.guidance
-    prompts = (*job.prompts, *job.heldout, *asked.heldout)
+    prompts = [*examples(job.prompts, job.heldout, asked.heldout)]
     own = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if own is not None and is_recorded(job.model):
         raise UsageError(
@@ -461,7 +462,7 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
 
 def _check_sources(config: TrainConfig, job: Job) -> None:
     """Raise UsageError unless each source of prompts has a teacher, and each teacher has prompts, if they have sources."""
-    known = [*dict.fromkeys(prompt.source for prompt in job.prompts)]
+    known = [*dict.fromkeys(prompt.source for prompt in examples(job.prompts))]
     for name, network in config.method.networks().items():
         taught = [*network.teachers] if isinstance(network, BySource) else known
         for source in known:
@@ -494,7 +495,7 @@ def _check_column(config: TrainConfig, job: Job) -> None:
 def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
-    uneven = len({prompt.weight for prompt in job.prompts}) > 1 or len({*weights}) > 1
+    uneven = len({prompt.weight for prompt in examples(job.prompts)}) > 1 or len({*weights}) > 1
     if config.data.order != "epochs" and uneven:
         raise UsageError(
             f"`data.order` is {config.data.order}, which draws all prompts alike, and some have a weight: use epochs"

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
+from fluvial.engines.data.prompt_table import examples
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
 from fluvial.engines.engine.world import World
@@ -151,7 +152,8 @@ def _built_in(
 ) -> Job:
     """Return the job of a built-in model, whose prompts are `list_known("train")` unless there are files of them."""
     model, heldout = load(weights), as_prompts(known("heldout"))
-    train, source_weights = as_prompts(known("train")), dict[str, float]()
+    train: Sequence[Prompt] = as_prompts(known("train"))
+    source_weights = dict[str, float]()
     if prompts or data:
         columns, apart = media_columns(model, ()), texts(heldout)
         train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=apart, media=columns)
@@ -284,7 +286,7 @@ def to_train(
             model.release()
 
     def check(module: nn.Module) -> str:
-        error = model.check(module, model_inputs((train * 2)[:2]))
+        error = model.check(module, model_inputs([*train[:2], *train[:1]][:2]))
         given = media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
         layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
@@ -311,7 +313,7 @@ def _with_prompts(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
-        check_columns(model, [*found.train, *found.heldout], columns)
+        check_columns(model, [*examples(found.train, found.heldout)], columns)
     if is_recorded(model):
         model = model.given(model_inputs([*found.train, *found.heldout]))
     return model, found

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from fluvial.engines.choices import variants
-from fluvial.engines.methods.table import method_type
 
 OBJECTIVES = {"clipped": "grpo"}  # methods with another name
 OF_SAMPLING = ("prompts", "group", "shared_noise", "steps", "sampler", "window", "guidance")
@@ -69,6 +68,8 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     found, settings = dict[str, Any](), dict(_flatten(record))
     if all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
         return record
+    from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
+
     stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
     method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
     for old, value in settings.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import wrap_samples
-from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, draw_batch, order_key, size_of_batch
+from fluvial.engines.data.order import BatchOrder, Captions, Pool, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
@@ -93,6 +93,8 @@ class Sampler:
         keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of those in their place
         orders = [BatchOrder(self._known, key, job.source_weights) if by_epoch else None for key in keys]
         self._order, self._further = orders
+        pool = Pool(self._known)
+        self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
         self._drafts: dict[int, Schedules] = {}  # by their number of steps
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
@@ -363,8 +365,7 @@ class Sampler:
         if self._order is not None:
             return self._order.batch(updates // config.updates_per_rollout, count)
         drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
-        batch = draw_batch if config.data.order == "draws" else distinct_batch
-        return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
+        return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
     def _further_prompts(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
         """Return prompts of a size that take the place of others, the same on every rank; for the rest see `replan`."""
@@ -375,9 +376,7 @@ class Sampler:
         drawn = root
         if config.data.seed is not None:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)
-        known = [prompt for prompt in self._known if prompt.size == size]
-        batch = draw_batch if config.data.order == "draws" else distinct_batch
-        return [known[place] for place in batch(known, fold_in(drawn, Stream.PROMPTS), count)]
+        return [self._known[place] for place in self._draw(fold_in(drawn, Stream.PROMPTS), count, size)]
 
     def _schedules(self, draft: ReadingConfig | None) -> Schedules:
         """Return the schedules of the method's samples, or of those that are scored alone."""

@@ -1,7 +1,7 @@
 """Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -72,7 +72,7 @@ class Saver:
         self,
         config: TrainConfig,
         engine: Engine,
-        prompts: tuple[Prompt, ...],
+        prompts: Sequence[Prompt],
         base: str,
         *,
         console: Console | None,
@@ -82,7 +82,7 @@ class Saver:
     ) -> None:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
         self.trained = trained
-        self.prompts, self.base, self.ahead, self.pairs = prompts, base, ahead, list(pairs)
+        self.prompts, self.base, self.ahead, self.pairs = digest_prompts(prompts), base, ahead, list(pairs)
         self.saved_at = NEVER
         self.background = self.world.background() if config.checkpoint.background else None
         self.pending: Future[Any] | None = None
@@ -279,14 +279,26 @@ def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:
     }
 
 
-def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:
-    """Return what a run that resumes from this one's checkpoints must have in common with it."""
+def run_fingerprint(config: TrainConfig, prompts: str, base: str) -> dict[str, Any]:
+    """Return what a run that resumes from this one's checkpoints must have in common with it.
+
+    Args:
+        prompts: digest of its prompts, see `digest_prompts`.
+        base: digest of its base weights.
+    """
     settings = {name: value for name, value in flat(as_record(with_absolute_paths(config))).items() if not _is_free(name)}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
-    records = ((str(prompt.model_input), prompt.source, prompt.weight, prompt.negative) for prompt in prompts)
-    digest = hashlib.sha256("\n".join(map(repr, records)).encode()).hexdigest()[:16]
-    return {**settings, "train_prompts": digest, "base_weights": base}
+    return {**settings, "train_prompts": prompts, "base_weights": base}
+
+
+def digest_prompts(prompts: Iterable[Prompt]) -> str:
+    """Return a digest of prompts, in their order."""
+    digest, separator = hashlib.sha256(), ""
+    for prompt in prompts:
+        digest.update(f"{separator}{(str(prompt.model_input), prompt.source, prompt.weight, prompt.negative)!r}".encode())
+        separator = "\n"
+    return digest.hexdigest()[:16]
 
 
 def _is_free(name: str) -> bool:

@@ -2,18 +2,19 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
 from helpers.marks import Patch
 from helpers.tables import DTYPES
 from helpers.tolerances import KOLMOGOROV, NORMAL_LIMIT, kolmogorov
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.core import random
-from fluvial.core.random import Key, bits, fold_in, key, normal, philox, uniform
+from fluvial.core.random import Key, bits, fold_in, key, normal, permute, philox, uniform
 
 # kat_vectors of Random123 (Salmon et al., SC 2011), philox4x32-10: counter, key, result.
 KNOWN_ANSWERS = (
@@ -210,3 +211,30 @@ def test_one_key_of_tensors_is_that_of_integers() -> None:
         for a, b in zip(map(torch.as_tensor, fold_in(words, ids)), map(torch.as_tensor, fold_in(one, ids)), strict=True)
     )
     assert torch.equal(normal(words, (3, 5)), normal(one, (3, 5)))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**64 - 1), size=st.integers(1, 40))
+def test_every_size_and_key_have_a_permutation(seed: int, size: int) -> None:
+    assert sorted(permute(key(seed), place, size) for place in range(size)) == [*range(size)]
+
+
+def test_permutations_of_keys_are_uniform() -> None:
+    """Pairs of images of places 0 and 1, by a chi-squared test; its limit is exceeded with probability 1e-6."""
+    size, times, pairs = 5, 250, 20
+    found = Counter((permute(key(seed), 0, size), permute(key(seed), 1, size)) for seed in range(times))
+    chi_squared = sum((found[pair] - times / pairs) ** 2 for pair in itertools.permutations(range(size), 2)) / (
+        times / pairs
+    )
+    assert chi_squared < 63.7  # of 19 degrees of freedom
+    wide = {permute(key(1), place, 2**40) for place in range(64)}
+    assert len(wide) == 64
+    assert max(wide) > 2**38
+
+
+def test_a_permutation_refuses_what_it_cannot_map() -> None:
+    with pytest.raises(TypeError, match="permute: key holds tensors"):
+        permute(fold_in(key(0), torch.arange(2)), 0, 2)
+    for place, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"permute: place is {place}, expected 0 <= place < {size}"):
+            permute(key(0), place, size)

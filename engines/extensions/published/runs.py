@@ -9,18 +9,10 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.table import method_type
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
-from fluvial.engines.scoring.advantages import AdvantageConfig
 
 COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
-
-OF_RUN = {each.name for each in fields(TrainConfig)}
-# What a method does that has no such settings.
-WITHOUT = {"advantage": AdvantageConfig(), "kl": KLConfig()}
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
@@ -81,31 +73,43 @@ class PublishedRun:
         """Settings that cannot be set of the run's method, and have the value that was published."""
         if "method.name" not in self.settings:
             return {}
-        kind, found = method_type(self.settings["method.name"].value), dict[str, Any]()
+        from fluvial.engines.methods.losses import KLConfig
+        from fluvial.engines.methods.table import method_type
+        from fluvial.engines.scoring.advantages import AdvantageConfig
+
+        without = {"advantage": AdvantageConfig(), "kl": KLConfig()}  # what a method does that has no such settings
+        kind, found, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _names_of_run()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
-            if (parents or [last])[0] in OF_RUN or has_field(kind, name.split(".")):
+            if (parents or [last])[0] in of_run or has_field(kind, name.split(".")):
                 continue
             owner: Any = kind
             for parent in parents:
-                owner = getattr(owner, parent, None) or WITHOUT.get(parent)
+                owner = getattr(owner, parent, None) or without.get(parent)
             if getattr(owner, last, None) == setting.value:
                 found[name] = setting.value
         return found
 
     def overlay(self) -> dict[str, Any]:
         """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
-        record, fixed = dict[str, Any](), self.fixed
+        record, fixed, names = dict[str, Any](), self.fixed, _names_of_run()
         for name, setting in self.settings.items():
             if name in fixed:
                 continue
             *parents, last = name.split(".")
-            of_run = (parents or [last])[0] in OF_RUN
-            table = record if of_run else record.setdefault("method", {})
+            table = record if (parents or [last])[0] in names else record.setdefault("method", {})
             for parent in parents:
                 table = table.setdefault(parent, {})
             table[last] = setting.value
         return record
+
+
+@cache
+def _names_of_run() -> frozenset[str]:
+    """Return the names of a run's settings that are not its method's."""
+    from fluvial.engines.run.config import TrainConfig  # imports torch, which the list of runs does without
+
+    return frozenset(each.name for each in fields(TrainConfig))
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.data.image_cache import ImageCache
+from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.prompts import split_off
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size
@@ -52,9 +53,9 @@ class Job:
     """
 
     model: DiffusionModel
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     rewards: Mapping[str, Reward]
-    heldout: tuple[Prompt, ...]
+    heldout: Sequence[Prompt]
     evaluators: Mapping[str, Reward]
     shape: tuple[int, ...]
     load: Callable[[Path], DiffusionModel] | None
@@ -126,8 +127,10 @@ class Job:
         return replace(self, model=self.load(weights))
 
 
-def _records(field: str, prompts: Sequence[str | Prompt]) -> tuple[Prompt, ...]:
+def _records(field: str, prompts: Sequence[str | Prompt]) -> Sequence[Prompt]:
     """Return prompts as records."""
+    if isinstance(prompts, PromptTable):
+        return prompts
     if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
         raise UsageError(f"job: {field} is of type {type(prompts).__name__}, expected a list of strings")
     for i, prompt in enumerate(prompts):

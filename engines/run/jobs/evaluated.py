@@ -1,11 +1,13 @@
 """A job as it is evaluated: with the prompts, the evaluators and the image size of an evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from fluvial.engines.data.prompt_table import examples
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
@@ -33,7 +35,7 @@ def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig
     if config.prompts:
         columns, field = media_columns(job.model, pipeline.media), "evaluation.prompts"
         heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
-        check_columns(job.model, [*job.prompts[:1], *heldout], columns)
+        check_columns(job.model, [*job.prompts[:1], *examples(heldout)], columns)
         changes["heldout"] = heldout
     if config.rewards:
         changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
@@ -93,9 +95,31 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     return with_audio(found, job.model)
 
 
-def list_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:
-    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts."""
-    return list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout])))
+def list_texts(job: Job, asked: Job, guidance: Guidance) -> Sequence[Any]:
+    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts.
+
+    The list is made when it is first read, because most jobs of many prompts never do.
+    """
+    return _Texts(lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout]))))
+
+
+class _Texts(Sequence[Any]):
+    """Sequence that is made when it is first read."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _found(self) -> list[Any]:
+        return self._make()
+
+    def __len__(self) -> int:
+        """Return the number of texts."""
+        return len(self._found)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a text, or the list of a slice."""
+        return self._found[place]
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
@@ -44,7 +45,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
 
-    def prepare(world: World, texts: Sequence[Any]) -> tuple[Prompt, ...]:
+    def prepare(world: World, texts: Sequence[Any]) -> Sequence[Prompt]:
         groups: list[tuple[Path | bytes, ...]]
         if preferences is None:
             groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
@@ -57,7 +58,9 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         if preferences is not None:
             return job.prompts
         found = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)
-        kept = tuple(replace(prompt, size=cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out)
+        kept = PromptTable(
+            replace(prompt, size=cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out
+        )
         if not kept:
             raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
         return kept

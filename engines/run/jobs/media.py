@@ -1,6 +1,6 @@
 """Columns of images, videos and sounds that a pipeline is called with, and refusals of those that nothing would use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
         )
 
 
-def check_files(prompts: Sequence[Prompt]) -> None:
+def check_files(prompts: Iterable[Prompt]) -> None:
     """Raise UsageError if a prompt has a folder of frames, which cannot be sent to servers."""
     for prompt in prompts:
         for argument, source in prompt.media.items():

@@ -26,8 +26,8 @@ from fluvial.models.device import default_device, has_values, is_accelerator
 class PromptsOfRun(NamedTuple):
     """The prompts of a run."""
 
-    train: tuple[Prompt, ...]
-    heldout: tuple[Prompt, ...]
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
     weights: dict[str, float]  # of each file of training prompts by its name
 
 
@@ -47,9 +47,9 @@ def read_prompts_of(
         check: function that raises ValueError for a string that is not a prompt of the model.
         media: column of each argument of the pipeline's call that is an image.
     """
-    heldout = read_heldout(config.heldout, prompts or data, check=check, media=media)
+    heldout: Sequence[Prompt] = read_heldout(config.heldout, prompts or data, check=check, media=media)
     apart = model_inputs(heldout)
-    train: tuple[Prompt, ...]
+    train: Sequence[Prompt]
     weights: dict[str, float] = {}
     if prompts or data:
         train, weights = read_training(prompts, data, check=check, heldout=apart, media=media)
@@ -69,7 +69,7 @@ def read_training(
     check: Callable[[str], None],
     heldout: Collection[object],
     media: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[tuple[Prompt, ...], dict[str, float]]:
+) -> tuple[Sequence[Prompt], dict[str, float]]:
     """Return the prompts of files, else the captions of images, and the weight of each source by its name."""
     if prompts:
         return read_sources(prompts, check=check, heldout=heldout, read=partial(read_prompts, media=media))

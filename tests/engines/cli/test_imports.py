@@ -35,12 +35,14 @@ COMMANDS = {
     f"train ddpo {SMALL}": RUN,  # `make train`
     "config ddpo": SETTINGS,
     "train grpo --help": HELP,
-    **dict.fromkeys(("--help", "--version", "train --help", "rewards"), HEAVY),
+    **dict.fromkeys(("--help", "--version", "train --help", "rewards", "runs"), HEAVY),
     "models": HEAVY,
 }
 
 
-@pytest.mark.parametrize("command", [long(command) if "ddpo" in command else command for command in COMMANDS])
+@pytest.mark.parametrize(
+    "command", [long(command) if "ddpo" in command or "grpo" in command else command for command in COMMANDS]
+)
 def test_a_command_imports_only_what_it_uses(command: str, tmp_path: Path) -> None:
     """In a process of its own, as a person starts one; of a run, after the first evaluation and its record."""
     given = [str(tmp_path / "run") if word == "OUT" else word for word in command.split()]

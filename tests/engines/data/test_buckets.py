@@ -18,7 +18,7 @@ from torch import Tensor
 from fluvial.core.random import key
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_size
-from fluvial.engines.data.order import BatchOrder, PromptOrder, draw_batch, size_of_batch
+from fluvial.engines.data.order import BatchOrder, Pool, PromptOrder, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
@@ -113,12 +113,12 @@ def test_draws_have_the_size_of_the_first() -> None:
     """And every prompt is drawn as often as every other; without sizes nothing is redrawn."""
     prompts, counts = prompts_of(6, 2, 1), Counter[int]()
     for number in range(600):
-        places = draw_batch(prompts, key(number), 3)
+        places = Pool(prompts).draw(key(number), 3)
         assert len({prompts[place].size for place in places}) == 1
         counts.update(places)
     assert [counts[place] / 1800 for place in range(9)] == pytest.approx([1 / 9] * 9, abs=0.04)
     plain = as_prompts(["a", "b", "c"])
-    assert draw_batch(plain, key(5), 4) == draw_batch([replace(prompt, size=TALL) for prompt in plain], key(5), 4)
+    assert Pool(plain).draw(key(5), 4) == Pool([replace(prompt, size=TALL) for prompt in plain]).draw(key(5), 4)
 
 
 def test_the_size_of_a_rollout() -> None:

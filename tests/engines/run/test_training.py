@@ -422,9 +422,9 @@ def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None
     """Addresses of servers, and how they are asked, may change; the sampler may not."""
     one = config(tmp_path)
     asked = {"rollout.source": "http://a:1", "rollout.servers": ServersConfig(patience=1), "rollout.store": tmp_path}
-    expected = run_fingerprint(one, (), "")
-    assert run_fingerprint(with_values(one, asked), (), "") == expected
-    assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), (), "") != expected
+    expected = run_fingerprint(one, "", "")
+    assert run_fingerprint(with_values(one, asked), "", "") == expected
+    assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), "", "") != expected
 
 
 @pytest.mark.long

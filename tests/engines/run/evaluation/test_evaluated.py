@@ -36,8 +36,8 @@ def test_what_is_trained_on_stays(tmp_path: Path) -> None:
     assert found.prompts == job.prompts
     assert dict(found.evaluators) == {"contrast": tiny.contrast, "heldout": tiny.brightness}
     own = texts([*job.prompts, *job.heldout])
-    assert list_texts(job, found, NO_GUIDANCE) == [*own, "5"]
-    assert list_texts(job, found, Guidance(2.0, "dull")) == [*own, "5", "dull", ""]
+    assert [*list_texts(job, found, NO_GUIDANCE)] == [*own, "5"]
+    assert [*list_texts(job, found, Guidance(2.0, "dull"))] == [*own, "5", "dull", ""]
     assert asked(job) is job
 
 

@@ -1,0 +1,60 @@
+"""CPU seconds and memory of a run's prompts: reading a file, and finding those of a rollout, early, late and at random."""
+
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fluvial.core.random import key
+from fluvial.engines.data.order import BatchOrder, Pool, order_key
+from fluvial.engines.run.jobs.pipeline import read_prompts_of
+from fluvial.engines.run.jobs.settings import PipelineConfig
+
+GROUPS = 64  # prompts of a rollout
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Settings of the measurement.
+
+    Args:
+        count: Number of prompts, of 70 characters each.
+    """
+
+    count: int = 1_000_000
+
+
+def run(config: PromptsConfig) -> None:
+    """Print a row per part: CPU seconds, and the peak of the process's memory above that of its imports."""
+    before, last, numbers = _peak(), time.process_time(), range(config.count)
+
+    def report(part: str) -> None:
+        nonlocal last
+        print(f"{part:40}{time.process_time() - last:9.4f} s {(_peak() - before) / 1e9:9.3f} GB")
+        last = time.process_time()
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.txt"
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"a photograph of object {i:9d} on a wooden table beside a tall window\n" for i in numbers)
+        report("write the file")
+        found = read_prompts_of(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
+    report("read, and hold out every tenth")
+    order = BatchOrder(found.train, order_key(0))
+    report("epochs: begin")
+    order.batch(0, GROUPS)
+    report("epochs: a rollout")
+    order.batch(5 * len(found.train) // GROUPS, GROUPS)
+    report("epochs: a rollout after five epochs")
+    pool = Pool(found.train)
+    report("draws, distinct: begin")
+    pool.draw(key(0), GROUPS)
+    report("draws: a rollout")
+    pool.draw_distinct(key(0), GROUPS)
+    report("distinct: a rollout")
+
+
+def _peak() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
