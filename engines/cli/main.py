@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
+from fluvial.engines.run.log.waits import Waits, wait_for
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
 
 PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
@@ -146,7 +147,11 @@ def _command(args: list[str]) -> int:
     count, rest = processes.split(args)
     if count > 1 and not {"-h", "--help"} & set(rest):
         return processes.run(rest, count)
-    importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run(rest[1:])
+    silent = os.environ.get("RANK", "0") != "0"
+    with contextlib.nullcontext() if silent else Waits(_complain), wait_for(f"importing what {args[0]} needs"):
+        command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run
+    with contextlib.nullcontext() if silent else Waits(_complain):
+        command(rest[1:])
     return 0
 
 

@@ -24,6 +24,7 @@ from fluvial.engines.cli.parse import (
     split_flags,
 )
 from fluvial.engines.errors import LostProcessError, UsageError
+from fluvial.engines.run.log.waits import wait_for
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig
@@ -41,8 +42,9 @@ def run(args: list[str]) -> None:
     if DRY_RUN in args:
         _dry_run(args)
         return
-    config = configure("train", args)
-    from fluvial.engines.run import train
+    with wait_for("importing PyTorch and diffusers"):
+        config = configure("train", args)
+        from fluvial.engines.run import train, training  # noqa: F401
 
     with flags_in_errors(config):
         try:

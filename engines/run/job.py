@@ -32,6 +32,7 @@ from fluvial.engines.run.jobs.pipeline import (
 )
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
+from fluvial.engines.run.log.waits import count_parts
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
@@ -277,7 +278,8 @@ def to_train(
         if settings.text_cache is not None:
             with world.agreed():  # until every rank has written its prompts
                 try:
-                    for prompt in texts[world.rank :: world.size]:
+                    own = texts[world.rank :: world.size]
+                    for prompt in count_parts("encoding", own, 1, len(own), unit="prompts"):
                         model.encode([prompt])
                 except ValueError as error:
                     raise UsageError(f"model {name}: {error}") from error
