@@ -22,9 +22,12 @@ PLAN = """Work out the memory of training, and which settings make it fit. Witho
                       and --update-seconds: how many servers keep a trainer busy."""
 # Argument and description of each command.
 COMMANDS = {
-    "train": ("RECIPE", "Post-train a model. RECIPE is one that train --help or runs lists, or your own module:name."),
+    "train": (
+        "RECIPE",
+        "Post-train a model. RECIPE is one that train --help or runs lists, your own module:name, or a file.",
+    ),
     "runs": ("[NAME]", "List the published runs, or print one: its settings, their source, what fluvial does differently."),
-    "config": ("RECIPE", "Print the configuration of a training run as TOML, to edit and to train: fluvial train run.toml."),
+    "config": ("RECIPE", "Print what differs from a recipe in a run, or every setting: a file for fluvial train my.toml."),
     "pretrain": ("MODEL", "Train a built-in model's base weights."),
     "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
     "sample": ("MODEL", "Draw images of prompts into one PNG."),
