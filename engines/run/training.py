@@ -57,6 +57,9 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             if job is None:
                 with wait_for(f"opening {' and '.join((config.model, *config.rewards))}"):
                     job = jobs.of_run(config)
+            elif not job.is_opened:
+                with wait_for(f"opening {config.model}"):
+                    job = jobs.open_given(config, job)
             lock = None
             if world.is_main:
                 resumes = config.resume or config.checkpoint.resume_from is not None
