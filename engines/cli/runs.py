@@ -55,7 +55,7 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
             "model": each.config.get("model", ""),
             "state": each.state,
             "reward": each.rewards[-1] if each.rewards else None,
-            "scores": {name: rows[place]["mean"] for name, rows in scores if rows[place] is not None},
+            "scores": {name: row["mean"] for name, found in scores if (row := found[place]) is not None},
             "seconds": each.seconds,
         }
         for place, each in enumerate(runs)

@@ -46,7 +46,7 @@ def _parse(text: str, suffix: str) -> Any:
         return json.loads(text)
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):
         """YAML 1.2's scalars: 1e-4 is a number, and 0427, on and 12:30 are texts."""
 
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
@@ -184,8 +184,8 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
     lasts = [name.rpartition(".")[2] for name in swept]
     short = {name: last if lasts.count(last) == 1 else name for name, last in zip(swept, lasts, strict=True)}
     found = list[tuple[str, dict[str, Any]]]()
-    for values in itertools.product(*swept.values()):
-        chosen = dict(zip(swept, values, strict=True))
+    for combination in itertools.product(*swept.values()):
+        chosen = dict(zip(swept, combination, strict=True))
         found.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
     if len({name for name, _ in found}) < len(found):
         raise UsageError("the file names the same run twice: each value of a list is one run")

@@ -50,7 +50,7 @@ class Backwards(tiny.Tiny):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "handwriting"}, "model is an object of type str, which is not a DiffusionModel: it has no prediction, "),
+        ({"model": 3}, "model is an object of type int, which is not a DiffusionModel: it has no prediction, "),
         ({"model": Handwriting}, "model is the class Handwriting, expected an object of it"),
         ({"model": Backwards()}, r"model.predict has the signature \(module: .*, expected \(module, x, level, cond, "),
         ({"prompts": "0427"}, "prompts is of type str, expected a list of strings"),

@@ -181,7 +181,12 @@ def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
     from fluvial.engines.run.record import as_record
 
     trained = list[TrainConfig]()
-    monkeypatch.setattr(training, "train", lambda config, console: trained.append(config) or {"updates": 1})
+
+    def train(config: TrainConfig, *, console: Any) -> dict[str, Any]:
+        trained.append(config)
+        return {"updates": 1}
+
+    monkeypatch.setattr(training, "train", train)
     path = str(written(tmp_path, "recipe: grpo\noptimizer.lr: [1e-4, 2e-4, 3e-4]"))
     words = ["train", path, "--out", str(tmp_path / "runs")]
     assert cli.run(words) == 0
