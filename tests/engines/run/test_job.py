@@ -134,6 +134,7 @@ def test_a_reward_that_returns_something_else_ends_in_one_line(tmp_path: Path, r
             trainer.evaluate(2)
 
 
+@pytest.mark.long
 def test_a_pipeline_trains_by_its_name_with_prompts_and_a_function(tmp_path: Path) -> None:
     """As the README shows it: the run opens the pipeline with its own settings, and evaluates with the reward."""
     save("StableDiffusion3Pipeline", tmp_path / "tiny")

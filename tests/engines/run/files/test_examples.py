@@ -74,7 +74,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in ("sft-folder.yaml", "slurm.yaml") else long(name) for name in EXAMPLES])
+@pytest.mark.parametrize("name", [long(name) for name in EXAMPLES])
 def test_an_example_trains(name: str, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the first rollout to the last checkpoint, with sizes and the number of updates typed over the file."""
     model = read_settings(FOLDER / name).get("model") or next(
