@@ -90,6 +90,7 @@ def test_without_runs_the_line_says_so(folder: Path, capsys: pytest.CaptureFixtu
         assert f"{encoded} holds no run" in launch.one_line(capsys.readouterr().err)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(chromium.binary() is None, reason="needs Chromium: apt-get install chromium")
 def test_a_browser_shows_the_comparison(folder: Path) -> None:
     """Nothing is asked of the network, no text of a prompt runs, and nothing is wider than a telephone."""
