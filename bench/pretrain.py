@@ -141,6 +141,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             return error, ErrorInfo(error)
 
         with RunProgress(console, total=config.updates, every=50) as progress:
+            progress.begin(0)
             for update in range(config.updates):
                 start = time.perf_counter()
                 keys = fold_in(root, update)

@@ -81,6 +81,7 @@ COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(
 ]
 # Flags of other tools.
 OTHERS = (
+    "--all",
     "--nproc-per-node",
     "--max-restarts",
     "--shutdown-timeout",
@@ -215,6 +216,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "mine", mine := types.ModuleType("mine"))
     exec(pages.mine(), mine.__dict__)
     (tmp_path / "mine.toml").write_text(pages.suite())
+    (tmp_path / "my.yaml").write_text("\n".join(blocks("engines/cli/README.md", "yaml")))
     monkeypatch.chdir(tmp_path)
     return reached
 

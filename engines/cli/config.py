@@ -1,19 +1,20 @@
-"""`fluvial config RECIPE [--field value ...]`: print the configuration that a training run would have, as TOML or JSON."""
+"""`fluvial config RECIPE [--field value ...]`: print the settings of a training run, those that differ or all of them."""
 
 import json
-from typing import Any
-
-import tomli_w
 
 from fluvial.engines.cli import train
 from fluvial.engines.cli.listing import JSON, paragraphs, without
-from fluvial.engines.run.record import as_record
 
-USAGE = """usage: fluvial config RECIPE [--field value ...] [--json]
+USAGE = """usage: fluvial config RECIPE [--config FILE] [--field value ...] [--all] [--json]
 
-Print the configuration of fluvial train RECIPE with these fields, as TOML: fluvial config grpo > run.toml, edit it, and
-fluvial train run.toml. What is not set is left out, and has its default. --json prints JSON, with all fields.
+Print what differs from RECIPE in a run with these fields, as TOML: fluvial config grpo --sampling.group 8 > my.toml, edit
+it, and fluvial train my.toml. --all prints every setting below its help. --json prints the whole run, as its config.json
+holds it.
+
+A file may be TOML, YAML or JSON. It holds what differs, by names such as optimizer.lr, and the recipe that it differs from;
+flags go over it. A list in place of one value is a sweep: a run of each. engines/run/files/examples has ten complete files.
 """
+ALL = "--all"
 
 
 def run(args: list[str]) -> None:
@@ -22,12 +23,18 @@ def run(args: list[str]) -> None:
         print(paragraphs(USAGE), end="")
         return
     args, as_json = without(args, JSON)
-    record = as_record(train.configure("config", args))
-    print(json.dumps(record, indent=2) if as_json else tomli_w.dumps(drop_unset(record)), end="\n" if as_json else "")
+    args, whole = without(args, ALL)
+    if as_json:
+        from fluvial.engines.run.record import as_record
 
+        print(json.dumps(as_record(train.configure("config", args)), indent=2))
+        return
+    from fluvial.engines.run.files import write
 
-def drop_unset(record: Any) -> Any:
-    """Return a record without the fields that are null, which TOML cannot write and which is their default."""
-    if not isinstance(record, dict):
-        return record
-    return {name: drop_unset(value) for name, value in record.items() if value is not None}
+    for each in train.configure_all("config", args):
+        if each.name:
+            print(f"# {each.name}")
+        if whole:
+            print(write.write_all(each.recipe, each.config), end="")
+        else:
+            print(write.write_differences(each.recipe, each.config, each.base), end="")

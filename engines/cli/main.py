@@ -15,15 +15,19 @@ from typing import NoReturn, TextIO
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
+from fluvial.engines.run.log.waits import Waits, wait_for
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
 
 PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
                       and --update-seconds: how many servers keep a trainer busy."""
 # Argument and description of each command.
 COMMANDS = {
-    "train": ("RECIPE", "Post-train a model. RECIPE is one that train --help or runs lists, or your own module:name."),
-    "runs": ("[NAME]", "List the published runs, or print one: its settings, their source, what fluvial does differently."),
-    "config": ("RECIPE", "Print the configuration of a training run as TOML, to edit and to train: fluvial train run.toml."),
+    "train": (
+        "RECIPE",
+        "Post-train a model. RECIPE is one that train --help or runs lists, your own module:name, or a file.",
+    ),
+    "runs": ("[NAME]", "List the published runs, or print one and its sources; runs ls lists your own in ./runs."),
+    "config": ("RECIPE", "Print what differs from a recipe in a run, or every setting: a file for fluvial train my.toml."),
     "pretrain": ("MODEL", "Train a built-in model's base weights."),
     "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
     "sample": ("MODEL", "Draw images of prompts into one PNG."),
@@ -31,7 +35,7 @@ COMMANDS = {
     "preferences": ("MODEL", "Draw samples and write the best and the worst of each prompt to a folder, for train dpo."),
     "serve": ("MODEL", "Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000."),
     "serve-rewards": ("NAME", "Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000."),
-    "report": ("RUN", "Write the report of a run folder: curves, images, numbers and settings in one HTML file."),
+    "report": ("RUN ...", "Write the report of a run folder as one HTML file, or of several a comparison."),
     "plan": ("MODEL", PLAN),
     "models": ("", "List the models that can be trained, with the memory of their weights."),
     "rewards": ("[NAME]", "List the reward models, or describe one; rewards vote lets people compare images as a reward."),
@@ -146,7 +150,11 @@ def _command(args: list[str]) -> int:
     count, rest = processes.split(args)
     if count > 1 and not {"-h", "--help"} & set(rest):
         return processes.run(rest, count)
-    importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run(rest[1:])
+    silent = os.environ.get("RANK", "0") != "0"
+    with contextlib.nullcontext() if silent else Waits(_complain), wait_for(f"importing what {args[0]} needs"):
+        command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run
+    with contextlib.nullcontext() if silent else Waits(_complain):
+        command(rest[1:])
     return 0
 
 

@@ -23,6 +23,7 @@ from fluvial.engines.choices import (
 )
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.run.files.hints import explain_unknown, find_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,15 +32,6 @@ if TYPE_CHECKING:
     from fluvial.engines.cli.brief import Brief
 
 Config = TypeVar("Config")
-# Words for flags, the first of them that a command has: words that other commands know, and last parts of several flags.
-ALIASES = {
-    "--reward": ("--rewards",),
-    "--transformer": ("--weights", "--pipeline.weights"),
-    "--weights": ("--pipeline.weights",),
-    "--lora": ("--lora.weights",),
-    "--data": ("--data.images",),
-    "--micro-batch": ("--engine.micro-batch",),
-}
 EXPECTED = {"INT": "a whole number", "FLOAT": "a number"}  # tyro's names of types
 
 
@@ -243,12 +235,15 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         near = did_you_mean(unknown, [_flag(name) for name in form.names])
-        if form.bare and (hint := _explain_unknown(unknown[2:].replace("-", "_"), form.names)) is not None:
+        name = unknown[2:].replace("-", "_")
+        if form.bare and (hint := explain_unknown(name, form.names, _flag)) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):
         missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
-        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which have no default")
+        raise UsageError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: without a default, expected a value"
+        )
     argument: Any = getattr(event, "argument", None)
     if argument is None:
         raise UsageError(getattr(event, "message", type(event).__name__))
@@ -257,17 +252,6 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
     accepted = " or ".join(EXPECTED.get(word, word) for word in choices if word != "None")
     got = list(itertools.takewhile(lambda word: not word.startswith("--"), _after(words, flag)))
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
-
-
-def _explain_unknown(name: str, names: Sequence[str]) -> str | None:
-    """Return a hint for a flag of a run that had another name once, or that other methods have; None for any other."""
-    from fluvial.engines.methods.table import METHODS
-    from fluvial.engines.run.renames import has_field, rename
-
-    if (now := rename(name).removeprefix("method.")) != name and now in names:
-        return f"it is {_flag(now)} now"
-    having = [method for method, kind in METHODS.items() if has_field(kind, now.split("."))]
-    return f"this method has none, and {', '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else None
 
 
 def _after(words: Sequence[str], flag: str) -> list[str]:
@@ -309,12 +293,9 @@ def expand_flags(args: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _find_flags(word: str, names: Sequence[str]) -> list[str]:
-    """Return the flags that a word stands for: by `ALIASES`, else each whose last part it is; none for a flag itself."""
+    """Return the flags that a word stands for, see `find_settings`."""
     name = word.removeprefix("--").replace("-", "_")
-    if name in names or not word.startswith("--"):
-        return []
-    known = [flag for flag in ALIASES.get(_flag(name), ()) if flag[2:].replace("-", "_") in names]
-    return known[:1] or [_flag(each) for each in names if "." not in name and each.endswith(f".{name}")]
+    return [_flag(each) for each in find_settings(name, names)] if word.startswith("--") else []
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`fluvial report RUN`: write the report of a run folder, whether the run has ended or not."""
+"""`fluvial report RUN ...`: write the report of a run folder, whether the run has ended or not, or compare several."""
 
 import sys
 from collections.abc import Sequence
@@ -6,24 +6,29 @@ from pathlib import Path
 
 from fluvial.engines.cli.listing import paragraphs
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.report import page
+from fluvial.engines.extensions.report import comparison, page
 
-USAGE = """usage: fluvial report RUN
+USAGE = """usage: fluvial report RUN [RUN ...]
 
 Write report.html to the run folder RUN: curves, images, numbers and settings in one file, which needs no network.
 fluvial train writes it when a run ends.
+
+With several folders, such as fluvial report runs/*, write comparison.html beside them: curves over each other, the settings
+that differ, scores with intervals, seconds, and samples side by side. What holds no run is left out.
 """
 
 
 def run(args: Sequence[str]) -> None:
-    """Write a report and print its path."""
+    """Write a report or a comparison and print its path."""
     if args and args[0] in ("-h", "--help"):
         print(paragraphs(USAGE), end="")
         return
-    if len(args) != 1:
-        raise UsageError(f"report takes the folder of one run, got {len(args)} words (fluvial report --help)")
-    if not args[0]:
-        raise UsageError("report takes the folder of one run, got '' (fluvial report --help)")
+    if not args or not all(args):
+        got = "nothing" if not args else "''"
+        raise UsageError(f"report takes the folder of a run, or of several, got {got} (fluvial report --help)")
+    if len(args) > 1:
+        print(comparison.write([Path(each) for each in args]))
+        return
     out = Path(args[0])
     print(page.write(out))
     for problem in page.damage(out):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
@@ -10,11 +11,15 @@ from fluvial.engines.extensions.published.runs import Citation, PublishedRun, fi
 from fluvial.engines.extensions.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
+       fluvial runs ls [FOLDER ...] [--json]
 
 Without a name, list the published runs. With one, print its configuration side by side: each setting as published and as
 fluvial runs it, where it was read, and why the two differ. fluvial train NAME trains it.
 --json prints the same for programs.
+
+ls lists your own runs, those in ./runs or in FOLDER: method, model, state, reward, score on held-out prompts, seconds.
 """
+OWN = "ls"
 SHORT = 24  # characters of a value that is printed twice rather than as "the same"
 
 
@@ -23,6 +28,8 @@ def run(args: Sequence[str]) -> None:
     args, as_json = without(args, JSON)
     if args and args[0] in ("-h", "--help"):
         print(paragraphs(USAGE), end="")
+    elif args and args[0] == OWN:
+        print(list_own([Path(each) for each in args[1:]] or [Path("runs")], as_json=as_json))
     elif as_json and len(args) < 2:
         every = load_published()
         listed_ones = [{"name": name, **_facts(run)} for name, run in every.items()]
@@ -33,6 +40,41 @@ def run(args: Sequence[str]) -> None:
         print(describe_run(find(args[0])))
     else:
         print(list_lines())
+
+
+def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
+    """Return a line per run in some folders, or their facts as JSON."""
+    from fluvial.engines.extensions.report.comparison import list_scores, read_runs
+
+    runs = read_runs(folders)
+    scores = [*list_scores(runs)]
+    facts = [
+        {
+            "run": str(each.out),
+            "method": each.config.get("name", ""),
+            "model": each.config.get("model", ""),
+            "state": each.state,
+            "reward": each.rewards[-1] if each.rewards else None,
+            "scores": {name: row["mean"] for name, found in scores if (row := found[place]) is not None},
+            "seconds": each.seconds,
+        }
+        for place, each in enumerate(runs)
+    ]
+    if as_json:
+        return json.dumps(facts, indent=1)
+    rows = [
+        (
+            row["run"],
+            str(row["method"]),
+            str(row["model"]),
+            row["state"],
+            "-" if row["reward"] is None else f"{row['reward']:.3f}",
+            ", ".join(f"{name} {score:.3f}" for name, score in row["scores"].items()) or "-",
+            "-" if row["seconds"] is None else f"{row['seconds']:.0f}",
+        )
+        for row in facts
+    ]
+    return "\n".join(table(("run", "method", "model", "state", "reward", "held out", "seconds"), rows))
 
 
 def _facts(found: PublishedRun) -> dict[str, Any]:

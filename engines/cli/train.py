@@ -1,14 +1,13 @@
 """`fluvial train RECIPE`: post-train a model by a built-in recipe, an installed one, or a user-defined `module:name`."""
 
+import contextlib
 import inspect
-import json
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fluvial.engines import plugins
 from fluvial.engines.cli import listing
@@ -24,11 +23,12 @@ from fluvial.engines.cli.parse import (
     split_flags,
 )
 from fluvial.engines.errors import LostProcessError, UsageError
+from fluvial.engines.run.log.waits import wait_for
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig
 
-DRY_RUN, PRESET = "--dry-run", "--preset"
+DRY_RUN, PRESET, CONFIG = "--dry-run", "--preset", "--config"
 
 
 def run(args: list[str]) -> None:
@@ -41,12 +41,32 @@ def run(args: list[str]) -> None:
     if DRY_RUN in args:
         _dry_run(args)
         return
-    config = configure("train", args)
+    with wait_for("importing PyTorch and diffusers"):
+        runs = configure_all("train", args)
+        from fluvial.engines.run import training  # noqa: F401
+
+    for number, each in enumerate(runs, start=1):
+        if each.name and (each.config.out / "summary.json").exists():
+            console().print(
+                f"run {number}/{len(runs)}, {each.name}: done already, in {each.config.out}", highlight=False, soft_wrap=True
+            )
+            continue
+        if each.name:
+            console().print(f"run {number}/{len(runs)}, {each.name}", highlight=False, soft_wrap=True)
+        if not _train(each.config) and each.name:  # stopped as asked
+            return
+    if len(runs) > 1:
+        folders = runs[0].config.out.parent
+        console().print(f"compare the {len(runs)} runs: fluvial report {folders}/*", highlight=False, soft_wrap=True)
+
+
+def _train(config: "TrainConfig") -> bool:
+    """Train a run, and return whether it came to its end."""
     from fluvial.engines.run import train
 
     with flags_in_errors(config):
         try:
-            train(config, console=console())
+            return bool(train(config, console=console()))
         except LostProcessError as error:
             advice = f"earlier checkpoints are unchanged, go on with --resume --out {config.out}"
             raise LostProcessError(f"{error}; {advice}") from error
@@ -64,47 +84,136 @@ def _dry_run(args: list[str]) -> None:
         dryrun.run(asked, config, console=console())
 
 
+class Configured(NamedTuple):
+    """A run that was asked for.
+
+    Args:
+        recipe: name of its recipe; None for a file of a whole run.
+        base: the recipe's run, or that of the file of a whole run.
+        config: the run.
+        name: its name in a sweep; empty where there is one run.
+    """
+
+    recipe: str | None
+    base: "TrainConfig"
+    config: "TrainConfig"
+    name: str = ""
+
+
 def configure(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
-    """Return the run that a recipe, or a file, and the typed fields describe.
+    """Return the one run that is asked for, see `configure_all`; UsageError for a sweep."""
+    found = configure_all(command, args, gpus=gpus)
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found)
+        raise UsageError(f"the file describes {len(found)} runs ({names}), and {command} takes one: remove the lists")
+    return found[0].config
+
+
+def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[Configured]:
+    """Return the runs that a recipe, a file of what differs, and the typed fields describe, each over the one before.
 
     Args:
         command: word that was typed before the arguments, for messages.
-        args: name of the recipe, or --config and a file; then flags.
+        args: name of the recipe, a file, or both with --config before the file; then flags.
         gpus: number of GPUs, for what is said of it; by default one per process.
     """
-    if args and Path(args[0]).suffix in (".toml", ".json"):  # a file in place of a recipe
-        args = ["--config", *args]
-    files = find_values(args, "--config")
-    if files or "--config" in args:
-        if not files:
-            raise UsageError(f"--config names no file: fluvial {command} --config run.toml")
-        _, flags = split_flags(args, {"--config"})
-        if not args[0].startswith("--") or len(files) > 1:
-            extra = f"the recipe {args[0]!r}" if not args[0].startswith("--") else f"--config {files[0]}"
-            raise UsageError(f"{extra} has no effect with --config {files[-1]}, which holds a whole run; remove it")
-        name = files[0]
-        default, about = _from_file(Path(name)), f"The run in {name}."
-    else:
-        known = [*listing.recipes(), *listing.find_installed("recipes")]
-        name = parse_name(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
-        recipe, flags = _recipe(name), args[1:]
-        default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
-    default, flags = _preset(default, expand_flags(flags, field_names(default)))
+    from fluvial.engines.run.files import read
 
+    if args and Path(args[0]).suffix in read.SUFFIXES:  # a file in place of a recipe
+        args = ["--config", *args]
+    files = find_values(args, CONFIG)
+    if len(files) > 1 or (CONFIG in args and not files):
+        what = "names no file" if not files else f"names {len(files)} files, expected one"
+        raise UsageError(f"{CONFIG} {what}: fluvial {command} grpo {CONFIG} my.yaml")
+    _, words = split_flags(args, {CONFIG})
+    path = Path(files[0]) if files else None
+    entries = {} if path is None else read.read_settings(path)
+    typed = words[0] if words and not words[0].startswith("-") else None
+    if path is not None and typed is None and read.is_whole(entries):
+        config = _from_record(path, entries)
+        return [_complete(command, str(path), f"The run in {path}.", config, config, words, gpus=gpus)._replace(recipe=None)]
+    stated = entries.get(read.RECIPE)
+    if typed is None and path is not None:
+        if not isinstance(stated, str | None):
+            raise UsageError(f"{path}: recipe is {stated!r}, expected the name of one")
+        if stated is None:
+            hint = f"write recipe: grpo into it, or type fluvial {command} grpo {CONFIG} {path}"
+            raise UsageError(f"{path} names no recipe: {hint}")
+        typed, words = stated, [stated, *words]
+    elif stated is not None and stated != typed:
+        raise UsageError(f"{path} is for the recipe {stated}, and {typed} was typed: remove one of them")
+    known = [*listing.recipes(), *listing.find_installed("recipes")]
+    name = parse_name(command, words, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
+    return list(_configure_recipe(command, name, path, entries, words[1:], gpus=gpus))
+
+
+def _configure_recipe(
+    command: str, name: str, path: Path | None, entries: dict[str, Any], flags: list[str], *, gpus: int | None
+) -> Iterator[Configured]:
+    """Yield the runs of a recipe, of which a file may sweep some settings."""
+    from fluvial.engines.run.files import read
+
+    recipe = _recipe(name)
+    about = inspect.getdoc(recipe) or f"The recipe {name}."
+    preset = entries.pop("preset", None)
+    flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
+    first = _built(name, recipe, flags)
+    with _of_file(path):
+        runs = read.expand(first, entries, field_names(first))
+    for label, values in runs:
+        model = [] if "model" not in values else ["--model", str(values["model"])]
+        plain = _built(name, recipe, [*model, *flags])
+        base, others = _preset(plain, expand_flags(flags, field_names(plain)))
+        with _of_file(path):
+            config = read.apply(base, values, field_names(base)) if values else base
+        yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
+
+
+def _complete(
+    command: str,
+    name: str,
+    about: str,
+    base: "TrainConfig",
+    config: "TrainConfig",
+    flags: Sequence[str],
+    *,
+    label: str = "",
+    gpus: int | None,
+) -> Configured:
+    """Return a run with the typed flags over its recipe and its file, and say what may not be expected of it.
+
+    Args:
+        name: what was typed for it: a recipe or a file.
+        base, config: the recipe's run, and that with the preset and the file over it.
+        label: name of the run in a sweep, whose folder lies in `out`.
+    """
+    flags = expand_flags(flags, field_names(config))
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    resumes = "--resume" in flags or find_values(flags, "--checkpoint.resume-from")
+    resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
-    asked = default
+    asked, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]) / label
+    if label and resumes and not _is_recorded(out):  # a run of the sweep that has not begun
+        flags, resumes = [word for word in flags if word != "--resume"], False
     if resumes and not shows_help:
-        default = _read_recorded(Path((find_values(flags, "--out") or [str(default.out)])[-1]))
-        _check_same_method(name, asked, default)
-    elif name == "distill" and not shows_help and not find_values(flags, "--teacher"):
+        config = _read_recorded(out)
+        _check_same_method(name, asked, config)
+    elif name == "distill" and not shows_help and not find_values(flags, "--teacher") and config.method == base.method:
         raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
-    config = parse_config(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
+    config = parse_config(config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
+    config = replace(config, out=out) if label else config
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
-    for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
+    for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
-    return config
+    return Configured(name, base, config, label)
+
+
+@contextlib.contextmanager
+def _of_file(path: Path | None) -> Iterator[None]:
+    """Name the file in errors about its entries."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
@@ -185,15 +294,12 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
-def _from_file(path: Path) -> "TrainConfig":
-    """Return the configuration in a JSON or TOML file."""
+def _from_record(path: Path, entries: dict[str, Any]) -> "TrainConfig":
+    """Return the whole run that a file holds."""
     from fluvial.engines.run.record import read_record
 
     try:
-        text = path.read_text(encoding="utf-8")
-        return read_record(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        return read_record(entries)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{path} is not a configuration, as fluvial config prints it: {error}") from error
 
@@ -281,10 +387,17 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     return config if ":" in name else replace(config, out=Path("runs") / name)
 
 
+def _is_recorded(out: Path) -> bool:
+    """Return whether a folder holds a run."""
+    from fluvial.engines.run.jobs.weights import RECORD
+
+    return (out / RECORD).exists()
+
+
 def _read_recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder."""
-    from fluvial.engines.run.jobs.weights import RECORD, configuration
+    from fluvial.engines.run.jobs.weights import configuration
 
-    if not (out / RECORD).exists():
+    if not _is_recorded(out):
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
     return configuration(out)

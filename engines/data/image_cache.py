@@ -17,6 +17,7 @@ from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import save_tensors
+from fluvial.engines.run.log.waits import wait_for
 from fluvial.models.digests import digest_file, encoding_code
 from fluvial.models.images import describe_file
 
@@ -95,8 +96,10 @@ class ImageCache:
         bad: list[int] = []
         with world.agreed():
             missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
-            for part in self._readable(wanted, missing, bad):
-                self._encode(part)
+            with wait_for("encoding", len(missing), "images") as wait:
+                for part in self._readable(wanted, missing, bad):
+                    self._encode(part)
+                    wait.advance(len(part))
         unreadable = {wanted[place][0] for part in world.gather_items(bad) for place in part}
         self.left_out = frozenset(group for group in everyone if group not in sizes or not unreadable.isdisjoint(group))
         self.sizes = {group[0]: size for group, size in sizes.items()}

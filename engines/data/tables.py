@@ -50,7 +50,8 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
     label = f"{what} {path}"
     read = _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
     if read is None and not path.exists():
-        raise UsageError(f"{label} cannot be read: No such file or directory")
+        text = "" if path.suffix else "; texts go into a file with one per line, or to Job(model, prompts=[...])"
+        raise UsageError(f"{label} cannot be read: No such file or directory{text}")
     if read is None:
         raise UsageError(
             f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .json, .csv, .parquet, or a folder that "

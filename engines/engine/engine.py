@@ -27,6 +27,7 @@ from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.log.waits import count_parts
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
@@ -238,7 +239,7 @@ class Engine:
         """Run forward and backward passes; the last one reduces gradients if no more follow."""
         self._check_onloaded()
         with self.sharded.train():
-            for i, run in enumerate(passes, start=1):
+            for i, run in enumerate(count_parts("passes", passes, 1, len(passes), unit=""), start=1):
                 self.sharded.set_last(last and i == len(passes))
                 self.sharded.last_backward.begin(last and i == len(passes))
                 run()

@@ -30,6 +30,7 @@ from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
+from fluvial.engines.run.log.waits import wait_for
 from fluvial.engines.run.method import Images, Preferences
 from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
@@ -120,7 +121,7 @@ def build_parts(
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     with ExitStack() as stack:
         stack.callback(runners.close)
-        with world.agreed():
+        with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **asked.evaluators})}"):
             _warm_up(config, job, asked, runners, world)
         parts = _built(config, job, asked, rewards, runners, world, memory, stop, resume_from)
         stack.pop_all()
@@ -141,7 +142,8 @@ def _built(
 ) -> RunParts:
     """Return the parts of a run, whose rewards work."""
     with world.agreed():
-        module, adapter = _network_in_training(config, job)
+        with wait_for(f"loading the network of {config.model}"):
+            module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.engine.init == "sharded" else None
         share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
@@ -164,7 +166,8 @@ def _built(
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
-        prompts = job.prepare(world, list_texts(job, asked, guidance))
+        with wait_for("encoding what the run reads"):
+            prompts = job.prepare(world, list_texts(job, asked, guidance))
         job = job if prompts is None else replace(job, prompts=prompts)
     with world.agreed():
         preferences = _preferences(config, job)
@@ -232,7 +235,8 @@ def _with_micro_batch(
         return config, {}
     if resume_from is not None:
         return with_values(config, {"engine.micro_batch": read_micro_batch(resume_from, engine.world)}), {}
-    choice = choose_micro_batch(config, job, engine, schedule)
+    with wait_for("choosing engine.micro_batch by trial"):
+        choice = choose_micro_batch(config, job, engine, schedule)
     return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
 
 
@@ -257,7 +261,8 @@ def _pairs(
         pairs = known.pop("update_micro_batch", None)
         if pairs is not None and known == runs_on(config, engine.world):
             return tuple(pairs)
-    choice = choose_pairs(config, job, engine, schedule)
+    with wait_for("choosing engine.update_micro_batch by trial"):
+        choice = choose_pairs(config, job, engine, schedule)
     choices[choice.name] = choice
     return choice.sizes
 

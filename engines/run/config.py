@@ -85,6 +85,13 @@ class TrainConfig:
     export: ExportConfig = ExportConfig()
 
     def __post_init__(self) -> None:
+        for name in ("prompts", "rewards"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) or callable(value) else tuple(value))
+            for word in getattr(self, name):
+                if not isinstance(word, str):
+                    hint = f"pass it to the job, Job(model, prompts=[...], rewards=...), or name a function as module:{name}"
+                    raise UsageError(f"{name} has {type_of(word)}, expected texts: {hint}")
         check_fields(self, "", updates=(1, 2**31), seed=(0, 2**63 - 1))
         for field in dataclasses.fields(self):
             kind, value = type(field.default), getattr(self, field.name)

@@ -33,6 +33,7 @@ from fluvial.engines.run.jobs.pipeline import (
 )
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
+from fluvial.engines.run.log.waits import count_parts
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
@@ -239,6 +240,7 @@ def to_train(
     prompts: Sequence[str] = (),
     data: Sequence[str] = (),
     preferences: Path | None = None,
+    given: PromptsOfRun | None = None,
 ) -> Job:
     """Return the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
 
@@ -247,6 +249,7 @@ def to_train(
         prompts: files of prompts to train on, see `data.prompts.sources`.
         data: images with captions, which are the prompts then, see `data.images.read_images`.
         preferences: folder of preferences, whose prompts are the job's where there is no such file.
+        given: prompts in place of those of files.
 
     Raises:
         UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
@@ -255,7 +258,7 @@ def to_train(
         if name in MODELS:
             _check_unset(name, settings)
         return build_job(name, weights=weights, prompts=prompts, data=data)
-    if not prompts and not data and preferences is None:
+    if not prompts and not data and preferences is None and given is None:
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
@@ -263,7 +266,7 @@ def to_train(
             "captions"
         )
 
-    read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences)
+    read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences, given=given)
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     train = job.prompts
@@ -277,7 +280,8 @@ def to_train(
         if settings.text_cache is not None:
             with world.agreed():  # until every rank has written its prompts
                 try:
-                    for prompt in texts[world.rank :: world.size]:
+                    own = texts[world.rank :: world.size]
+                    for prompt in count_parts("encoding", own, 1, len(own), unit="prompts"):
                         model.encode([prompt])
                 except ValueError as error:
                     raise UsageError(f"model {name}: {error}") from error
@@ -305,11 +309,17 @@ def to_train(
 
 
 def _with_prompts(
-    model: Any, *, settings: PipelineConfig, prompts: Sequence[str], data: Sequence[str], preferences: Path | None
+    model: Any,
+    *,
+    settings: PipelineConfig,
+    prompts: Sequence[str],
+    data: Sequence[str],
+    preferences: Path | None,
+    given: PromptsOfRun | None,
 ) -> tuple[Any, PromptsOfRun]:
     """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
     columns = {} if data else media_columns(model, settings.media)
-    found = read_prompts_of(
+    found = given or read_prompts_of(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
@@ -366,6 +376,35 @@ def of_run(config: TrainConfig) -> Job:
     )
     check_second_scale(job.model, guided=config.is_guided)
     return with_images(job, config)
+
+
+def open_given(config: TrainConfig, job: Job) -> Job:
+    """Return a job whose model is a name with the pipeline of that name, opened with the settings of a run.
+
+    Raises:
+        UsageError: the run is for another model, or this one cannot be opened.
+    """
+    name: Any = job.model
+    if config.model != name:
+        recipe = f"recipes.{config.method.method_name}({name!r})"
+        raise UsageError(f"job: model is {name}, and the run is for {config.model}: make it by its recipe, e.g. {recipe}")
+    if not _is_opened(name):
+        return replace(
+            of_run(config), prompts=job.prompts, heldout=job.heldout, rewards=job.rewards, evaluators=job.evaluators
+        )
+    if config.prompts or config.data.images:
+        field = "prompts" if config.prompts else "data.images"
+        raise no_effect(field, "with a job that has prompts")
+    opened = to_train(
+        name,
+        replace(config.pipeline, weights=None),
+        steps=config.method.sampling.steps,
+        guidance=config.method.sampling.guidance,
+        weights=config.pipeline.weights,
+        compute=config.engine.compute_dtype(default_device()),
+        given=PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights)),
+    )
+    return replace(opened, rewards=job.rewards, evaluators=job.evaluators)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

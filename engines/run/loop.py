@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from fluvial.engines.methods.table import naming_errors
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.log.waits import wait_for
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
@@ -123,10 +124,14 @@ class Loop:
         if self.ahead is not None:
             self.run.log(staleness={str(self.engine.updates - batch.version): batch.share.batch})
 
-    def time(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def time(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
         """Add the seconds of the block to those of a phase, which the run is in."""
         self.phase = phase
-        return metrics.time_phase(seconds, phase)
+        last = self.engine.updates // self.config.updates_per_rollout * self.config.updates_per_rollout
+        last += self.config.updates_per_rollout
+        with wait_for(f"update {last}/{self.config.updates}, {phase}"), metrics.time_phase(seconds, phase):
+            yield
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.

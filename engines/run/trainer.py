@@ -72,6 +72,8 @@ class Trainer:
                 world = _open_world(config, stack)
             self.world = world = world.group_ranks(config.engine.context_parallel)
             with world.agreed():
+                if job is not None and not job.is_opened:
+                    job = jobs.open_given(config, job)
                 if job is not None:
                     config = replace(config, pipeline=with_size_of(job, config.pipeline))
                 saved = None  # what each setting saves that was chosen for the memory

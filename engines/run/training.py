@@ -1,5 +1,6 @@
 """Whole runs: updates, with evaluations, records, images and checkpoints between them, in a run folder."""
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.log.waits import format_seconds, wait_for
 from fluvial.engines.run.monitoring.diagnostics import (
     EvaluationPoint,
     KeptImages,
@@ -32,6 +34,7 @@ from fluvial.engines.run.monitoring.diagnostics import (
     explain,
     find_gaming,
 )
+from fluvial.engines.run.monitoring.expected import describe_run, estimate_seconds
 from fluvial.engines.run.passes.probe import notes
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
@@ -48,11 +51,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
     """Run a training job, see `fluvial.engines.run.train`."""
     keep_freed_memory()
     with init_world(timeout=config.engine.timeout) as world, stop_request() as stop, ExitStack() as holds:
-
-        def say(line: str) -> None:
-            if console and world.is_main:
-                console.print(line, highlight=False, soft_wrap=True)
-
+        progress = holds.enter_context(RunProgress(console if world.is_main else None, total=config.updates))
         asked = config if job is not None else jobs.from_run(config)
         config = _resume_restarted(asked, world)
         with world.agreed():
@@ -61,19 +60,23 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                 plugins.load_all(group)
             open_store(config.checkpoint_folder)
             if job is None:
-                job = jobs.of_run(config)
+                with wait_for(f"opening {' and '.join((config.model, *config.rewards))}"):
+                    job = jobs.of_run(config)
+            elif not job.is_opened:
+                with wait_for(f"opening {config.model}"):
+                    job = jobs.open_given(config, job)
             lock = None
             if world.is_main:
                 resumes = config.resume or config.checkpoint.resume_from is not None
-                lock = run_folder.claim(config.out, resume=resumes, say=say)
+                lock = run_folder.claim(config.out, resume=resumes, say=progress.say)
                 holds.callback(lock.release)
         checkpoint.check_writable(config.checkpoint_folder, world=world)
         start: Path | str | None = config.checkpoint.resume_from  # None: from the beginning
         if config.resume and (start is None or config is not asked):
-            start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=say) or start
-        shown = console if world.is_main else None
+            start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
         try:
-            trainer = Trainer(config, job, world, console=shown, stop=stop, resume_from=start)
+            with wait_for("building the run"):
+                trainer = Trainer(config, job, world, console=progress.console, stop=stop, resume_from=start)
         except (MemoryError, RuntimeError) as error:
             error.add_note("while the run was built: lower it by `engine.base` int8, `engine.micro_batch`, or more ranks")
             raise
@@ -81,11 +84,13 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
-                progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
                 if world.is_main:
                     folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
                     stack.callback(folder.close)
                     stack.enter_context(folder.keeping_warnings())
+                progress.begin(done)
+                for line in describe_run(trainer.config, trainer.engine, done=done):
+                    progress.say(line)
                 if config.resume and start is None:
                     progress.say(f"{config.checkpoint_folder} holds no checkpoint yet: the run starts from the beginning")
                 for note in notes(trainer.config, trainer.engine):
@@ -94,7 +99,9 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     progress.say(str(choice))
                     if folder:
                         folder.log({"update": done, name: choice.record})
-                if (compiled := trainer.warm_up(progress)) is not None:
+                with wait_for("compiling blocks"):
+                    compiled = trainer.warm_up(progress)
+                if compiled is not None:
                     progress.say(str(compiled))
                 if (handshake := trainer.sampler.compare_with_servers()) is not None:
                     progress.say(str(handshake))
@@ -166,9 +173,13 @@ class Training:
         self._check()
         probe = self._probe()
         if trainer.progress.before is None:
+            began = time.perf_counter()
             evaluation = self._evaluate("before", self.final_samples, probe)
+            expected = estimate_seconds(config, time.perf_counter() - began, samples=evaluation.samples)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
             self.progress.say(metrics.evaluation_line("before training", evaluation))
+            self.progress.say(f"about {format_seconds(expected)} of training, by the evaluation's speed and without rewards")
+        self.progress.mark()
         end = ""  # why the run ends early
         for record in trainer:
             if self.folder:
@@ -189,7 +200,8 @@ class Training:
                 break
         if trainer.stopping:
             self._save(ends=True)  # unless the last update has a checkpoint: the run may have stopped within a rollout
-        trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
+        with wait_for("checkpoint in the background"):
+            trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
         if trainer.stopping and not end:
             return self._report_stop()
         summary = self._finish(probe, end)
@@ -210,7 +222,8 @@ class Training:
         """Write a checkpoint, unless another process has taken the run folder."""
         self.trainer.loop.phase = "checkpoint"
         self._check_lock()
-        self.trainer.save(ends=ends)
+        with wait_for("checkpoint"):
+            self.trainer.save(ends=ends)
 
     def _check_lock(self) -> None:
         with self.trainer.world.agreed():
@@ -256,7 +269,8 @@ class Training:
 
     def _evaluate(self, name: str, samples: int, probe: Probe, *, extremes: int = 0) -> Evaluation:
         kept = KeptImages() if extremes and self.trainer.evaluated.evaluators else None
-        result = self.trainer.evaluate(samples, keep=kept, probe=probe)
+        with wait_for(f"evaluation {name}"):
+            result = self.trainer.evaluate(samples, keep=kept, probe=probe)
         if self.folder:
             self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
             self.folder.scores(name, result.scores)
@@ -296,7 +310,8 @@ class Training:
         """Evaluate, export, draw, and return the summary; `end` says why the run stopped early, if it did."""
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
-        trainer.export(out)
+        with wait_for("export of the weights"):
+            trainer.export(out)
         counted, seconds = trainer.progress, sum(trainer.progress.seconds.values())
         assert counted.before is not None
         summary: dict[str, Any] = {
@@ -320,7 +335,8 @@ class Training:
             run_folder.write_json(out / "summary.json", summary)
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)
-            reports = self.folder.report()
+            with wait_for("report"):
+                reports = self.folder.report()
         if trainer.console:
             self.progress.say("")
             if after.score:

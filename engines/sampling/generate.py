@@ -27,6 +27,7 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.run.log.waits import count_parts
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
@@ -279,7 +280,7 @@ def generate(
     if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
     starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
-    for start in range(0, len(requests.ids), micro_batch):
+    for start in count_parts("sampling", range(0, len(requests.ids), micro_batch), micro_batch, len(requests.ids)):
         part = slice(start, start + micro_batch)
         prompts, ids = requests.prompts[part], requests.ids[part]
         keys = fold_in(key, to_device(torch.tensor(list(ids)), device))

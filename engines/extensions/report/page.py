@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, Template
 from PIL import Image
 
 from fluvial.engines.errors import RunError, UsageError
@@ -79,10 +79,7 @@ def page(out: Path) -> str:
     printed = warnings.read_text(encoding="utf-8", errors="replace").splitlines() if warnings.is_file() else []
     sheets = {name: read_sheet(out / "samples", name) for name in ("before", "after", "best", "worst")}
     evaluation = list_evaluation(summary)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "image": image_url, "sound": sound_url}
-    template = environment.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-    return template.render(
+    return template("page.html").render(
         name=out.resolve().name,
         about=describe_run(config, records),
         results=[*results(records, evaluation)],
@@ -97,6 +94,14 @@ def page(out: Path) -> str:
         others=[*flat(left_over(summary, evaluation))],
         config=json.dumps(config, indent=1),
     )
+
+
+def template(name: str) -> Template:
+    """Return the template of a page, which shows every text as text."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "percent": percent, "image": image_url, "sound": sound_url}
+    return environment.get_template(name)
 
 
 def _relative(place: str) -> str:

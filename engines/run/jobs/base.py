@@ -30,7 +30,8 @@ class Job:
     `heldout` should share neither data nor model with the reward, so that reward hacking shows.
 
     Args:
-        model: model to train; `job.handwriting` and `job.to_train` return a job with one.
+        model: model to train; `job.handwriting` and `job.to_train` return a job with one. A text is the folder of a pipeline
+            of diffusers, or its id on the Hub, which the run opens with the settings that it has of it.
         prompts: prompts to train on: strings, or `data.records.Prompt` with metadata for the rewards.
         rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
         heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.
@@ -69,7 +70,7 @@ class Job:
 
     def __init__(
         self,
-        model: DiffusionModel,
+        model: DiffusionModel | str,
         prompts: Sequence[str | Prompt],
         rewards: Mapping[str, Reward] | Reward | None = None,
         *,
@@ -86,7 +87,8 @@ class Job:
         sizes: Mapping[Size, tuple[int, ...]] | None = None,
     ) -> None:
         try:
-            check_model(model, "model")
+            if not isinstance(model, str):
+                check_model(model, "model")
         except ValueError as error:
             made = "fluvial.engines.run.job.handwriting and .to_train make jobs with one"
             raise UsageError(f"job: {error}; see fluvial.models.protocol, or {made}") from error
@@ -98,7 +100,7 @@ class Job:
             "rewards": _name_rewards("rewards", rewards),
             "heldout": apart,
             "evaluators": _name_rewards("evaluators", evaluators),
-            "shape": tuple(shape) if shape is not None else only_shape(model),
+            "shape": tuple(shape) if shape is not None else () if isinstance(model, str) else only_shape(model),
             "load": load,
             "data": data,
             "encode": encode,
@@ -110,6 +112,11 @@ class Job:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the model is there, rather than its name."""
+        return not isinstance(self.model, str)
 
     def check_prompts(self) -> None:
         """Raise UsageError, in one line, if there are no prompts, or one of them is not a prompt of the model."""

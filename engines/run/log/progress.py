@@ -1,64 +1,116 @@
-"""Progress of a run: a bar on a terminal, a line every few updates elsewhere."""
+"""Progress of a run: a bar on a terminal, a line per update elsewhere, and what is waited for on both."""
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+from fluvial.engines.run.log.waits import Waits, format_seconds
+
+RECENT = 10  # rollouts whose speed the remaining time is of
+NARROW = 100  # columns of a terminal below which the bar is short
 
 
 class RunProgress(ExitStack):
     """Progress over updates.
+
+    A terminal shows count, bar, remaining time and the numbers of the last update in one line, and what is waited for beside
+    them; the numbers at the end are cut off where the line is too long. Elsewhere there is a line per `every` updates.
 
     Args:
         console: console to write to; None is silent, for all ranks but the first.
         total: number of updates of the run.
         done: number of updates at the start.
         every: number of updates between lines if the console is not a terminal.
+        clock: seconds of a clock.
     """
 
-    def __init__(self, console: Console | None, *, total: int, done: int = 0, every: int = 10) -> None:
+    def __init__(
+        self,
+        console: Console | None,
+        *,
+        total: int,
+        done: int = 0,
+        every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
-        self.console, self.total, self.done, self.every = console, total, done, every
+        self.console, self.total, self.done, self.every, self.clock = console, total, done, every, clock
         self.bar: Progress | None = None
+        self.numbers, self.waits = "", ""
+        self.marks = deque[tuple[float, int]](maxlen=RECENT + 1)
         if console is not None and console.is_terminal:
             self.bar = Progress(
-                TextColumn("update"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("update {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=10 if console.width < NARROW else 20),
+                TextColumn("{task.fields[left]}"),
+                TextColumn("{task.fields[status]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
+                expand=True,
             )
-            self.task = self.bar.add_task("update", total=total, completed=done, status="")
+            self.task = self.bar.add_task("update", total=total, completed=done, status="", left="")
 
     def __enter__(self) -> Self:
+        super().__enter__()
+        if self.console is not None:
+            self.enter_context(Waits(self.say_wait, show=self.phase if self.bar else None, clock=self.clock))
+        return self
+
+    def begin(self, done: int) -> None:
+        """Begin to count updates, after those that are done."""
+        self.done = done
+        self.mark()
         if self.bar:
+            self.bar.update(self.task, completed=done)
             self.enter_context(self.bar)
-        return super().__enter__()
+
+    def mark(self) -> None:
+        """Note the time, from which the updates that follow are measured."""
+        self.marks.clear()
+        self.marks.append((self.clock(), self.done))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last update, by those of the last `RECENT` rollouts; None before the first."""
+        if len(self.marks) < 2:
+            return None
+        (began, first), (ended, last) = self.marks[0], self.marks[-1]
+        return (ended - began) / (last - first) * (self.total - self.done)
 
     def advance(self, numbers: Mapping[str, float], seconds: Mapping[str, float], *, updates: int = 1) -> None:
         """Advance by `updates`, and show their numbers and the seconds of their phases."""
         before, self.done = self.done, self.done + updates
-        status = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        status += "  " + " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
+        self.marks.append((self.clock(), self.done))
+        left = "" if self.seconds_left is None else f"{format_seconds(self.seconds_left)} left"
+        self.numbers = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+        phases = " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
         if self.bar:
-            self.bar.update(self.task, completed=self.done, status=status)
-        elif self.console and (self.done // self.every > before // self.every or self.done == self.total):
-            self.say(f"update {self.done}/{self.total}  {status}")
+            self.bar.update(self.task, completed=self.done, left=left)
+            self.phase(phases)
+        elif self.done // self.every > before // self.every or self.done == self.total:
+            parts = (f"update {self.done}/{self.total}", left if self.done < self.total else "", self.numbers, phases)
+            self.say("  ".join(part for part in parts if part))
 
     def phase(self, name: str) -> None:
-        """Show what is done before the first update, beside the bar; without a bar nothing is shown."""
-        if self.bar:
-            self.bar.update(self.task, status=name)
+        """Show what is done now beside the bar; without a bar nothing is shown."""
+        if self.bar and self.bar.live.is_started:
+            first, *others = self.numbers.split("  ")
+            self.bar.update(self.task, status="  ".join(part for part in (first, name, *others) if part))
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self.console:
             self.console.print(line, highlight=False, soft_wrap=True)
+
+    def say_wait(self, line: str) -> None:
+        """Print what is waited for, unless the bar shows it."""
+        if not (self.bar and self.bar.live.is_started):
+            self.say(line)
 
 
 def table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]]) -> Table:

@@ -1,5 +1,6 @@
 """Jobs in Python: a model, prompts and functions are enough; what is wrong is one line."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run import recipes, train
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.trainer import Trainer
 from fluvial.models.handwriting import Handwriting
+from fluvial.models.tiny.pipelines import save
 
 
 def bright(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -46,7 +50,7 @@ class Backwards(tiny.Tiny):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "handwriting"}, "model is an object of type str, which is not a DiffusionModel: it has no prediction, "),
+        ({"model": 3}, "model is an object of type int, which is not a DiffusionModel: it has no prediction, "),
         ({"model": Handwriting}, "model is the class Handwriting, expected an object of it"),
         ({"model": Backwards()}, r"model.predict has the signature \(module: .*, expected \(module, x, level, cond, "),
         ({"prompts": "0427"}, "prompts is of type str, expected a list of strings"),
@@ -128,3 +132,29 @@ def test_a_reward_that_returns_something_else_ends_in_one_line(tmp_path: Path, r
         assert "\n" not in str(error.value)
         with pytest.raises(RunError, match=f"evaluator 'it' returned {says}"):
             trainer.evaluate(2)
+
+
+@pytest.mark.long
+def test_a_pipeline_trains_by_its_name_with_prompts_and_a_function(tmp_path: Path) -> None:
+    """As the README shows it: the run opens the pipeline with its own settings, and evaluates with the reward."""
+    save("StableDiffusion3Pipeline", tmp_path / "tiny")
+    name = str(tmp_path / "tiny")
+    job = Job(name, prompts=["a red fox", "two cats", "an owl"], rewards=lambda images, prompts: images.flatten(1).mean(1))
+    small = {"updates": 2, "sampling.prompts": 2, "sampling.group": 2, "sampling.steps": 4, "engine.micro_batch": 2}
+    sizes = {"pipeline.height": 32, "pipeline.width": 32, "evaluation.samples": 2, "evaluation.final_samples": 2}
+    config = with_values(recipes.grpo(name), {"out": tmp_path / "run", **small, **sizes, "evaluation.every": 0})
+    assert train(config, job)["updates"] == 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"] == name
+
+
+def test_what_a_job_should_have_been_given_is_said_in_a_line(tmp_path: Path) -> None:
+    """Functions and texts of prompts in the configuration, a name of another model, and one that there is not."""
+    config = with_values(recipes.grpo(), {"out": tmp_path / "run"})
+    assert with_values(config, {"rewards": "characters", "prompts": ["a.txt"]}).prompts == ("a.txt",)
+    for value in ((len,), len, ("characters", len)):
+        with pytest.raises(UsageError, match=r"^rewards has .*Job\(model, prompts=\[\.\.\.\]"):
+            with_values(config, {"rewards": value})
+    with pytest.raises(UsageError, match=r"prompts file a cat cannot be read.*Job\(model, prompts=\[\.\.\.\]\)"):
+        train(with_values(config, {"prompts": ("a cat",)}))
+    with pytest.raises(UsageError, match=r"job: model is owner/name, and the run is for handwriting: .*recipes\.grpo"):
+        train(config, Job("owner/name", prompts=["a", "b"], rewards=len))  # type: ignore[arg-type]

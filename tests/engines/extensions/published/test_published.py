@@ -313,7 +313,7 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     path.write_text(printed)
     expected["method"]["kl"]["weight"] = "exact"
     assert json.loads(shown("--config", path, "--kl.weight", "exact", "--json")) == expected
-    for text, says in (("{", "is not a configuration"), ('{"out": "x", "seeds": 1}', "unknown fields seeds")):
+    for text, says in (("{", "is not JSON"), ('{"out": "x", "method": "grpo", "seeds": 1}', "unknown fields seeds")):
         path.write_text(text)
         assert cli.run(["train", "--config", str(path)]) == 2
         assert says in launch.one_line(capsys.readouterr().err)

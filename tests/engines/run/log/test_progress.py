@@ -1,34 +1,51 @@
 """Progress: a bar on a terminal, lines elsewhere, nothing on the other ranks."""
 
 import io
+import itertools
+import re
 
+import pytest
 from rich.console import Console
 
 from fluvial.engines.run.log.progress import RunProgress, table
 
 
-def lines(*, terminal: bool = False, total: int = 25, step: int = 1, done: int = 0) -> list[str]:
-    """Return what a run prints."""
-    out = io.StringIO()
-    progress = RunProgress(Console(file=out, force_terminal=terminal, width=120), total=total, done=done)
+def lines(*, width: int = 0, every: int = 1, total: int = 25, step: int = 1, done: int = 0) -> list[str]:
+    """Return what a run prints whose updates take 30 s each; `width` is that of a terminal, 0 is none."""
+    out, now = io.StringIO(), itertools.count(0, 30 * step)
+    shown = Console(file=out, force_terminal=bool(width), width=width or 120)
+    progress = RunProgress(shown, total=total, every=every)
     with progress:
+        progress.clock = lambda: float(next(now))
+        progress.begin(done)
         for _ in range(done, total, step):
             progress.advance({"reward": 0.51234, "grad_norm": 12345.0}, {"rollout": 1.256}, updates=step)
     return out.getvalue().splitlines()
 
 
-def test_a_line_is_printed_every_ten_updates_and_at_the_end() -> None:
+def test_a_line_is_printed_per_update_with_the_time_that_is_left() -> None:
     """Also of several updates at once, and of a run that is resumed."""
     numbers = "  reward 0.512  grad_norm 1.23e+04  rollout 1.26s"
-    assert lines() == [f"update {done}/25{numbers}" for done in (10, 20, 25)]
-    for options, counts in (({"step": 5}, [10, 20, 25]), ({"step": 25}, [25]), ({"done": 18}, [20, 25])):
-        assert [line.split()[1] for line in lines(**options)] == [f"{count}/25" for count in counts]  # type: ignore[arg-type]
+    assert lines(total=4) == [
+        f"update {done}/4{left}{numbers}"
+        for done, left in ((1, "  1 min 30 s left"), (2, "  1 min left"), (3, "  30 s left"), (4, ""))
+    ]
+    for options, counts in (
+        ({"every": 10}, [10, 20, 25]),
+        ({"step": 5, "every": 10}, [10, 20, 25]),
+        ({"step": 25}, [25]),
+        ({"done": 22}, [23, 24, 25]),
+    ):
+        assert [line.split()[1] for line in lines(**options)] == [f"{count}/25" for count in counts]
 
 
-def test_a_terminal_shows_a_bar_with_the_numbers_and_the_last_count() -> None:
-    shown = "\n".join(lines(terminal=True, total=3))
-    assert "3/3" in shown
-    assert "reward 0.512" in shown
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_count_bar_time_left_and_reward(width: int) -> None:
+    shown = [line for line in lines(width=width, total=200, done=190) if "200/200" in line]
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown[-1]).strip()
+    assert re.match(r"update 200/200 ━+ 0 s left reward 0\.512  rollout 1\.26s ", text)
+    assert text.count("━") == (10 if width == 80 else 20)
+    assert len(text) <= width
 
 
 def test_a_line_stands_above_the_bar_as_it_is() -> None:
@@ -42,6 +59,7 @@ def test_a_line_stands_above_the_bar_as_it_is() -> None:
 def test_other_ranks_print_nothing() -> None:
     progress = RunProgress(None, total=1)
     with progress:
+        progress.begin(0)
         progress.advance({}, {})
         progress.say("hidden")
     assert progress.done == 1

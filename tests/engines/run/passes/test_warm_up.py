@@ -103,6 +103,7 @@ def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, bac
     )
     shown = Console(force_terminal=True, file=StringIO())
     with Trainer(config, tiny.job(), one) as trainer, RunProgress(shown, total=2) as progress:
+        progress.begin(0)
         found = trainer.warm_up(progress)
         assert found is not None
         assert found.programs > 0

@@ -1,0 +1,1 @@
+"""Files of settings: reading one over a recipe, writing what differs, and complete examples."""

@@ -1,0 +1,210 @@
+"""Files of settings in YAML, TOML or JSON: only what differs from a recipe, or a whole run. A list is a sweep."""
+
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from fluvial.engines.choices import is_variant, variants
+from fluvial.engines.errors import UsageError
+from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.files.hints import explain_unknown, find_settings
+from fluvial.engines.run.record import as_record, read_record
+
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+RECIPE = "recipe"  # entry that is no field: the recipe that the file changes
+METHOD = "method."
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the entries of a file, nested as they are written.
+
+    Raises:
+        UsageError: it cannot be read, or is no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = _parse(text, path.suffix)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"{path} holds {type(found).__name__}, expected a table of settings such as optimizer.lr: 1e-4")
+    return found
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text)
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.2's scalars: 1e-4 is a number, and 0427, on and 12:30 are texts."""
+
+        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+    for kind, pattern, first in (
+        ("bool", r"true|True|false|False", "tTfF"),
+        ("null", r"null|Null|~|", ["n", "N", "~", ""]),
+        ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+        ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ):
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), list(first))
+    try:
+        return yaml.load(text, Loader) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def flatten(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name, with underscores, and the value of each entry; an empty table is none."""
+    for name, value in entries.items():
+        dotted = f"{prefix}{name.replace('-', '_')}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def is_whole(entries: Mapping[str, Any]) -> bool:
+    """Return whether a file holds a whole run, as config.json does, rather than what differs from a recipe."""
+    return RECIPE not in entries and ("method" in entries or "objective" in entries)
+
+
+def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> TrainConfig:
+    """Return a run with the entries of a file.
+
+    Args:
+        entries: settings, nested or by dotted names; those of the method with `method.` before them or without. A name
+            without a dot stands for the one whose last part it is.
+        names: names of all settings of the run, as flags have them.
+
+    Raises:
+        UsageError: there is no such setting, or a value is not accepted; in one line.
+    """
+    values = dict[str, Any]()
+    for name, value in flatten(entries):
+        if name == RECIPE:
+            continue
+        plain = name.removeprefix(METHOD).removesuffix(".kind")
+        if plain == "name" and name != plain:
+            if value != config.method.method_name:
+                hint = f"this run has the method {config.method.method_name}; `recipe` names another one"
+                raise UsageError(f"method.name is {value!r}: {hint}")
+            continue
+        found = _find(config, plain, names)
+        if found in values and values[found] != value:
+            raise UsageError(f"{name} is set twice, to {values[found]!r} and {value!r}")
+        values[found] = value
+    record = as_record(config)
+    for name in sorted(values, key=lambda name: name.count(".")):  # a kind comes before its fields
+        *parents, last = _place(config, name)
+        table = record
+        for parent in parents:
+            if not isinstance(table.get(parent), dict):
+                table[parent] = {}  # of a kind that the run did not have
+            table = table[parent]
+        value, known = values[name], table.get(last)
+        if isinstance(known, dict) and "kind" in known:
+            table[last] = known if known["kind"] == value else {"kind": value}
+        else:
+            table[last] = None if value == "None" else value
+    return read_record(record)
+
+
+def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
+    """Return the setting that a name stands for."""
+    if name in names:
+        return name
+    parts = name.split(".")
+    # A field of a choice, whose kind may be another one in the same file, is checked with that kind.
+    if any(is_variant(type(_value(config, ".".join(parts[:count])))) for count in range(1, len(parts))):
+        return name
+    if len(meant := find_settings(name, names)) == 1:
+        return meant[0]
+    if meant:
+        raise UsageError(f"{name} is ambiguous: name one of {', '.join(meant)}")
+    hint = explain_unknown(name, names)
+    raise UsageError(f"there is no setting {name}{did_you_mean(name, names) if hint is None else f': {hint}'}")
+
+
+def _place(config: TrainConfig, name: str) -> list[str]:
+    """Return where a record has a setting."""
+    parts = name.split(".")
+    return parts if hasattr(config, parts[0]) else ["method", *parts]
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return the value of a setting; None if there is none."""
+    for part in _place(config, name):
+        config = getattr(config, part, None)
+    return config
+
+
+def _declared(config: Any, name: str) -> Any:
+    """Return the declared type of a setting; None where it cannot be told, as of a field of another kind."""
+    *parents, last = _place(config, name)
+    for parent in parents:
+        config = getattr(config, parent, None)
+    return get_type_hints(type(config)).get(last)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+# sweeps
+
+
+def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the runs of a file: a name and the settings of each. A list is a sweep where the setting is none.
+
+    A setting that is a list itself is swept by a list of lists. Several sweeps are every combination. Without a sweep there
+    is one run without a name.
+
+    Args:
+        config: run of the recipe, whose fields say which settings are lists.
+        entries, names: see `apply`.
+    """
+    flat = dict(flatten(entries))
+    swept = {
+        name: values for name, values in flat.items() if isinstance(values, list) and _is_sweep(config, name, values, names)
+    }
+    for name, values in swept.items():
+        if not values:
+            raise UsageError(f"{name} is an empty list, expected a value, or several for a sweep")
+    lasts = [name.rpartition(".")[2] for name in swept]
+    short = {name: last if lasts.count(last) == 1 else name for name, last in zip(swept, lasts, strict=True)}
+    found = list[tuple[str, dict[str, Any]]]()
+    for combination in itertools.product(*swept.values()):
+        chosen = dict(zip(swept, combination, strict=True))
+        found.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
+    if len({name for name, _ in found}) < len(found):
+        raise UsageError("the file names the same run twice: each value of a list is one run")
+    return found
+
+
+def _is_sweep(config: TrainConfig, name: str, values: list[Any], names: Sequence[str]) -> bool:
+    if name == RECIPE:
+        raise UsageError("recipe is a list, expected one: compare the runs of several by fluvial report runs/*")
+    plain = _find(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
+    declared = _declared(config, plain)
+    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in _members(declared)):
+        return bool(values) and all(isinstance(value, list) for value in values)
+    return True
+
+
+def _label(value: Any) -> str:
+    """Return a value as the name of a folder has it."""
+    if isinstance(value, Mapping):
+        return "+".join(_label(each) for each in value.values())
+    text = "+".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-")[:60]

@@ -1,0 +1,93 @@
+"""Settings of a run as TOML: what differs from its recipe, or all of them with their help."""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import tomli_w
+
+from fluvial.engines.choices import describe_fields, is_bare, is_variant, settings
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.files.read import RECIPE
+from fluvial.engines.run.record import CONVERTER
+
+WIDTH = 110
+
+
+def list_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield the dotted name of each setting as flags have it, its value for JSON, and its help; a choice by its kind."""
+    texts, variant = describe_fields(type(config)), is_variant(type(config))
+    for field in settings(type(config)) if variant else dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        text = " ".join(texts.get(field.name, "").split())
+        if is_variant(type(value)):
+            yield name, value.kind, text
+        if dataclasses.is_dataclass(value):
+            yield from list_settings(value, prefix if is_bare(field) else f"{name}.")
+        else:
+            yield name, CONVERTER.unstructure(value), text
+
+
+def differences(config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
+    """Return the settings, by dotted names, that differ from those of another run; with a new kind all of its fields."""
+    before = {name: value for name, value, _ in list_settings(base)}
+    found = dict[str, Any]()
+    for name, value, _ in list_settings(config):
+        parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+        if (
+            name not in before
+            or value != before[name]
+            or any(before.get(each) != found.get(each, before.get(each)) for each in parents)
+        ):
+            found[name] = value
+    return found
+
+
+def write_differences(recipe: str | None, config: TrainConfig, base: TrainConfig) -> str:
+    """Return a file of what differs from a recipe, or, where there is none, of all settings."""
+    if recipe is None:
+        entries = [_entry(name, value, None, config) for name, value, _ in list_settings(config)]
+        return "\n".join([_first(None, config), *filter(None, entries)]) + "\n"
+    found = differences(config, base) | {"model": config.model}
+    entries = [_entry(name, found[name], recipe, config) for name in sorted(found, key=lambda name: name != "model")]
+    if [*found] == ["model"]:
+        entries.append("# Nothing differs from the recipe. fluvial config --all prints every setting with its help.")
+    return "\n".join([_first(recipe, config), *filter(None, entries)]) + "\n"
+
+
+def write_all(recipe: str | None, config: TrainConfig) -> str:
+    """Return a file of all settings, each below its help; None stands for what is not set."""
+    lines = [_first(recipe, config)]
+    for name, value, text in list_settings(config):
+        if entry := _entry(name, value, recipe, config):
+            lines += ["", *(f"# {line}" for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)), entry]
+    return "\n".join(lines) + "\n"
+
+
+def _first(recipe: str | None, config: TrainConfig) -> str:
+    """Return the line that says what the settings are of."""
+    return f"{RECIPE} = {_text(recipe)}" if recipe is not None else f"method.name = {_text(config.method.method_name)}"
+
+
+def _entry(name: str, value: Any, recipe: str | None, config: TrainConfig) -> str:
+    """Return the line of a setting: of a choice whose fields follow its kind. A whole run leaves out what is None."""
+    held: Any = config
+    for part in name.split("."):
+        held = getattr(held, part, getattr(getattr(held, "method", None), part, None))
+    key = f"{name}.kind" if is_variant(type(held)) and settings(type(held)) else name
+    if recipe is not None:
+        return f"{key} = {_text(value)}"
+    return "" if value is None else f"{'' if hasattr(config, name.partition('.')[0]) else 'method.'}{key} = {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as TOML writes it in a line."""
+    if value is None:
+        return '"None"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else tomli_w.dumps({"x": value})[4:].strip()

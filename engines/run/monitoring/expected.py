@@ -1,0 +1,65 @@
+"""What a run is expected to do, said before its first update: what is trained, samples, and how long it takes."""
+
+from collections.abc import Iterator
+
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.method import RecordedRows
+
+BACKWARD = 3  # time of a forward and a backward pass, in forward passes
+
+
+def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[str]:
+    """Yield lines on what is trained, and on how many samples an update takes.
+
+    Args:
+        done: number of updates at the start.
+    """
+    world, sampling, rank = engine.world, config.method.sampling, config.lora.rank
+    trained = sum(parameter.numel() for parameter in engine.trainable.values())
+    whole = sum(parameter.numel() for name, parameter in engine.module.named_parameters())
+    how = f"lora of rank {rank}" if config.train == "lora" else "full"
+    ranks = f"{world.size} processes" if world.size > 1 else "1 process"
+    yield (
+        f"{config.model} with {config.method.method_name}: {_count(trained)} of {_count(whole)} parameters trained ({how}), "
+        f"{ranks} on {world.device.type}"
+    )
+    rollouts = (config.updates - done) // config.updates_per_rollout
+    per_update = sampling.batch // config.method.passes.minibatches
+    source = f"{sampling.prompts} prompts x {sampling.group} samples, {sampling.steps} steps"
+    batches = f"{rollouts} batches of {sampling.batch} ({source if config.makes_samples else 'given data'})"
+    yield f"{config.updates - done} updates on {per_update} samples each: {batches}"
+
+
+def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> float:
+    """Return the seconds that all updates take, by those of an evaluation, whose forward passes are the same; roughly.
+
+    Rewards are left out, and so are networks beside the policy. A forward and a backward pass count as three forward passes.
+
+    Args:
+        seconds: seconds of the evaluation.
+        samples: number of its samples.
+    """
+    sampling, guided = config.method.sampling, 1 + (config.evaluation_guidance.scale != 1)
+    forward = seconds / (samples * config.evaluation_steps * guided)  # of a row
+    rollout = sampling.batch * sampling.steps * (1 + (sampling.guidance.scale != 1)) if config.makes_samples else 0
+    learnt = count_rows(config) * (1 + (sampling.guidance.scale != 1 and sampling.guidance.update == "guided"))
+    each = rollout + BACKWARD * learnt * config.method.passes.epochs
+    return forward * each * (config.updates // config.updates_per_rollout)
+
+
+def count_rows(config: TrainConfig) -> int:
+    """Return the number of rows of a pass over a batch: (sample, step) or (sample, noise level) pairs."""
+    method, sampling = config.method, config.method.sampling
+    batch = 2 * sampling.prompts if method.is_paired else sampling.batch
+    if isinstance(method.rows, RecordedRows):
+        return batch * method.rows.trained.count(sampling.window.count(sampling.steps))
+    return batch * method.rows.noising.each
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters as people write it."""
+    for size, unit in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"
