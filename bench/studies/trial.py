@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fluvial.bench import harness
 from fluvial.engines import Trainer
@@ -111,11 +112,11 @@ def watch(trial: Trial) -> list[Score]:
             result = trainer.evaluate(config.evaluation.samples, probe=probe)
             parts = {"true": result.score["heldout"], "exact": result.exact["heldout"], "proxy": result.score[name]}
             parts |= {"sharpness": result.score["sharpness"], "drift": result.velocity_drift or 0.0, "diversity": diversity}
-            place = (trial.method, trial.variant, config.model, config.method.sampling.steps, config.seed, trial.settings)
-            spent = (updates, samples, round(seconds, 2))
-            found.append(
-                Score(*place, *spent, **{key: round(value, 5) for key, value in parts.items()}, **harness.facts(Score))
-            )
+            known: dict[str, Any] = {"method": trial.method, "variant": trial.variant, "model": config.model}
+            known |= {"steps": config.method.sampling.steps, "seed": config.seed, "settings": trial.settings}
+            known |= {"updates": updates, "samples": samples, "seconds": round(seconds, 2)}
+            known |= {key: round(value, 5) for key, value in parts.items()}
+            found.append(Score(**known, **harness.facts(Score)))
 
         look(0)
         with trainer.engine.inference(average=True) as module:
