@@ -29,7 +29,7 @@ class PipelineTrial(NamedTuple):
     """One pipeline: what was tried, and what came of it."""
 
     pipeline: str
-    how: str = ""  # "adapter" or "recorded"; empty if nothing was trained
+    how: str = ""  # "adapter", "recorded" or "blocks"; empty if nothing was trained
     conditions: tuple[str, ...] = ()  # arguments that are images, videos or sounds
     error: float | None = None  # of velocities and images against the pipeline's own; None for an adapter
     ratio: float | None = None  # importance ratio before the first update
@@ -102,7 +102,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
     adapted = re.search(r"LoRA adapts (\d+) linear layers, (\d+) parameters", trained.output)
     return row._replace(
-        how="adapter" if name in built_in() else "recorded",
+        how="adapter" if name in built_in() else "blocks" if tiny.is_modular(name) else "recorded",
         error=None if within is None else float(within[1]),
         ratio=math.exp(log_ratio),
         layers=0 if adapted is None else int(adapted[1]),
@@ -236,17 +236,21 @@ def _adapter(run: Path) -> dict[str, Any]:
 
 def _opens(name: str, folder: Path) -> str:
     """Return whether the exported adapter of a run opens with the pipeline's own loader."""
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
     from fluvial.models.pipelines.folder import quietly
     from fluvial.models.replay.processors import add_tokenizers, read_processors
-    from fluvial.models.tiny.pipelines import surroundings
+    from fluvial.models.tiny.pipelines import is_modular, surroundings
 
     try:
         with quietly(), surroundings(name, 0):
-            own = read_processors(folder / "model")
-            pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
-            add_tokenizers(pipe, folder / "model", {})
+            if is_modular(name):
+                pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
+                pipe.load_components([part for part in pipe.components if part.startswith("transformer")])
+            else:
+                own = read_processors(folder / "model")
+                pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
+                add_tokenizers(pipe, folder / "model", {})
             if not hasattr(pipe, "load_lora_weights"):
                 return "no loader"
             network = getattr(pipe, "transformer", None) or pipe.unet

@@ -51,7 +51,7 @@ from fluvial.engines.scoring.registry import check_records, check_rewards, selec
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
-from fluvial.models import LoraConfig, Schedule, is_recorded
+from fluvial.models import LoraConfig, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
@@ -158,7 +158,8 @@ def _built(
     with world.agreed():
         try:
             conditioned = any(prompt.media for prompt in job.prompts)
-            check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
+            known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
+            check_model(config, job.model.prediction, **known, conditioned=conditioned)
         except ValueError as error:
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)
