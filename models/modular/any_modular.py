@@ -64,7 +64,7 @@ class AnyModular(AnyPipeline):
             raise refusal(name, "its loop calls no network")
         self.part = "transformer" if "transformer" in parts else next(iter(parts))
         kind, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
-        defaults = {entry.name: entry.default for entry in self._empty.blocks.inputs if entry.name not in (None, "strength")}
+        defaults = {entry.name: entry.default for entry in blocks.inputs if entry.name not in (None, "strength")}
         takes = {name: kind(name, keyword, default=default) for name, default in defaults.items()}
         self._own = frozenset(takes)
         if "num_inference_steps" not in takes:

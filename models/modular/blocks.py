@@ -28,6 +28,7 @@ class Blocks(NamedTuple):
     before: tuple[Any, ...]
     loop: Any
     after: tuple[Any, ...]
+    inputs: tuple[Any, ...]  # of the call
 
     def parts(self) -> dict[str, Any]:
         """Return the specifications of the parts that they use, by name."""
@@ -77,8 +78,9 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
 
     name = type(pipe).__name__
     with foreign(name, "be split into blocks"):
-        every = pipe.blocks.get_execution_blocks(**{key: value for key, value in given.items() if value is not None})
-        flat = [*every.sub_blocks.values()]
+        every = pipe.blocks
+        chosen = every.get_execution_blocks(**{key: value for key, value in given.items() if value is not None})
+        flat = [*chosen.sub_blocks.values()]
     kept = [block for block in flat if PROMPT not in {output.name for output in block.intermediate_outputs}]
     places = [place for place, block in enumerate(kept) if isinstance(block, LoopSequentialPipelineBlocks)]
     if len(places) != 1:
@@ -86,15 +88,15 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     (place,) = places
     if any(isinstance(block, LoopSequentialPipelineBlocks) for block in kept[place].sub_blocks.values()):
         raise refusal(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
-    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]))
+    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs))
 
 
-def set_inputs(pipe: Any, asked: Mapping[str, Any], seed: int) -> Any:
+def set_inputs(blocks: Blocks, asked: Mapping[str, Any], seed: int) -> Any:
     """Return the state that the first block is given, as the pipeline's call does."""
     from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
     state = PipelineState()
-    for entry in pipe.blocks.inputs:
+    for entry in blocks.inputs:
         if entry.name in asked:
             state.set(entry.name, asked[entry.name], entry.kwargs_type)
         elif entry.name is not None and entry.name not in state.values:
@@ -107,7 +109,7 @@ def set_inputs(pipe: Any, asked: Mapping[str, Any], seed: int) -> Any:
 @torch.no_grad()
 def run_whole(pipe: Any, blocks: Blocks, networks: Mapping[str, Any], asked: Mapping[str, Any], seed: int) -> Any:
     """Return the state after a call of the pipeline, loop included, with the networks that it calls."""
-    state, components = set_inputs(pipe, asked, seed), Components(pipe, {**networks})
+    state, components = set_inputs(blocks, asked, seed), Components(pipe, {**networks})
     with quietly(), foreign(type(pipe).__name__, "be run"):
         for block in (*blocks.before, blocks.loop, *blocks.after):
             _, state = block(components, state)
@@ -123,7 +125,7 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
     """
     from diffusers.modular_pipelines.modular_pipeline import BlockState
 
-    name, state = type(pipe).__name__, set_inputs(pipe, asked, seed)
+    name, state = type(pipe).__name__, set_inputs(blocks, asked, seed)
     values, variables, dry = list[dict[str, Any]](), list[dict[str, Any]](), copy.copy(blocks.loop)
 
     def note(components: Any, block_state: Any, **given: Any) -> tuple[Any, Any]:

@@ -150,7 +150,8 @@ def _run_probe(
     """Run a step with noise in place of the trained network; its inputs by call are in `inputs` then."""
     inputs.clear()
     networks = {part: Watched(getattr(pipe, part), inputs) for part in parts}
-    return run_step(pipe, blocks, _copy(values), variables, networks, **options)
+    with torch.enable_grad():
+        return run_step(pipe, blocks, _copy(values), variables, networks, **options)
 
 
 def _copy(value: Any) -> Any:
