@@ -1,5 +1,6 @@
 """Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
 
+import importlib.util
 import inspect
 import json
 import sys
@@ -304,7 +305,8 @@ def surroundings(name: str, size: int) -> Iterator[None]:
     kind = getattr(diffusers, name)
     module = sys.modules[kind.__module__]
     if is_modular(name):  # whose blocks are beside it
-        module = sys.modules.get(f"{kind.__module__.rpartition('.')[0]}.encoders", module)
+        beside = f"{kind.__module__.rpartition('.')[0]}.encoders"
+        module = importlib.import_module(beside) if importlib.util.find_spec(beside) else module
     own: dict[str, Any] = {
         one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
     }

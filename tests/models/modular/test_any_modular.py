@@ -65,13 +65,14 @@ def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> 
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        if one is not None and other is not None:
+            assert float((one - other).norm() / other.norm()) <= TRAIN[name].error
 
 
 @each
 def test_the_check_passes_and_levels_are_known(name: str, folder: Folders) -> None:
     model = opened(name, folder(name))
-    assert model.check(model.build().eval(), prompts(name)) == 0
+    assert model.check(model.build().eval(), prompts(name)) <= TRAIN[name].error
     assert is_recorded(model)
     assert knows_any_level(model) == TRAIN[name].any_level
 
