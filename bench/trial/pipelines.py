@@ -68,6 +68,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         command: runs a command line of fluvial, and returns its exit code.
     """
     from fluvial.models.pipelines.open import built_in
+    from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
     if other := tiny.scheduler_of_no_flow(name):
@@ -76,7 +77,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
-    asked = tiny.find_call(name)
+    asked = modular.find_call(name)
 
     def run_command(args: list[str]) -> int:
         import torch
@@ -131,10 +132,11 @@ def format_table(rows: Sequence[PipelineTrial]) -> str:
 
 def _build(name: str, folder: Path) -> None:
     """Save the tiny pipeline and its prompts, with images, videos and sounds of random numbers."""
+    from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    asked = tiny.find_call(name)
-    tiny.save(name, folder / "model")
+    asked = modular.find_call(name)
+    modular.save(name, folder / "model")
     records = [
         {
             "prompt": tiny.make_prompt(name, text),

@@ -1,4 +1,4 @@
-"""Tiny random modular pipelines of diffusers, from the parts that their blocks expect, and how each is called."""
+"""Tiny random pipelines of diffusers, modular ones among them, from the parts that blocks expect, and how each is called."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -35,15 +35,19 @@ class TinyModular(NamedTuple):
 
 def find_call(name: str) -> TinyCall:
     """Return how the tiny pipeline of a class is called."""
+    if not pipelines.is_modular(name):
+        return pipelines.find_call(name)
     row = _rows().get(name, TinyModular())
     scale = 3.0 if row.guided else 1.0
     return TinyCall(row.media, dict(row.call), scale, "bad" if row.guided else "", row.size, row.frames)
 
 
 def build(name: str) -> Any:
-    """Return the tiny random pipeline of a class, with the blocks that it has by default."""
+    """Return the tiny random pipeline of a class; a modular one with the blocks that it has by default."""
     import diffusers
 
+    if not pipelines.is_modular(name):
+        return pipelines.build(name)
     row, kind = _rows().get(name, TinyModular()), getattr(diffusers, name)
     pipe = kind(blocks=getattr(diffusers, kind.default_blocks_name)())
     parts = _build_parts(name, pipe.blocks, row)
@@ -57,6 +61,8 @@ def build(name: str) -> Any:
 
 def save(name: str, folder: Path) -> Path:
     """Save the tiny random pipeline of a class, and return the folder."""
+    if not pipelines.is_modular(name):
+        return pipelines.save(name, folder)
     pipe = pipelines.random_weights(partial(build, name), 0.2)
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
     index = folder / "modular_model_index.json"

@@ -221,8 +221,6 @@ def find_call(name: str) -> TinyCall:
     """Return how the tiny pipeline of a class is called."""
     import diffusers
 
-    if is_modular(name):
-        return _modular().find_call(name)
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
     conditioned = any(word in name for word in CONDITIONED) and name not in TEXT_ALONE
     media = tuple(
@@ -260,8 +258,6 @@ def build(name: str, /, **given: Any) -> Any:
     """
     import diffusers
 
-    if is_modular(name):
-        return _modular().build(name)
     kind = getattr(diffusers, name)
     parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
     own = {**OWN.get(name, {}), **given}
@@ -368,17 +364,8 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 
 def save(name: str, folder: Path) -> Path:
     """Save a tiny random pipeline of a class of diffusers, and return the folder."""
-    if is_modular(name):
-        return _modular().save(name, folder)
     with surroundings(name, 0):
         return write(random_weights(partial(build, name), 0.2), folder)
-
-
-def _modular() -> Any:
-    """Return the module of modular pipelines, which needs this one."""
-    from fluvial.models.tiny import modular
-
-    return modular
 
 
 def write(pipeline: Any, folder: Path) -> Path:

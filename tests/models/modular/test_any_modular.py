@@ -11,17 +11,20 @@ from helpers import tiny_modular
 from helpers.marks import Folders, Patch, long
 from helpers.refusals import refuses
 from helpers.tiny_modular import REFUSED, STEPS, TRAIN, opened, prompts
-from torch import Tensor
+from torch import Tensor, nn
 
 from fluvial.core.random import key, normal
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import bind, ode
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import write_lora
 from fluvial.models import is_recorded, knows_any_level
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.modular import any_modular
 from fluvial.models.modular.blocks import Watched
 from fluvial.models.replay.media import use_modes
-from fluvial.models.tiny.pipelines import find_call, surroundings
+from fluvial.models.tiny.modular import find_call
+from fluvial.models.tiny.pipelines import surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 SHORT = ("Flux3", "QwenImage", "Wan")  # in every run of the tests
@@ -42,31 +45,53 @@ def small(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.bits
-@each
-def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> None:
-    """From the same noise the ODE ends, to the bit, at the images and sounds of the pipeline's call."""
-    model, prompt = opened(name, folder(name)), prompts(name)[0]
-    module, pipe = model.build().eval().requires_grad_(False), tiny_modular.loaded(name, folder(name))
-    use_modes(pipe.vae)
-    asked = model._arguments(prompt, model.known.asked["num_inference_steps"])
-    seeded = {"generator": torch.Generator().manual_seed(any_modular._seed(prompt))}
-    state = pipe(**asked, **seeded)
-    noise = model._take_samples(model._enter(prompt, model.known.asked["num_inference_steps"]))
-    cond = model.encode([prompt])
+def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the images and sounds of the ODE from the noise of diffusers' own call, and those of that call."""
+    prompt, steps = model.example, model.known.asked["num_inference_steps"]
+    generator = torch.Generator().manual_seed(any_modular._seed(prompt))
+    state, cond = pipe(**model._arguments(prompt, steps), generator=generator), model.encode([prompt])
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         return model.predict(module, x, level, cond)
 
     with torch.no_grad():
-        levels = model.schedule(STEPS, model.known.shape).levels
+        levels, noise = model.schedule(STEPS, model.known.shape).levels, model._take_samples(model._enter(prompt, steps))
         final = rollout(velocity, noise, levels, transition=ode, key=key(0), window=(), record=()).final
     ours, theirs = model._decode_all(final, prompt), model._output(state)
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
-            assert float((one - other).norm() / other.norm()) <= TRAIN[name].error
+            yield one, other
+
+
+@pytest.mark.bits
+@each
+def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> None:
+    """From the same noise the ODE ends at the images and sounds of the pipeline's call, to the bit or as its row says."""
+    model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
+    use_modes(pipe.vae)
+    for one, other in both(model, model.build().eval().requires_grad_(False), pipe):
+        assert float((one - other).norm() / other.norm()) <= TRAIN[name].error
+
+
+@pytest.mark.parametrize("name", [*SHORT[:2], *(long(name) for name in ("Wan22", "LTX2", "StableDiffusion3"))])
+def test_an_exported_adapter_opens_in_diffusers(name: str, folder: Folders, tmp_path: Path, one: World) -> None:
+    """With the loader of the pipeline's class, and the images are those of the network that was adapted."""
+    model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
+    module = model.build().eval().requires_grad_(False)
+    (before, _), *_ = both(model, module, pipe)
+    add_lora(module, LoraConfig(rank=2, alpha=2.0), model.lora_targets, seed=0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05
+    write_lora(module, tmp_path, world=one)
+    parts = [*module] if isinstance(module, nn.ModuleDict) else [""]
+    for part in parts:
+        pipe.load_lora_weights(tmp_path / part, **({"load_into_transformer_2": True} if part.endswith("_2") else {}))
+    for ours, theirs in both(model, module, pipe):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert ours.shape != before.shape or not torch.allclose(ours, before, atol=1e-3)
 
 
 @each

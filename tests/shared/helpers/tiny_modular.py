@@ -14,7 +14,7 @@ from fluvial.models.modular.any_modular import AnyModular
 from fluvial.models.modular.blocks import PROMPT
 from fluvial.models.replay.media import MediaPrompt, TextPrompt
 from fluvial.models.replay.processors import read_processors
-from fluvial.models.tiny.pipelines import find_call, save
+from fluvial.models.tiny.modular import find_call, save
 
 TEXTS = ("a red fox", "two cats in the rain, at night, under a lamp", "owl")
 STEPS = 3
