@@ -258,7 +258,8 @@ def _opens(name: str, folder: Path) -> str:
             network = getattr(pipe, "transformer", None) or pipe.unet
             if not hasattr(network, "load_lora_adapter"):  # which the pipeline's loader calls
                 return "no: diffusers' loader fails"
-            pipe.load_lora_weights(folder / "run" / "lora")
+            lora = folder / "run" / "lora"
+            pipe.load_lora_weights(lora / "transformer" if (lora / "transformer").is_dir() else lora)
             return "yes" if getattr(network, "peft_config", None) else "no layer"
     except Exception as error:  # of diffusers
         return f"no: {_line(error)[:60]}"

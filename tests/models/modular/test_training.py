@@ -18,8 +18,8 @@ SHORT = (
     ("method", "further", "ranks"),
     [
         ("grpo", "", 1),
-        ("nft", "--noising.levels.kind continuous --noising.each 2", 2),
-        long("awm", "--noising.levels.kind uniform --noising.each 2", 1),
+        ("nft", "--noising.levels continuous --noising.each 2", 2),
+        long("awm", "--noising.levels uniform --noising.each 2", 1),
         long("grpo", "--engine.base nf4", 1),
         long("grpo", "--train full", 2),
     ],
