@@ -271,8 +271,12 @@ class AnyModular(AnyPipeline):
             several = isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value)
             value = torch.stack(value) if several and len({one.shape for one in value}) == 1 else value
             if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
-                made.append(value)
-        return split_output(tuple(made))
+                frames_alone = value.ndim == 4 and self.size[2] > 1 and len(value) > 1  # of the one sample
+                made.append(value[None] if frames_alone else value)
+        output = split_output(tuple(made))
+        if output.images is not None and len(output.images) != 1:
+            raise refusal(self.pipeline, f"it makes {len(output.images)} images of one sample")
+        return output
 
     def _place_parts(self, pipe: Any, blocks: Blocks) -> None:
         """Freeze the parts of a pipeline on the device, and set its guidance and its scheduler."""
