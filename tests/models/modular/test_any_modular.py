@@ -133,9 +133,12 @@ class Wide(torch.overrides.TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@each
+@pytest.mark.parametrize("name", ["Flux3", *(long(name) for name in TRAIN if name not in ("Flux3", "Ideogram4"))])
 def test_gradients_are_the_differences_of_the_loss(name: str, folder: Folders) -> None:
-    """Of a step's log-probability, by the weights of a LoRA, in float64, along a random direction."""
+    """Of a step's log-probability, by the weights of a LoRA, in float64, along a random direction.
+
+    Not of Ideogram 4, whose second network is frozen in float32.
+    """
     model = opened(name, folder(name), compute=torch.float64)
     module = model.build().eval().double()
     add_lora(module, LoraConfig(rank=2, alpha=2.0), model.lora_targets, seed=0)
@@ -240,7 +243,7 @@ def test_a_loop_that_keeps_an_object_is_refused(folder: Folders, monkeypatch: Pa
     ("guider", "settings"),
     [
         ("AdaptiveProjectedGuidance", {}),
-        long("ClassifierFreeZeroStarGuidance", {}),
+        long("ClassifierFreeZeroStarGuidance", {"zero_init_steps": 0}),  # steps of zeros have no gradient
         long("TangentialClassifierFreeGuidance", {}),
         long("AdaptiveProjectedMixGuidance", {}),
     ],
