@@ -10,7 +10,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # Packages whose public modules have a page of reference.
 PACKAGES = (
-    *("core", "kernels", "models", "models/pipelines", "models/replay", "models/rewards", "models/original"),
+    *(
+        "core",
+        "kernels",
+        "models",
+        "models/pipelines",
+        "models/replay",
+        "models/modular",
+        "models/rewards",
+        "models/original",
+    ),
     *("engines", "engines/run", "engines/methods", "engines/sampling", "engines/scoring", "engines/data", "engines/engine"),
     *("engines/run/jobs", "engines/run/evaluation", "engines/run/checkpoint", "engines/export"),
 )

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fluvial.models.lora import LoraConfig, add_lora
     from fluvial.models.pipelines.open import load_adapter, open_model
-    from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, check_model, decoded, is_recorded
+    from fluvial.models.protocol import (
+        Cond,
+        DiffusionModel,
+        Prediction,
+        Schedule,
+        check_model,
+        decoded,
+        is_recorded,
+        knows_any_level,
+    )
 
 __all__ = [
     "Cond",
@@ -21,6 +30,7 @@ __all__ = [
     "check_model",
     "decoded",
     "is_recorded",
+    "knows_any_level",
     "load_adapter",
     "open_model",
 ]

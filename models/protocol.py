@@ -183,9 +183,15 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
 def is_recorded(model: DiffusionModel) -> bool:
     """Return whether a model is a pipeline without an adapter, whose calls are replayed (`models.replay.any_pipeline`).
 
-    The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule.
+    The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule, unless
+    `knows_any_level`.
     """
     return bool(getattr(model, "recorded", False))
+
+
+def knows_any_level(model: DiffusionModel) -> bool:
+    """Return whether a pipeline without an adapter is defined at levels between those of its schedule, too."""
+    return bool(getattr(model, "any_level", False))
 
 
 def sound_rate(model: DiffusionModel) -> int | None:

@@ -29,7 +29,7 @@ class PipelineTrial(NamedTuple):
     """One pipeline: what was tried, and what came of it."""
 
     pipeline: str
-    how: str = ""  # "adapter" or "recorded"; empty if nothing was trained
+    how: str = ""  # "adapter", "recorded" or "blocks"; empty if nothing was trained
     conditions: tuple[str, ...] = ()  # arguments that are images, videos or sounds
     error: float | None = None  # of velocities and images against the pipeline's own; None for an adapter
     ratio: float | None = None  # importance ratio before the first update
@@ -68,6 +68,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         command: runs a command line of fluvial, and returns its exit code.
     """
     from fluvial.models.pipelines.open import built_in
+    from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
     if other := tiny.scheduler_of_no_flow(name):
@@ -76,7 +77,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
-    asked = tiny.find_call(name)
+    asked = modular.find_call(name)
 
     def run_command(args: list[str]) -> int:
         import torch
@@ -102,7 +103,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
     adapted = re.search(r"LoRA adapts (\d+) linear layers, (\d+) parameters", trained.output)
     return row._replace(
-        how="adapter" if name in built_in() else "recorded",
+        how="adapter" if name in built_in() else "blocks" if tiny.is_modular(name) else "recorded",
         error=None if within is None else float(within[1]),
         ratio=math.exp(log_ratio),
         layers=0 if adapted is None else int(adapted[1]),
@@ -131,10 +132,11 @@ def format_table(rows: Sequence[PipelineTrial]) -> str:
 
 def _build(name: str, folder: Path) -> None:
     """Save the tiny pipeline and its prompts, with images, videos and sounds of random numbers."""
+    from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    asked = tiny.find_call(name)
-    tiny.save(name, folder / "model")
+    asked = modular.find_call(name)
+    modular.save(name, folder / "model")
     records = [
         {
             "prompt": tiny.make_prompt(name, text),
@@ -236,23 +238,28 @@ def _adapter(run: Path) -> dict[str, Any]:
 
 def _opens(name: str, folder: Path) -> str:
     """Return whether the exported adapter of a run opens with the pipeline's own loader."""
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
     from fluvial.models.pipelines.folder import quietly
     from fluvial.models.replay.processors import add_tokenizers, read_processors
-    from fluvial.models.tiny.pipelines import surroundings
+    from fluvial.models.tiny.pipelines import is_modular, surroundings
 
     try:
         with quietly(), surroundings(name, 0):
-            own = read_processors(folder / "model")
-            pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
-            add_tokenizers(pipe, folder / "model", {})
+            if is_modular(name):
+                pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
+                pipe.load_components([part for part in pipe.components if part.startswith("transformer")])
+            else:
+                own = read_processors(folder / "model")
+                pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
+                add_tokenizers(pipe, folder / "model", {})
             if not hasattr(pipe, "load_lora_weights"):
                 return "no loader"
             network = getattr(pipe, "transformer", None) or pipe.unet
             if not hasattr(network, "load_lora_adapter"):  # which the pipeline's loader calls
                 return "no: diffusers' loader fails"
-            pipe.load_lora_weights(folder / "run" / "lora")
+            lora = folder / "run" / "lora"
+            pipe.load_lora_weights(lora / "transformer" if (lora / "transformer").is_dir() else lora)
             return "yes" if getattr(network, "peft_config", None) else "no layer"
     except Exception as error:  # of diffusers
         return f"no: {_line(error)[:60]}"

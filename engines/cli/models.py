@@ -17,9 +17,9 @@ USAGE = """usage: fluvial models [--json]
 List the models that can be trained: by which name (--model), what they make and predict, and the memory of their weights.
 --json prints the same for programs.
 
---measured tries every pipeline of the installed diffusers that has a transformer, or the named ones, as a tiny random one:
-it is trained for one update, on one rank, on two, and from the samples of a server, and its adapter is opened. It prints
-which train, and why the others are refused. It takes about half a minute per pipeline.
+--measured tries every pipeline of the installed diffusers that has a transformer or is modular, or the named ones, as a tiny
+random one: it is trained for one update, on one rank, on two, and from the samples of a server, and its adapter is opened.
+It prints which train, and why the others are refused. It takes about half a minute per pipeline.
 """
 BUILT_IN = (
     ("handwriting", "codes", "velocity", "0.6 million parameters, built in"),
@@ -33,7 +33,8 @@ epsilon take the sampler ddim (recipe ddpo), models that predict a velocity take
 top; fluvial plan works out the memory of training.
 
 Any other flow pipeline of diffusers with a transformer can be named too. Without an adapter its calls are recorded and
-replayed, and it is rejected with a reason if the replay gives another velocity. Your own adapter is named as module:name.
+replayed, and it is rejected with a reason if the replay gives another velocity. A modular pipeline (FLUX.3, Krea 2) is
+trained through its own blocks. Your own adapter is named as module:name.
 """
 
 

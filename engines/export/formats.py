@@ -102,10 +102,10 @@ def write(
 
 def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
     """Copy a pipeline's index, its licence and the parts that it names to `out`, without some; links are followed."""
-    from fluvial.models.pipelines.folder import INDEX, entries
+    from fluvial.models.pipelines.folder import entries, find_index
 
     out.mkdir(parents=True, exist_ok=True)
-    for file in (folder / INDEX, *sorted(folder.glob("LICENSE*"))):
+    for file in (find_index(folder), *sorted(folder.glob("LICENSE*"))):
         shutil.copyfile(file, out / file.name)
     for part, kind in entries(folder).items():
         if kind is not None and part not in without and (folder / part).is_dir():

@@ -53,7 +53,7 @@ from fluvial.engines.scoring.registry import check_records, check_rewards, selec
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
-from fluvial.models import LoraConfig, Schedule, is_recorded
+from fluvial.models import LoraConfig, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
@@ -162,7 +162,8 @@ def _built(
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
     with world.agreed(), convert_errors(UsageError, ValueError):
         conditioned = any(prompt.media for prompt in examples(job.prompts))
-        check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
+        known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
+        check_model(config, job.model.prediction, **known, conditioned=conditioned)
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1

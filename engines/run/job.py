@@ -300,7 +300,7 @@ def to_train(
         own = f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
         other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
         return (
-            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
+            f"no adapter for {model.pipeline}: {model.how}{from_columns}, "
             f"velocities and images within {error:.1g}{adapted}{own}{other if asked != (height, width) else ''}"
         )
 

@@ -36,7 +36,7 @@ from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, decoded, host_values, is_recorded
+from fluvial.models import Cond, decoded, host_values, is_recorded, knows_any_level
 from fluvial.models.routing import Routed
 
 ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
@@ -89,7 +89,8 @@ class Rollouts:
             raise UsageError("rewards", config.rewards, f"at least {least}", hint)
         self.engine: Engine = networks.engine
         self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
-        self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
+        replayed = is_recorded(job.model) and not knows_any_level(job.model)
+        self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=replayed)
         self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
         try:
             resolve("train", config.engine.implementation, [torch.empty(0, device=self.world.device)])

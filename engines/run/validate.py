@@ -10,17 +10,25 @@ from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
 
 
-def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool = False, conditioned: bool = False) -> None:
+def check_model(
+    config: TrainConfig,
+    prediction: Prediction,
+    *,
+    recorded: bool = False,
+    any_level: bool = False,
+    conditioned: bool = False,
+) -> None:
     """Raise UsageError if a run does not fit its model.
 
     Args:
         prediction: what the model predicts.
-        recorded: whether the model is a pipeline without an adapter, which is replayed at the levels of its schedule.
+        recorded: whether the model is a pipeline without an adapter.
+        any_level: whether that pipeline's velocity is known at levels between those of its schedule.
     """
     method, sampling, model = config.method, config.method.sampling, config.model
     sampler = sampling.sampler
     own_levels = f"{model} predicts epsilon or has no adapter, and knows only the levels of its schedule"
-    on_schedule = knows_its_schedule_only(prediction, recorded=recorded)
+    on_schedule = knows_its_schedule_only(prediction, recorded=recorded and not any_level)
     if sampler.rule.prediction not in (prediction, None):
         fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
         raise UsageError("sampling.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")

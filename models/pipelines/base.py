@@ -74,7 +74,7 @@ class Pipeline:
 
     pipeline: str  # class of diffusers' pipeline, as model_index.json names it
     network: str  # class of diffusers' network, which is trained
-    part: ClassVar[str] = "transformer"  # folder of the network
+    part: str = "transformer"  # folder of the network
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
     packed: ClassVar[bool] = False  # whether the network takes tokens of 2 x 2 latents
     # np.linspace or torch.linspace, which round differently, for a pipeline with levels of its own before the shift.
@@ -84,6 +84,7 @@ class Pipeline:
     encoded: ClassVar[tuple[str, ...]]  # names of what it returns in the conditioning; "" leaves one out
     lora_targets: tuple[str, ...]
     conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the tensors of `text`
+    others: ClassVar[tuple[str, ...]] = ("vae", "scheduler")  # parts that a folder must hold beside the network
     prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
     encoders: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")  # first parts of the names of what encodes a prompt
     prediction: Prediction = "velocity"
@@ -118,9 +119,12 @@ class Pipeline:
         self.vae_options = vae = vae or VaeOptions()
         self.vae_dtype = vae.dtype or dtype
         self.decode_chunk, self.text_base = decode_chunk if vae.tile is None else 1, text_base
-        self.parts = list_parts(self.folder, self.pipeline, self.part, weights=has_values(self.device))
+        filled = has_values(self.device)
+        self.parts = list_parts(self.folder, self.pipeline, self.part, weights=filled, others=self.others)
         self.weights: Weights = self.folder / self.part
-        self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
+        self.config, self.vae_config = (
+            read_settings(self.folder / part / "config.json") if part in self.parts else {} for part in (self.part, "vae")
+        )
         if self.config.get("_class_name") != self.network:
             held = self.config.get("_class_name")
             raise ValueError(f"{self.folder / self.part} holds a {held}, expected a {self.network}")

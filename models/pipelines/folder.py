@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from fluvial.models.device import default_device, has_values
 from fluvial.models.hub import probe_hub
 
 INDEX = "model_index.json"  # lists the parts of a pipeline
+MODULAR = "modular_model_index.json"  # lists those of a modular pipeline
 # Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
@@ -115,11 +116,23 @@ def configuration(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Return the index of a pipeline's folder; ValueError if it has none."""
+def is_modular(folder: Path) -> bool:
+    """Return whether a folder holds a modular pipeline alone."""
+    return (folder / MODULAR).is_file() and not (folder / INDEX).is_file()
+
+
+def find_index(folder: Path) -> Path:
+    """Return the index of a pipeline's folder, which may be that of a modular pipeline; ValueError if it has none."""
+    if is_modular(folder):
+        return folder / MODULAR
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} holds no pipeline: {INDEX} is missing; expected a folder as diffusers saves one")
-    return read_settings(folder / INDEX)
+    return folder / INDEX
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of a pipeline's folder; ValueError if it has none."""
+    return read_settings(find_index(folder))
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -144,12 +157,17 @@ def load_network(kind: Any, folder: Path) -> Any:
 
 def entries(folder: Path) -> dict[str, str | None]:
     """Return the class of each part of a pipeline by name; None for a part that it was saved without."""
+    if is_modular(folder):  # parts of other repositories, and of tasks that the folder is not for, may be left out
+        specs = {name: entry[2] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 3}
+        return {name: spec["type_hint"][1] for name, spec in specs.items() if (folder / name).is_dir()}
     # The other entries of the index are settings, some of which are lists of numbers.
     pairs = {name: entry for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
     return {name: entry[1] for name, entry in pairs.items() if all(isinstance(one, str | None) for one in entry)}
 
 
-def list_parts(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:
+def list_parts(
+    folder: Path, pipeline: str, network: str, *, weights: bool = True, others: Sequence[str] = ("vae", "scheduler")
+) -> dict[str, str]:
     """Return the class of each part in a pipeline's folder by name.
 
     Args:
@@ -157,6 +175,7 @@ def list_parts(folder: Path, pipeline: str, network: str, *, weights: bool = Tru
         pipeline: expected class of the pipeline.
         network: name of the part that is trained.
         weights: whether tokenizers and files of weights must be there, too, and not settings alone.
+        others: names of further parts that must be there.
 
     Raises:
         ValueError: the folder holds another pipeline, or a part or file is missing.
@@ -164,9 +183,9 @@ def list_parts(folder: Path, pipeline: str, network: str, *, weights: bool = Tru
     if (found := read_index(folder).get("_class_name")) != pipeline:
         raise ValueError(f"{folder} holds a {found}, expected a {pipeline}")
     parts = {name: kind for name, kind in entries(folder).items() if kind is not None}
-    for name in (network, "vae", "scheduler"):
+    for name in (network, *others):
         if name not in parts:
-            raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
+            raise ValueError(f"{find_index(folder)} names no {name}: save or download the whole pipeline")
     for name in parts if weights else ():
         if lacks := _lacks(folder / name, weights=name.startswith((network, "vae", "text_encoder", "image_encoder"))):
             raise ValueError(f"{folder / name} is incomplete: there is no {lacks}; save or download the pipeline again")

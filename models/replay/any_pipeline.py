@@ -9,6 +9,7 @@ pipeline with its real transformer.
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -95,6 +96,7 @@ class AnyPipeline(WithExperts):
     """
 
     recorded = True
+    how = "replayed as it was recorded"
 
     def __init__(
         self,
@@ -112,8 +114,7 @@ class AnyPipeline(WithExperts):
         **options: Any,
     ) -> None:
         local = local_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
-        kind, self.network = class_of(local, COMPONENT)
-        self.pipeline, self.takes = kind.__name__, parameters(kind)
+        self.pipeline, self.network, self.takes = self._identify(local, example)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
@@ -137,12 +138,18 @@ class AnyPipeline(WithExperts):
         self._latents: LatentLayout | None = None
         self._sees: bool | None = None  # see `_decoding_sees_images`
 
+    def _identify(self, local: Path, example: TextPrompt) -> tuple[str, str, dict[str, inspect.Parameter]]:
+        """Return the class of a folder's pipeline, that of its network, and the parameters of its call."""
+        kind, network = class_of(local, COMPONENT)
+        return kind.__name__, network, parameters(kind)
+
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
-        layers = [name for name, layer in self._load_pipeline().transformer.named_modules() if isinstance(layer, nn.Linear)]
+        network = getattr(self._load_pipeline(), self.part)
+        layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
-        return usual if {*usual} - {"to_out.0"} else attention_layers(self._load_pipeline().transformer)
+        return usual if {*usual} - {"to_out.0"} else attention_layers(network)
 
     def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -473,7 +480,7 @@ class AnyPipeline(WithExperts):
     @property
     def _networks(self) -> tuple[str, ...]:
         """Names of the pipeline's parts that are trained."""
-        return (COMPONENT,) if self.boundary_ratio is None else EXPERTS
+        return (self.part,) if self.boundary_ratio is None else EXPERTS
 
     def _load(self, *wanted: str) -> Any:
         return self._load_pipeline()

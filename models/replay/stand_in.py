@@ -1,9 +1,11 @@
 """Stand-in for a transformer, which returns noise at no cost, and a scheduler that returns given samples."""
 
 import copy
+import inspect
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import optree
 import torch
@@ -46,6 +48,8 @@ def make_stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
             return type(output)(**{name: optree.tree_map(noise, value) for name, value in output.items()})
 
     network.__class__ = StandIn
+    forward: Any = StandIn.forward
+    forward.__signature__ = inspect.signature(kind.forward)  # modular pipelines pass what it takes
     return network
 
 
@@ -119,7 +123,8 @@ def _probe_output(empty: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return the output of a network on the meta device, and whether it refuses the inputs' shapes, see `make_stand_in`."""
     try:
         meta = optree.tree_map(lambda leaf: _on_meta(leaf), (args, kwargs))
-        return empty(*meta[0], **meta[1]), False
+        with patch.object(torch, "autocast", lambda *_, **__: nullcontext()):  # which does not know the meta device
+            return empty(*meta[0], **meta[1]), False
     except (RuntimeError, NotImplementedError) as error:
         unlike = any(part in str(error) for part in UNLIKE)
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

@@ -1,5 +1,6 @@
 """Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
 
+import importlib.util
 import inspect
 import json
 import sys
@@ -97,6 +98,7 @@ OTHERS = {
     "PixArtAlphaPipeline": "DPMSolverMultistepScheduler of epsilon",
     "SanaSprintPipeline": "SCMScheduler",
     "SanaSprintImg2ImgPipeline": "SCMScheduler",
+    "StableDiffusionXLModularPipeline": "EulerDiscreteScheduler of epsilon",
 }
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
 UNGUIDED = ("AceStepPipeline",)  # whose guidance has a memory; its timesteps are noise levels
@@ -170,14 +172,19 @@ LARGEST = "Flux2"  # first part of those that refuse images below 64 x 64
 
 
 def pipelines() -> list[str]:
-    """Return the classes of diffusers' pipelines with a transformer that can be imported, by name."""
+    """Return the classes of diffusers' pipelines that can be imported, with a transformer or modular, by name."""
     import diffusers
 
     return [name for name in sorted(dir(diffusers)) if has_transformer(name)]
 
 
+def is_modular(name: str) -> bool:
+    """Return whether a class of diffusers of that name would be a modular pipeline."""
+    return name.endswith("ModularPipeline")
+
+
 def has_transformer(name: str) -> bool:
-    """Return whether diffusers has a pipeline of that name with a transformer, which can be imported."""
+    """Return whether diffusers has a pipeline of that name with a transformer, or a modular one, which can be imported."""
     import diffusers
 
     if not name.endswith("Pipeline"):
@@ -188,6 +195,8 @@ def has_transformer(name: str) -> bool:
             kind = getattr(diffusers, name)
     except (AttributeError, RuntimeError):  # diffusers' own error for a module that cannot be imported
         return False
+    if is_modular(name):
+        return bool(getattr(kind, "default_blocks_name", None))
     return inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters
 
 
@@ -195,6 +204,8 @@ def scheduler_of_no_flow(name: str) -> str:
     """Return the scheduler of a pipeline that is not a flow's, by the type of its parameter; empty for a flow's."""
     import diffusers
 
+    if is_modular(name):
+        return OTHERS.get(name, "")
     kind = getattr(diffusers, name)
     names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
     other = " or ".join(names) or "it takes none"
@@ -289,6 +300,9 @@ def surroundings(name: str, size: int) -> Iterator[None]:
 
     kind = getattr(diffusers, name)
     module = sys.modules[kind.__module__]
+    if is_modular(name):  # whose blocks are beside it
+        beside = f"{kind.__module__.rpartition('.')[0]}.encoders"
+        module = importlib.import_module(beside) if importlib.util.find_spec(beside) else module
     own: dict[str, Any] = {
         one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
     }

@@ -47,8 +47,8 @@ def test_the_proxy_pays_for_ink() -> None:
 @pytest.mark.long
 def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Students are kept, RL begins where they end, and what is in the table already is not made again."""
-    folders = {"keep": tmp_path / "kept", "out": tmp_path}
-    config = FewStepsConfig("handwriting", steps=(2,), distilled=1, improved=1, samples=8, **folders)
+    out = tmp_path
+    config = FewStepsConfig("handwriting", steps=(2,), distilled=1, improved=1, samples=8, keep=out / "kept", out=out)
     few_steps.run(config)
     rows = harness.read(tmp_path / "few-steps.csv", Score)
     ends = {(row.method, row.variant): row for row in rows}

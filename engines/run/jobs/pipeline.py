@@ -121,8 +121,9 @@ def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, .
 
 def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
+    from fluvial.models.modular.any_modular import AnyModular
     from fluvial.models.pipelines.base import VaeOptions
-    from fluvial.models.pipelines.folder import local_folder
+    from fluvial.models.pipelines.folder import is_modular, local_folder
     from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
 
@@ -163,7 +164,8 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["dtype"] = compute
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
-    return AnyPipeline(folder, **size, call=dict(map(_parse_value, config.call)), **options)
+    kind = AnyModular if is_modular(folder) else AnyPipeline
+    return kind(folder, **size, call=dict(map(_parse_value, config.call)), **options)
 
 
 def check_second_scale(model: Any, *, guided: bool) -> None:

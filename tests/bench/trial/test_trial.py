@@ -14,6 +14,7 @@ from helpers import launch, wheels
 
 from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _reason, format_table
 from fluvial.engines.cli import main as cli
+from fluvial.models.tiny import modular
 from fluvial.models.tiny import pipelines as tiny
 
 YES: dict[str, Any] = {"opens": "yes", "ranks": "yes", "served": "yes"}
@@ -114,7 +115,7 @@ def test_most_flow_pipelines_of_diffusers_are_built() -> None:
         if not tiny.scheduler_of_no_flow(name):
             try:
                 with tiny.surroundings(name, 16):
-                    tiny.build(name)
+                    modular.build(name)
             except Exception as error:
                 unknown[name] = str(error)
     assert len(unknown) <= 4, unknown

@@ -51,7 +51,13 @@ TEMPFLOW = {  # scripts/train_sd3_pr.py at e66824ec
 }
 GARDO = {"advantage_scale": None, "advantage_eps": None, "advantage_std_ddof": None}  # stat_tracking.py at 94e23ee
 # SD3.5-medium at 512 with LoRA of rank 32, as the few-step methods and OPD train it.
-SMALL_SD3: dict[str, Any] = {"resolution_height": 512, "resolution_width": 512, "lora_rank": 32, "lora_alpha": 64, "weight_decay": 1e-4}
+SMALL_SD3: dict[str, Any] = {
+    "resolution_height": 512,
+    "resolution_width": 512,
+    "lora_rank": 32,
+    "lora_alpha": 64,
+    "weight_decay": 1e-4,
+}
 SMALL_SD3 |= {"finetune": "lora", "max_grad_norm": 1.0}
 STUDENT = {**SMALL_SD3, "train_sampling_steps": 4}
 FLOW_FACTORY = {**STUDENT, "learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.999, "ema_enabled": False}

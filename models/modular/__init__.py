@@ -1,0 +1,1 @@
+"""Models of diffusers' Modular Pipelines, whose denoiser block is called apart."""

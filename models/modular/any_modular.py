@@ -1,0 +1,308 @@
+"""A model of any modular pipeline of diffusers: its own blocks encode, give the velocity and decode."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.random import key
+from fluvial.core.rollout import rollout
+from fluvial.core.transitions import ode
+from fluvial.models.digests import digest_file
+from fluvial.models.modular.blocks import Blocks, Entered, Network, enter, run_whole, split
+from fluvial.models.modular.conditioning import describe, pad_rows, place_samples
+from fluvial.models.modular.velocity import ModularVelocity, find_velocity
+from fluvial.models.pipelines.folder import quietly
+from fluvial.models.protocol import Cond, Schedule
+from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
+from fluvial.models.replay.arguments import forms
+from fluvial.models.replay.capture import SCALES, UNGUIDED
+from fluvial.models.replay.checks import check_images, check_initial_noise, foreign, refusal
+from fluvial.models.replay.experts import place_network
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_media, get_text, use_modes
+from fluvial.models.replay.processors import read_processors
+from fluvial.models.replay.recorded import TOLERANCES, fits_within
+from fluvial.models.replay.sounds import Output, alone, split_output
+from fluvial.models.replay.stand_in import make_stand_in
+
+OURS = ("return_dict", *SCALES)  # arguments of pipelines that are not modular, by which the shared code speaks
+
+
+class ModularValues(NamedTuple):
+    """Values that do not depend on the prompt, as `replay.dry.PromptFreeValues`."""
+
+    shape: tuple[int, ...]
+    schedule: Schedule
+    model: ModularVelocity
+    rows: tuple[torch.Size, ...]  # shapes of the tensors of the longest prompt
+    levels: Tensor
+    asked: Mapping[str, Any]  # arguments by which the loop takes as many steps as wanted
+
+
+class AnyModular(AnyPipeline):
+    """The model protocol over a modular pipeline, for one size, number of steps and guidance.
+
+    Args and Raises: see `AnyPipeline`.
+    """
+
+    others = ()
+    _states: dict[TextPrompt, Entered]  # of the prompt that was decoded last
+    how = "trained through its own blocks"
+
+    def _identify(self, local: Path, example: TextPrompt) -> tuple[str, str, dict[str, inspect.Parameter]]:
+        """Return the class of the pipeline, that of its trained network, and the arguments of its call."""
+        with quietly(), foreign(str(local), "be opened as a modular pipeline"):
+            self._empty = self._open_empty(local)
+        blocks = split(self._empty, self._given(example))
+        parts = {name: kind for name, kind in blocks.networks().items() if name not in UNGUIDED}
+        name = type(self._empty).__name__
+        if not parts:
+            raise refusal(name, "its loop calls no network")
+        self.part = "transformer" if "transformer" in parts else next(iter(parts))
+        kind, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
+        defaults = {entry.name: entry.default for entry in blocks.inputs if entry.name not in (None, "strength")}
+        takes = {name: kind(name, keyword, default=default) for name, default in defaults.items()}
+        self._own = frozenset(takes)
+        if "num_inference_steps" not in takes:
+            raise refusal(name, "its call takes no num_inference_steps, so that its schedule is its own")
+        further = ["return_dict", "output_type", *(SCALES[:1] if _guiders(self._empty) else [])]
+        takes |= {name: kind(name, keyword, default=None) for name in further if name not in takes}
+        return name, parts[self.part].__name__, takes
+
+    def _open_empty(self, folder: Path) -> Any:
+        """Return the pipeline without its parts."""
+        from diffusers import ModularPipeline
+
+        trust = {"trust_remote_code": True} if getattr(self, "trust_remote_code", False) else {}
+        return ModularPipeline.from_pretrained(str(folder), local_files_only=True, **trust)
+
+    def _given(self, prompt: TextPrompt) -> dict[str, Any]:
+        """Return the arguments that a prompt gives, which choose the blocks."""
+        return {"prompt": get_text(prompt), **get_media(prompt)}
+
+    @property
+    def known(self) -> ModularValues:  # type: ignore[override]
+        """What holds for all prompts, found with the example."""
+        if self._once is None:
+            pipe, steps = self._load_pipeline(), self.steps
+            entered = self._enter(self.example, steps)
+            if (taken := len(entered.values)) != steps:  # some take one less than they are asked for
+                steps += steps - taken
+                entered = self._enter(self.example, steps)
+            if len(entered.values) != self.steps:
+                raise refusal(self.pipeline, f"asked for {steps} steps, it takes {len(entered.values)}")
+            with quietly(), foreign(self.pipeline, "take a step"):
+                model = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+            _, rows, _ = describe(self.pipeline, entered, model.streams)
+            counts = [len(stream.places) for stream in model.streams]
+            whole = model.streams[0].whole
+            shape = tuple(whole[1:]) if len(counts) == 1 and model.streams[0].is_whole and whole[0] == 1 else (sum(counts),)
+            shapes = tuple(row.shape[1:] for row in rows)
+            asked = {"num_inference_steps": steps}
+            self._once = ModularValues(shape, model.schedule, model, shapes, model.schedule.levels, asked)  # type: ignore[assignment]
+        return self._once  # type: ignore[return-value]
+
+    @property
+    def any_level(self) -> bool:
+        """Whether the velocity is known at any noise level, and not at those of the schedule alone."""
+        return self.known.model.time is not None
+
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+        """Return what enters the steps of the loop for a prompt, as tensors `[1, ...]` by place, and their sizes.
+
+        Raises:
+            ValueError: it is of another kind than that of other prompts, or larger.
+        """
+        known = self.known
+        entered = self._enter(prompt, known.asked["num_inference_steps"])
+        form, rows, sizes = describe(self.pipeline, entered, known.model.streams)
+        fits = fits_within([tuple(row.shape[1:] for row in rows)], [known.rows])
+        if not fits or not form.alike(known.model.form):
+            raise refusal(
+                self.pipeline,
+                f"its loop is given values of other kinds, or larger ones, for the prompt {get_text(prompt)[:40]!r} than "
+                "for others; samples of both cannot be in one batch",
+            )
+        own = {str(place): row for place, row in enumerate(pad_rows(rows, known.rows))}
+        return {**own, SIZES: torch.tensor([sizes], dtype=torch.float64, device=self.device)}
+
+    def cond(self, texts: Mapping[str, Tensor]) -> Cond:
+        """Return the conditioning of `ModularVelocity`."""
+        return (*(texts[str(place)] for place in range(len(self.known.rows))), texts[SIZES])
+
+    def given(self, prompts: Sequence[TextPrompt]) -> "AnyModular":
+        """Return the model for the prompts of a run, see `AnyPipeline.given`; their images choose the blocks."""
+        other: Any = super().given(prompts)
+        if isinstance(other.example, MediaPrompt):
+            _, other.network, _ = other._identify(other.folder, other.example)
+            other._pipe = None
+            other.weights = other.folder / other.part if other.boundary_ratio is None else other.weights
+        other._states = {}
+        return other
+
+    def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
+        """Compare the model with runs of the pipeline on prompts: images and sounds of the ODE, and initial noise.
+
+        Velocities must not depend on the calls before them.
+
+        Args:
+            module: the network, as it is trained.
+            prompts: prompts of the run.
+
+        Returns:
+            The largest relative error of images and sounds.
+
+        Raises:
+            ValueError: something differs by more than rounding; the message names the pipeline and what differs.
+        """
+        errors, starts, schedule = list[float](), list[Tensor](), self.known.schedule
+        for prompt in prompts:
+            theirs = self._run_own(module, prompt)
+            entered = self._enter(prompt, self.known.asked["num_inference_steps"])
+            noise = self._take_samples(entered)
+            starts.append(noise)
+            cond = [row.to(self.device) for row in self.encode([prompt])]
+
+            def velocity(x: Tensor, level: Tensor, step: int, cond: Any = cond) -> Tensor:
+                return self.predict(module, x, level, cond)
+
+            with torch.no_grad():
+                first = velocity(noise, schedule.levels[:1].to(noise.device), 0)
+                made = rollout(velocity, noise, schedule.levels, transition=ode, key=key(0), window=(), record=())
+                again = velocity(noise, schedule.levels[:1].to(noise.device), 0)
+            if not torch.equal(first, again):
+                raise refusal(self.pipeline, "its velocity depends on the calls before: its network keeps what it computed")
+            ours = self._decode_all(made.final, prompt)
+            tolerance = TOLERANCES[self.dtype]
+            for what, one, other in zip(("images", "sounds"), ours, theirs, strict=True):
+                if other is not None and one is not None:
+                    errors.append(check_images(self.pipeline, one, other, tolerance=tolerance, what=what))
+        if not errors:
+            raise refusal(self.pipeline, "the blocks after its loop make no images and no sounds")
+        check_initial_noise(self.pipeline, torch.cat(starts).flatten(1))
+        return max(errors)
+
+    @alone
+    def _run_own(self, module: nn.Module, prompt: TextPrompt) -> Output:
+        """Return what the pipeline itself makes of a prompt."""
+        pipe, asked = self._load_pipeline(), self._arguments(prompt, self.known.asked["num_inference_steps"])
+        networks = {part: Network(place_network(module, part), self.device, self.compute) for part in self._networks}
+        return self._output(run_whole(pipe, self._blocks, networks, asked, _seed(prompt)))
+
+    def _take_samples(self, entered: Entered) -> Tensor:
+        """Return the samples `[1, *event]` that the pipeline itself starts from."""
+        streams, values = self.known.model.streams, entered.values[0]
+        own = [values[stream.field].flatten()[stream.places].float() for stream in streams]
+        return torch.cat(own).reshape(1, *self.known.shape)
+
+    @alone
+    def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
+        """Return what the blocks after the loop make of samples `[B, *event]` of one prompt, one by one."""
+        pipe, streams = self._load_pipeline(), self.known.model.streams
+        if prompt not in self._states:
+            self._states = {prompt: self._enter(prompt, self.known.asked["num_inference_steps"])}
+        entered, made = self._states[prompt], list[Output]()
+        for sample in latents.to(self.device):
+            values = place_samples(dict(entered.values[0]), sample.flatten(), streams)
+            state = copy.copy(entered.state)
+            state.values = {**entered.state.values, **{stream.field: values[stream.field] for stream in streams}}
+            with torch.no_grad(), quietly(), foreign(self.pipeline, "decode samples"):
+                for block in self._blocks.after:
+                    _, state = block(pipe, state)
+            made.append(self._output(state))
+        return Output(*(None if None in each else torch.cat(each) for each in zip(*made, strict=True)))
+
+    def _arguments(self, prompt: TextPrompt, steps: int) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call for a prompt."""
+        one = forms(self.takes, prompt, 1, steps=(steps,))[0].one
+        asked = {**self.asked, **one, "output_type": "pt"}
+        return {name: value for name, value in asked.items() if name in self._own}
+
+    def _enter(self, prompt: TextPrompt, steps: int) -> Entered:
+        """Return what enters the steps of the loop for a prompt."""
+        pipe = self._load_pipeline()
+        return enter(pipe, self._blocks, self._networks, self._arguments(prompt, steps), _seed(prompt))
+
+    def _load_pipeline(self) -> Any:
+        """Return the pipeline with the parts that its blocks use, and stand-ins for what is trained."""
+        if self._pipe is None:
+            with quietly(), foreign(self.pipeline, "be loaded"):
+                pipe = self._open_empty(self.folder)
+            blocks = split(pipe, self._arguments(self.example, self.steps))
+            stand_ins = {
+                part: make_stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+            }
+            with quietly(), foreign(self.pipeline, "be loaded"):
+                used = blocks.parts()
+                made = {name: part for name, part in self._read_processors().items() if name in used}
+                specs = {name: pipe.get_component_spec(name) for name in used if name not in (*stand_ins, *made)}
+                where = {
+                    name: str(self.folder) if name in self.parts else spec.pretrained_model_name_or_path
+                    for name, spec in specs.items()
+                    if spec.default_creation_method == "from_pretrained"
+                }
+                where = {name: place for name, place in where.items() if place is not None}
+                options = {"torch_dtype": self.dtype, "local_files_only": True}
+                pipe.load_components([*where], pretrained_model_name_or_path=where, **options)
+                if lost := [f"{name} of {place}" for name, place in where.items() if getattr(pipe, name, None) is None]:
+                    raise ValueError(f"{', '.join(lost)} cannot be read")
+                pipe.register_components(**stand_ins, **made)
+                self._place_parts(pipe, blocks)
+            self._pipe, self._blocks, self._states = pipe, blocks, {}
+        return self._pipe
+
+    def _read_processors(self) -> dict[str, Any]:
+        """Return the processors that transformers cannot read without torchvision, see `replay.processors`."""
+        from transformers import AutoTokenizer
+
+        found = read_processors(self.folder)
+        of_text = [name for name, part in found.items() if part is None]
+        return found | {name: AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True) for name in of_text}
+
+    def _output(self, state: Any) -> Output:
+        """Return the images and sounds among what the blocks after the loop have made."""
+        made = list[Tensor]()
+        for name in sorted(self._blocks.outputs() - {stream.field for stream in self.known.model.streams}):
+            value = state.get(name)
+            several = isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value)
+            value = torch.stack(value) if several and len({one.shape for one in value}) == 1 else value
+            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+                frames_alone = value.ndim == 4 and self.size[2] > 1 and len(value) > 1  # of the one sample
+                made.append(value[None] if frames_alone else value)
+        output = split_output(tuple(made))
+        if output.images is not None and len(output.images) != 1:
+            raise refusal(self.pipeline, f"it makes {len(output.images)} images of one sample")
+        return output
+
+    def _place_parts(self, pipe: Any, blocks: Blocks) -> None:
+        """Freeze the parts of a pipeline on the device, and set its guidance and its scheduler."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module) and name not in self._networks:
+                part.requires_grad_(False).eval().to(self.device)
+        settings = getattr(getattr(pipe, "scheduler", None), "config", {})
+        if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:  # as `AnyPipeline`
+            pipe.register_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        for guider in _guiders(pipe):
+            guider.guidance_scale = self.asked.get(SCALES[0], 1.0)
+        if isinstance(getattr(pipe, "vae", None), nn.Module):
+            use_modes(pipe.vae)
+        if hasattr(blocks.loop, "set_progress_bar_config"):
+            blocks.loop.set_progress_bar_config(disable=True)
+
+
+def _guiders(pipe: Any) -> list[Any]:
+    """Return the parts that guide by a scale."""
+    from diffusers.guiders.guider_utils import BaseGuidance
+
+    return [part for part in pipe.components.values() if isinstance(part, BaseGuidance) and hasattr(part, "guidance_scale")]
+
+
+def _seed(prompt: TextPrompt) -> int:
+    """Return the seed of what the pipeline draws for a prompt besides its samples, as noise on given frames."""
+    return int(digest_file(str(prompt).encode())[:8], 16)

@@ -1,0 +1,307 @@
+"""Blocks of a modular pipeline of diffusers, called apart: the layer that knows its classes.
+
+A modular pipeline is a list of blocks, one of which is a loop of blocks. The blocks before the loop run once per prompt. The
+loop runs once with an empty step, which gives what enters each step without a forward pass. A velocity is one step of the
+loop's own blocks, with gradients, and with schedulers that say what they are asked to step with.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.pipelines.folder import quietly
+from fluvial.models.replay.checks import foreign, refusal
+from fluvial.models.replay.experts import Through
+
+PROMPT = "prompt"  # argument of the call, and output of blocks that rewrite it
+Give = Callable[[int, Tensor], Tensor]  # what the schedulers' k-th step returns for a sample
+
+
+class Blocks(NamedTuple):
+    """The blocks that run for a call, none of which has blocks in it but the loop."""
+
+    before: tuple[Any, ...]
+    loop: Any
+    after: tuple[Any, ...]
+    inputs: tuple[Any, ...]  # of the call
+
+    def parts(self) -> dict[str, Any]:
+        """Return the specifications of the parts that they use, by name."""
+        return {spec.name: spec for block in (*self.before, self.loop, *self.after) for spec in block.expected_components}
+
+    def networks(self) -> dict[str, Any]:
+        """Return the classes of the networks that the loop calls, by part."""
+        found = {spec.name: spec.type_hint for spec in self.loop.expected_components}
+        return {name: kind for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+
+    def outputs(self) -> set[str]:
+        """Return the names of what the blocks after the loop make."""
+        return {output.name for block in self.after for output in block.intermediate_outputs}
+
+
+class Entered(NamedTuple):
+    """What enters each step of the loop for a prompt."""
+
+    state: Any  # after the blocks before the loop
+    values: list[dict[str, Any]]  # by name, per step
+    variables: list[dict[str, Any]]  # of the loop, per step: i and t
+
+
+class Asked(NamedTuple):
+    """One call of a scheduler's step."""
+
+    name: str  # of the scheduler
+    output: Tensor  # of the model
+    t: Any
+    sample: Tensor
+
+
+class Ran(NamedTuple):
+    """One step of the loop's blocks."""
+
+    asked: list[Asked]
+    after: Any  # state after it; None if it was ended by the last call of a scheduler
+
+
+def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
+    """Return the blocks that run for a call, without those that rewrite its prompt, which are random.
+
+    Raises:
+        ReplayError: they do not have one loop.
+    """
+    from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
+
+    name = type(pipe).__name__
+    with foreign(name, "be split into blocks"):
+        every = pipe.blocks
+        chosen = every.get_execution_blocks(**{key: value for key, value in given.items() if value is not None})
+        flat = [*chosen.sub_blocks.values()]
+    kept = [block for block in flat if PROMPT not in {output.name for output in block.intermediate_outputs}]
+    places = [place for place, block in enumerate(kept) if isinstance(block, LoopSequentialPipelineBlocks)]
+    if len(places) != 1:
+        raise refusal(name, f"its blocks have {len(places)} loops, expected one")
+    (place,) = places
+    if any(isinstance(block, LoopSequentialPipelineBlocks) for block in kept[place].sub_blocks.values()):
+        raise refusal(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
+    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs))
+
+
+def set_inputs(blocks: Blocks, asked: Mapping[str, Any], seed: int) -> Any:
+    """Return the state that the first block is given, as the pipeline's call does."""
+    from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+    state = PipelineState()
+    for entry in blocks.inputs:
+        if entry.name in asked:
+            state.set(entry.name, asked[entry.name], entry.kwargs_type)
+        elif entry.name is not None and entry.name not in state.values:
+            state.set(entry.name, entry.default, entry.kwargs_type)
+        if entry.name == "generator":
+            state.set("generator", torch.Generator().manual_seed(seed))
+    return state
+
+
+@torch.no_grad()
+def run_whole(pipe: Any, blocks: Blocks, networks: Mapping[str, Any], asked: Mapping[str, Any], seed: int) -> Any:
+    """Return the state after a call of the pipeline, loop included, with the networks that it calls."""
+    state, components = set_inputs(blocks, asked, seed), Components(pipe, {**networks})
+    with quietly(), foreign(type(pipe).__name__, "be run"):
+        for block in (*blocks.before, blocks.loop, *blocks.after):
+            _, state = block(components, state)
+    return state
+
+
+@torch.no_grad()
+def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str, Any], seed: int) -> Entered:
+    """Return what enters each step of the loop for a call, which the trained networks must have no part in.
+
+    Raises:
+        ValueError: a block fails or calls a trained network, or the loop is of another kind; the message names the pipeline.
+    """
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    name, state = type(pipe).__name__, set_inputs(blocks, asked, seed)
+    values, variables, dry = list[dict[str, Any]](), list[dict[str, Any]](), copy.copy(blocks.loop)
+
+    def note(components: Any, block_state: Any, **given: Any) -> tuple[Any, Any]:
+        if not isinstance(block_state, BlockState):
+            raise refusal(name, "the steps of its loop are given no BlockState")
+        values.append(dict(vars(block_state)))
+        variables.append(given)
+        return components, block_state
+
+    def refuse(*_: Any) -> None:
+        raise refusal(name, "it calls its network before the loop, so that what it computes would not follow the weights")
+
+    dry.loop_step, dry.set_block_state = note, lambda *_: None
+    hooks = [getattr(pipe, network).register_forward_pre_hook(refuse) for network in networks]
+    try:
+        with quietly(), foreign(name, "encode a prompt"):
+            for block in blocks.before:
+                _, state = block(pipe, state)
+            type(blocks.loop).__call__(dry, pipe, state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {*variables[0]} if variables else set()
+    if not {"i", "t"} <= found:
+        raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
+    return Entered(state, values, variables)
+
+
+def run_step(
+    pipe: Any,
+    blocks: Blocks,
+    values: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    networks: Mapping[str, Any],
+    *,
+    give: Give | None = None,
+    calls: int | None = None,
+    schedulers: Mapping[str, Any] | None = None,
+) -> Ran:
+    """Run the loop's blocks for one step, with gradients.
+
+    Args:
+        pipe: the pipeline.
+        blocks: its blocks.
+        values: what enters the step; dicts and lists must be the caller's to change.
+        variables: of the loop.
+        networks: parts of the pipeline in whose place others are called, by name.
+        give: what a scheduler's step returns; by default the sample.
+        calls: number of schedulers' steps after which nothing more is run.
+        schedulers: schedulers in whose place others are read, by name.
+    """
+    from diffusers.guiders.guider_utils import BaseGuidance
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    seen, own = list[Asked](), dict(pipe.components)
+    step = _Step(seen, give, calls)
+    replaced = schedulers or {}
+    # A guider keeps what a step is given, so that each step has its own.
+    parts = {name: copy.copy(part) for name, part in own.items() if isinstance(part, BaseGuidance)}
+    parts |= {name: _Stepped(replaced.get(name, part), name, step) for name, part in own.items() if is_scheduler(part)}
+    held = {name: _Stepped(value, name, step) if is_scheduler(value) else value for name, value in values.items()}
+    components, state = Components(pipe, {**parts, **networks}), BlockState(**held)
+    try:
+        for block in blocks.loop.sub_blocks.values():
+            components, state = inspect.unwrap(type(block).__call__)(block, components, state, **variables)
+    except _Ended:
+        return Ran(seen, None)
+    return Ran(seen, state)
+
+
+def is_scheduler(value: Any) -> bool:
+    """Return whether a part or a value is a scheduler."""
+    return hasattr(value, "set_timesteps") and hasattr(value, "step")
+
+
+class Components:
+    """A pipeline as its blocks see it, with some parts replaced; what they set is not the pipeline's."""
+
+    def __init__(self, pipe: Any, parts: dict[str, Any]) -> None:
+        vars(self).update(_pipe=pipe, _parts=parts)
+
+    def __getattr__(self, name: str) -> Any:
+        parts = vars(self)["_parts"]
+        return parts[name] if name in parts else getattr(vars(self)["_pipe"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._parts[name] = value
+
+
+class Network:
+    """A network as the blocks see it: in the dtype of the computation, whatever that of its weights.
+
+    Args:
+        module: the network.
+        device, dtype: of the computation.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        vars(self).update(_module=module, device=device, dtype=dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_module"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    @property
+    def forward(self) -> Any:
+        """The forward pass of the network itself, whose parameters tell the blocks what to pass."""
+        module = vars(self)["_module"]
+        return module.experts[module.part].forward if isinstance(module, Through) else module.forward
+
+
+class Watched(Network):
+    """A network whose inputs are kept, and whose outputs are noise: the same at each k-th call, and with a gradient.
+
+    Args:
+        stand_in: network that returns outputs of the right shapes, see `replay.stand_in`.
+        inputs: list that the tensors of each call's inputs are added to.
+    """
+
+    def __init__(self, stand_in: Any, inputs: list[list[Tensor]]) -> None:
+        super().__init__(stand_in, stand_in.device, stand_in.dtype)
+        vars(self).update(_inputs=inputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = optree.tree_leaves((args, kwargs))
+        self._inputs.append([leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)])
+        output, source = self._module(*args, **kwargs), torch.Generator().manual_seed(len(self._inputs))
+
+        def noise(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.randn(leaf.shape, generator=source).to(leaf).requires_grad_()
+
+        if not hasattr(output, "to_tuple"):
+            return optree.tree_map(noise, output)
+        return type(output)(**{name: optree.tree_map(noise, value) for name, value in output.items()})
+
+
+class _Ended(Exception):
+    """All schedulers were asked to step."""
+
+
+class _Step:
+    """The step of every scheduler of a pipeline, which keeps what it is asked for."""
+
+    def __init__(self, seen: list[Asked], give: Give | None, calls: int | None) -> None:
+        self.seen, self.give, self.calls = seen, give, calls
+
+    def __call__(self, name: str, output: Tensor, t: Any, sample: Tensor, return_dict: bool) -> Any:
+        from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+        self.seen.append(Asked(name, output, t, sample))
+        if len(self.seen) == self.calls:
+            raise _Ended
+        moved = sample if self.give is None else self.give(len(self.seen) - 1, sample)
+        return BlockState(prev_sample=moved) if return_dict else (moved,)
+
+
+class _Stepped:
+    """A scheduler with another step; what is set is not the scheduler's."""
+
+    def __init__(self, scheduler: Any, name: str, step: _Step) -> None:
+        vars(self).update(_scheduler=scheduler, _name=name, _step=step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_scheduler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Leave the scheduler as it is: several calls share it."""
+
+    def set_begin_index(self, *_: Any) -> None:
+        """Leave the scheduler as it is."""
+
+    def step(
+        self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any
+    ) -> Any:
+        return self._step(self._name, model_output, timestep, sample, return_dict)

@@ -1,0 +1,221 @@
+"""Velocity of a modular pipeline as a function of network, sample, level and conditioning, found by probes."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.types import PerSample, Samples
+from fluvial.models import host_values
+from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
+from fluvial.models.modular.conditioning import Form, describe, place_samples
+from fluvial.models.modular.streams import Stream, find_scheduler, find_streams, read_levels
+from fluvial.models.protocol import Cond, Prediction, Schedule
+from fluvial.models.replay.checks import refusal
+from fluvial.models.replay.experts import place_network
+
+LINEAR = 1e-4  # relative error of timesteps that are proportional to noise levels, which are rounded
+
+
+@dataclass(frozen=True)
+class ModularVelocity:
+    """Velocity of a modular pipeline, guidance included, as `DiffusionModel.predict`.
+
+    Each sample has a pass of its own, so that its bits depend on no other sample.
+    """
+
+    pipeline: str  # class of the pipeline, for messages
+    pipe: Any  # the pipeline, without the trained network
+    blocks: Blocks
+    parts: tuple[str, ...]  # that are trained
+    streams: tuple[Stream, ...]
+    form: Form
+    variables: tuple[Mapping[str, Any], ...]  # of the loop, per step
+    schedule: Schedule
+    compute: torch.dtype
+    passes: tuple[int, ...]  # of the network, per step
+    time: (
+        float | None
+    )  # timestep at level 1, where that alone tells a step from another; None where levels are the schedule's
+    prediction: Prediction = "velocity"
+    ragged: bool = True  # as of a recorded pipeline whose samples have passes of their own
+    scale: float = 1.0
+
+    def predict(
+        self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
+    ) -> Samples:
+        """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
+
+        Args:
+            module: the trained network, possibly sharded and with adapters.
+            x: samples, `[P, *event]`.
+            sigma: their noise levels, `[P]`.
+            cond: rows of `Form`'s tensors, `[P, ...]`, then their sizes and numbers, `[P, n]`.
+            timestep: not used: the pipeline makes its own.
+
+        Raises:
+            ValueError: a level is that of no step, and the pipeline's velocity depends on more than its time.
+        """
+        networks = {part: Network(place_network(module, part), x.device, self.compute) for part in self.parts}
+        sizes = host_values.read(cond[-1]).tolist()
+        levels, known = host_values.read(sigma).float(), self.schedule.levels[:-1]
+        rows = []
+        for pair, own in enumerate(sizes):
+            found = torch.nonzero(known == levels[pair]).flatten().tolist()
+            step, variables = self._step(found, float(levels[pair]), x.device)
+            values = self.form.restore([row[pair] for row in cond[:-1]], own, step)
+            values = place_samples(values, x[pair].flatten(), self.streams)
+            rows.append(self._velocity(values, variables, networks, step).to(x.dtype))
+        return torch.stack(rows).reshape(x.shape)
+
+    def _step(self, found: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
+        """Return the step of a level, and its variables; any step where time alone tells steps apart."""
+        if found:
+            return found[0], self.variables[found[0]]
+        if self.time is None:
+            raise ValueError(
+                f"{self.pipeline} has no step at sigma {level:g}, expected one of "
+                f"{', '.join(f'{each:g}' for each in self.schedule.levels[:-1])}"
+            )
+        like = torch.as_tensor(self.variables[0]["t"])
+        return 0, {**self.variables[0], "t": torch.tensor(self.time * level, dtype=like.dtype, device=like.device)}
+
+    def _velocity(
+        self, values: dict[str, Any], variables: Mapping[str, Any], networks: Mapping[str, Any], step: int
+    ) -> Tensor:
+        """Return the velocity `[n]` at values that hold a sample."""
+        calls = len(self.streams)
+        asked = run_step(self.pipe, self.blocks, values, variables, networks, calls=calls).asked
+        return torch.cat([stream.sign * stream.take(each.output) for stream, each in zip(self.streams, asked, strict=True)])
+
+
+def find_velocity(
+    pipe: Any,
+    blocks: Blocks,
+    entered: Entered,
+    parts: tuple[str, ...],
+    compute: torch.dtype,
+) -> ModularVelocity:
+    """Return the velocity of a pipeline, found by probes with noise in place of its trained network.
+
+    Args:
+        pipe: the pipeline with stand-ins for what is trained.
+        blocks: its blocks.
+        entered: what enters the steps for a prompt.
+        parts: names of the parts that are trained.
+        compute: dtype that the network computes in.
+
+    Raises:
+        ReplayError: there is none, or it depends on more than the network, the sample and the conditioning.
+    """
+    pipeline, inputs = type(pipe).__name__, list[list[Tensor]]()
+    run = partial(_run_probe, pipe, blocks, parts, inputs)
+    streams = find_streams(pipeline, run, entered)
+    steps, asked = len(entered.values), run(entered.values[0], entered.variables[0]).asked
+    for number, stream in enumerate(streams):
+        scheduler = find_scheduler(pipe, entered, stream.scheduler)
+        streams[number] = read_levels(pipeline, stream, scheduler, asked[number], steps)
+    levels = streams[0].levels
+    if any(not torch.equal(stream.levels, levels) for stream in streams[1:]):
+        raise refusal(pipeline, "its samples have pieces with noise levels of their own")
+    form, _, _ = describe(pipeline, entered, streams)
+    passes = []
+    for values, variables in zip(entered.values, entered.variables, strict=True):
+        run(values, variables)
+        passes.append(len(inputs))
+    if len({*passes}) > 1:
+        raise refusal(pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected as often each")
+    times = torch.tensor([float(variables["t"]) for variables in entered.variables])
+    free = _find_time(run, inputs, entered, form, levels, times)
+    if free is None:
+        _check_others(pipeline, run, inputs, entered, pipe)
+    schedule = Schedule(levels, times)
+    every = (tuple(streams), form, tuple(entered.variables), schedule, compute, tuple(passes), free)
+    return ModularVelocity(pipeline, pipe, blocks, parts, *every)
+
+
+def _run_probe(
+    pipe: Any,
+    blocks: Blocks,
+    parts: Sequence[str],
+    inputs: list[list[Tensor]],
+    values: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    """Run a step with noise in place of the trained network; its inputs by call are in `inputs` then."""
+    inputs.clear()
+    networks = {part: Watched(getattr(pipe, part), inputs) for part in parts}
+    with torch.enable_grad():
+        return run_step(pipe, blocks, _copy(values), variables, networks, **options)
+
+
+def _copy(value: Any) -> Any:
+    """Return values with containers and tensors of their own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copy(one) for name, one in value.items()}
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+
+
+def _find_time(
+    run: Any, inputs: list[list[Tensor]], entered: Entered, form: Form, levels: Tensor, times: Tensor
+) -> float | None:
+    """Return the timestep at level 1 where t alone tells steps apart and is proportional to the level; None elsewhere."""
+    time = float(times[0] / levels[0])
+    if any(getattr(leaf, "each_step", False) for leaf in form.leaves):
+        return None
+    if not torch.allclose(times, time * levels[:-1], rtol=LINEAR, atol=LINEAR * abs(time)):
+        return None
+
+    def seen(step: int, t: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
+        asked = run(entered.values[0], {**entered.variables[step], "t": t}).asked
+        return [*inputs], [each.output.detach() for each in asked]
+
+    every = [torch.as_tensor(variables["t"]) for variables in entered.variables]
+    # A time between steps shows pipelines that look it up in their schedule.
+    for t in (every[-1], (every[0] + every[-1]) / 3 * 0.9):
+        try:
+            one, *others = [seen(step, t.clone()) for step in range(len(every))]
+        except Exception:  # of the pipeline's own code
+            return None
+        if not all(_equal(one, other) for other in others):
+            return None
+    return time
+
+
+def _check_others(pipeline: str, run: Any, inputs: list[list[Tensor]], entered: Entered, pipe: Any) -> None:
+    """Raise ReplayError if a step depends on the time of another one, as of a network that maps one time to the next."""
+    times = torch.stack([torch.as_tensor(variables["t"]).float().cpu() for variables in entered.variables])
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == times.shape and torch.equal(value.float().cpu(), times):
+            return torch.cat([value[:1], value[1:] * 0.5])
+        if isinstance(value, dict):
+            return {name: change(one) for name, one in value.items()}
+        return value
+
+    def moved(scheduler: Any) -> Any:
+        other = copy.copy(scheduler)
+        for name in ("timesteps", "sigmas"):
+            if isinstance(values := getattr(other, name, None), Tensor):
+                setattr(other, name, torch.cat([values[:1], values[1:] * 0.5]))
+        return other
+
+    run(entered.values[0], entered.variables[0])
+    before = [*inputs]
+    schedulers = {name: moved(part) for name, part in pipe.components.items() if hasattr(part, "set_timesteps")}
+    run(change(entered.values[0]), entered.variables[0], schedulers=schedulers)
+    if not _equal(before, [*inputs]):
+        raise refusal(pipeline, "its network is given the time of the next step, so that it is no velocity but a flow map")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return len(one) == len(other) and all(map(_equal, one, other))

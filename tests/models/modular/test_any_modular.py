@@ -1,0 +1,291 @@
+"""Modular pipelines as models, over one table of tiny random ones: their samples, velocities, gradients, and refusals."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_modular
+from helpers.marks import Folders, Patch, long
+from helpers.refusals import refuses
+from helpers.tiny_modular import REFUSED, STEPS, TRAIN, opened, prompts
+from torch import Tensor, nn
+
+from fluvial.core.random import key, normal
+from fluvial.core.rollout import rollout
+from fluvial.core.transitions import bind, ode
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import write_lora
+from fluvial.models import is_recorded, knows_any_level
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.modular import any_modular
+from fluvial.models.modular.blocks import Watched
+from fluvial.models.replay.media import use_modes
+from fluvial.models.tiny.modular import find_call
+from fluvial.models.tiny.pipelines import surroundings
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+SHORT = ("Flux3", "QwenImage", "Wan")  # in every run of the tests
+few = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in TRAIN])
+each = pytest.mark.parametrize("name", [name if name == "Flux3" else long(name) for name in TRAIN])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("modular")
+    return lambda name: tiny_modular.folder_of(name, root / name)
+
+
+@pytest.fixture(autouse=True)
+def small(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = getattr(request.node, "callspec", None)
+    kind = f"{name.params['name']}ModularPipeline" if name is not None and "name" in name.params else "Flux3ModularPipeline"
+    with surroundings(kind, find_call(kind).size):
+        yield
+
+
+def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the images and sounds of the ODE from the noise of diffusers' own call, and those of that call."""
+    prompt, steps = model.example, model.known.asked["num_inference_steps"]
+    generator = torch.Generator().manual_seed(any_modular._seed(prompt))
+    state, cond = pipe(**model._arguments(prompt, steps), generator=generator), model.encode([prompt])
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        return model.predict(module, x, level, cond)
+
+    with torch.no_grad():
+        levels, noise = model.schedule(STEPS, model.known.shape).levels, model._take_samples(model._enter(prompt, steps))
+        final = rollout(velocity, noise, levels, transition=ode, key=key(0), window=(), record=()).final
+    ours, theirs = model._decode_all(final, prompt), model._output(state)
+    assert theirs.images is not None or theirs.waves is not None
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            yield one, other
+
+
+@pytest.mark.bits
+@few
+def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> None:
+    """From the same noise the ODE ends at the images and sounds of the pipeline's call, to the bit or as its row says."""
+    model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
+    use_modes(pipe.vae)
+    for one, other in both(model, model.build().eval().requires_grad_(False), pipe):
+        assert float((one - other).norm() / other.norm()) <= TRAIN[name].error
+
+
+@pytest.mark.parametrize("name", ["Flux3", *(long(name) for name in ("QwenImage", "Wan22", "LTX2", "StableDiffusion3"))])
+def test_an_exported_adapter_opens_in_diffusers(name: str, folder: Folders, tmp_path: Path, one: World) -> None:
+    """With the loader of the pipeline's class, and the images are those of the network that was adapted."""
+    model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
+    module = model.build().eval().requires_grad_(False)
+    (before, _), *_ = both(model, module, pipe)
+    add_lora(module, LoraConfig(rank=2, alpha=2.0), model.lora_targets, seed=0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05
+    write_lora(module, tmp_path, world=one)
+    parts = [*module] if isinstance(module, nn.ModuleDict) else [""]
+    for part in parts:
+        pipe.load_lora_weights(tmp_path / part, **({"load_into_transformer_2": True} if part.endswith("_2") else {}))
+    for ours, theirs in both(model, module, pipe):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert ours.shape != before.shape or not torch.allclose(ours, before, atol=1e-3)
+
+
+@each
+def test_the_check_passes_and_levels_are_known(name: str, folder: Folders) -> None:
+    model = opened(name, folder(name))
+    assert model.check(model.build().eval(), prompts(name)) <= TRAIN[name].error
+    assert is_recorded(model)
+    assert knows_any_level(model) == TRAIN[name].any_level
+
+
+@pytest.mark.bits
+@each
+def test_velocities_depend_on_no_other_sample(name: str, folder: Folders) -> None:
+    """Prompts of unlike lengths, at unlike steps, in other batches: the log-ratio of a recorded step is exactly 0."""
+    model = opened(name, folder(name))
+    module, cond = model.build().eval(), model.encode(prompts(name, 3))
+    levels = model.schedule(STEPS, model.known.shape).levels
+    step, x = torch.tensor([0, 2, 1]), normal(key(1), (3, *model.known.shape))
+    with torch.no_grad():
+        together = model.predict(module, x, levels[step], cond)
+        for order in ([2, 0], [1], [0, 1, 2]):
+            apart = model.predict(module, x[order], levels[step[order]], tuple(row[order] for row in cond))
+            assert torch.equal(apart, together[order])
+
+
+class Wide(torch.overrides.TorchFunctionMode):
+    """Keeps float64 where networks and blocks cast to float32, for finite differences."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, low = dict(kwargs or {}), (torch.float32, torch.bfloat16)
+        wide = any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in args)
+        if function is Tensor.float and wide:
+            return args[0]
+        if wide and function in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if isinstance(one, torch.dtype) and one in low else one for one in args)
+        if wide and kwargs.get("dtype") in low:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["Flux3", *(long(name) for name in TRAIN if name not in ("Flux3", "Ideogram4"))])
+def test_gradients_are_the_differences_of_the_loss(name: str, folder: Folders) -> None:
+    """Of a step's log-probability, by the weights of a LoRA, in float64, along a random direction.
+
+    Not of Ideogram 4, whose second network is frozen in float32.
+    """
+    model = opened(name, folder(name), compute=torch.float64)
+    module = model.build().eval().double()
+    add_lora(module, LoraConfig(rank=2, alpha=2.0), model.lora_targets, seed=0)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    source = torch.Generator().manual_seed(0)
+    for parameter in trained:
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+    cond = tuple(row.double() if row.is_floating_point() else row for row in model.encode(prompts(name)[:1]))
+    levels = model.schedule(STEPS, model.known.shape).levels
+    transition = bind("flow_sde", 0.7, levels)(levels[1:2].double(), levels[2:3].double())
+    x, moved = (torch.randn(1, *model.known.shape, generator=source, dtype=torch.float64) for _ in range(2))
+
+    def loss() -> Tensor:
+        from fluvial.core.gaussian import log_prob
+
+        with Wide():
+            v = model.predict(module, x, levels[1:2], cond)
+        return log_prob(transition, x, v, moved).sum()
+
+    gradients = torch.autograd.grad(loss(), trained, allow_unused=True)
+    assert sum(gradient is None or not gradient.any() for gradient in gradients) <= len(trained) // 2
+    along = [torch.randn(parameter.shape, generator=source, dtype=torch.float64) for parameter in trained]
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, along, strict=True) if g is not None)
+    ends = []
+    with torch.no_grad():
+        for size in (1e-5, -2e-5):
+            for parameter, direction in zip(trained, along, strict=True):
+                parameter.add_(size * direction)
+            ends.append(float(loss()))
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4)
+
+
+@each
+def test_levels_between_those_of_the_schedule(name: str, folder: Folders) -> None:
+    """The velocity at a level is the same whether another schedule has it, or none; or the level is refused."""
+    model, other = opened(name, folder(name)), opened(name, folder(name), steps=STEPS + 2)
+    if name in ("Cosmos3Distilled", "Ideogram4"):  # whose number of steps is fixed
+        other = model
+    module, cond = model.build().eval(), model.encode(prompts(name)[:1])
+    level = other.schedule(other.steps, other.known.shape).levels[1:2] if other is not model else torch.tensor([0.77])
+    x = normal(key(1), (1, *model.known.shape))
+    if not TRAIN[name].any_level:
+        refuses("has no step at sigma", model.predict, module, x, level, cond)
+        return
+    with torch.no_grad():
+        v = model.predict(module, x, level, cond)
+        if other is not model:
+            theirs = other.predict(module, x, level, other.encode(prompts(name)[:1]))
+            torch.testing.assert_close(v, theirs, rtol=1e-3, atol=1e-4)
+    assert not torch.equal(v, model.predict(module, x, model.known.levels[:1], cond))
+
+
+@pytest.mark.parametrize("name", ["Flux3Distilled", *(long(name) for name in REFUSED if name != "Flux3Distilled")])
+def test_what_is_no_velocity_is_refused(name: str, folder: Folders) -> None:
+    refuses(rf"^{name}ModularPipeline cannot be trained .*{REFUSED[name]}$", lambda: opened(name, folder(name)).known)
+
+
+def test_a_network_that_keeps_what_it_computed_is_refused(folder: Folders) -> None:
+    model = opened("Flux3", folder("Flux3"))
+    module = model.build().eval()
+    own, kept = module.forward, list[Any]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept.append(own(*args, **kwargs))
+        return (kept[-1][0] + len(kept) * 1e-3,)
+
+    forward.__signature__ = __import__("inspect").signature(own)  # type: ignore[attr-defined]
+    module.forward = forward
+    refuses("its velocity depends on the calls before", model.check, module, prompts("Flux3"))
+
+
+def test_a_step_that_changes_samples_is_refused(folder: Folders, monkeypatch: Patch) -> None:
+    from diffusers.modular_pipelines.flux3.denoise import Flux3LoopAfterDenoiser
+
+    own = Flux3LoopAfterDenoiser.__call__
+
+    def blend(self: Any, components: Any, block_state: Any, **variables: Any) -> Any:
+        components, block_state = own(self, components, block_state, **variables)
+        block_state.latents = 0.5 * block_state.latents
+        return components, block_state
+
+    monkeypatch.setattr(Flux3LoopAfterDenoiser, "__call__", blend)
+    refuses("its step changes latents besides what its scheduler returns", lambda: opened("Flux3", folder("Flux3")).known)
+
+
+def test_a_loop_that_keeps_an_object_is_refused(folder: Folders, monkeypatch: Patch) -> None:
+    """It may hold what the network computed with other weights."""
+    enter = any_modular.enter
+
+    def keep(*args: Any) -> Any:
+        entered = enter(*args)
+        kept = object()
+        for values in entered.values:
+            values["cache"] = kept
+        return entered
+
+    monkeypatch.setattr(any_modular, "enter", keep)
+    refuses("its loop keeps a object, which may last", lambda: opened("Flux3", folder("Flux3")).known)
+
+
+@pytest.mark.parametrize(
+    ("guider", "settings"),
+    [
+        ("AdaptiveProjectedGuidance", {}),
+        long("ClassifierFreeZeroStarGuidance", {"zero_init_steps": 0}),  # steps of zeros have no gradient
+        long("TangentialClassifierFreeGuidance", {}),
+        long("AdaptiveProjectedMixGuidance", {}),
+    ],
+)
+def test_guiders_that_are_functions_of_the_outputs(
+    guider: str, settings: dict[str, Any], folder: Folders, monkeypatch: Patch
+) -> None:
+    import diffusers
+
+    place = any_modular.AnyModular._place_parts
+
+    def with_guider(self: Any, pipe: Any, blocks: Any) -> None:
+        pipe.update_components(guider=getattr(diffusers, guider)(**settings))
+        place(self, pipe, blocks)
+
+    monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
+    model = opened("Flux3", folder("Flux3"))
+    assert model.check(model.build().eval(), prompts("Flux3")) == 0
+    assert type(model._load_pipeline().guider).__name__ == guider
+
+
+def test_images_of_prompts_choose_the_blocks(folder: Folders) -> None:
+    """FLUX.3 with an image of reference runs other blocks, whose image changes the velocity."""
+    from fluvial.models.replay.media import MediaPrompt
+
+    asked = [MediaPrompt("a red fox", {"image": tiny_modular.draw(seed, 32)}) for seed in range(2)]
+    model = opened("Flux3", folder("Flux3"), example=asked[0]).given(asked)
+    module = model.build().eval()
+    assert model.check(module, asked) == 0
+    x, level = normal(key(0), (1, *model.known.shape)).expand(2, -1, -1), model.known.levels[:1].expand(2)
+    with torch.no_grad():
+        one, other = model.predict(module, x, level, model.encode(asked))
+    assert not torch.equal(one, other)
+
+
+def test_probes_leave_the_pipeline_as_it_was(folder: Folders) -> None:
+    """Noise in place of the network is the same at each probe, and follows its inputs' shapes alone."""
+    model = opened("Flux3", folder("Flux3"))
+    before = copy.copy(model._load_pipeline().components)
+    assert model.known.model.passes == (2,) * STEPS
+    assert model._load_pipeline().components == before
+    inputs = list[list[Tensor]]()
+    watched = Watched(model._load_pipeline().transformer, inputs)
+    assert watched.dtype == torch.float32
+    assert Path(model.folder, "modular_model_index.json").is_file()
