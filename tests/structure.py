@@ -37,11 +37,11 @@ BOUNDS = {
     "functions of the control layer of an update": 88,
     "files of an update": 64,
     "functions of an update": 364,
-    "functions that take the configuration": 87,
+    "functions that take the configuration": 103,
     "names of several classes": 13,
     "files of engines/engine": 10,
-    "lines of engines/engine": 2549,
-    "lines of the product": 69261,
+    "lines of engines/engine": 2550,
+    "lines of the product": 72300,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

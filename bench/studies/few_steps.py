@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import Score, Trial, make
+from fluvial.bench.studies.trial import StudyRun, StudyScore, make
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
@@ -52,19 +52,19 @@ class FewStepsConfig:
         if not self.steps or min(self.steps) < 2 or not self.seeds:
             raise UsageError("steps and seeds: expected at least one of each, and 2 steps or more")
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[StudyRun]:
         """Return the teacher's evaluation, the distillations, and the runs of RL that begin from their students."""
         teachers = [
-            Trial("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds
+            StudyRun("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds
         ]
         students = [
-            Trial(kind, "distilled", self._student(kind, steps, seed), keep=self._folder(kind, steps, seed))
+            StudyRun(kind, "distilled", self._student(kind, steps, seed), keep=self._folder(kind, steps, seed))
             for seed in self.seeds
             for steps in self.steps
             for kind in STUDENTS
         ]
         improved = [
-            Trial(name, f"from {start}", self._improved(name, start, steps, seed))
+            StudyRun(name, f"from {start}", self._improved(name, start, steps, seed))
             for seed in self.seeds
             for steps in self.steps
             for name, start in STARTS.items()
@@ -108,10 +108,10 @@ def run(config: FewStepsConfig) -> None:
     print(table([row for row in rows if row.model == config.model]))
 
 
-def table(rows: Sequence[Score]) -> str:
+def table(rows: Sequence[StudyScore]) -> str:
     """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its."""
-    ends: dict[tuple[str, str, int], list[tuple[Score, Score]]] = {}
-    trials: dict[tuple[str, str, int, int], list[Score]] = {}
+    ends: dict[tuple[str, str, int], list[tuple[StudyScore, StudyScore]]] = {}
+    trials: dict[tuple[str, str, int, int], list[StudyScore]] = {}
     for row in rows:
         trials.setdefault((row.method, row.variant, row.steps, row.seed), []).append(row)
     for (method, variant, steps, _), found in trials.items():

@@ -18,7 +18,7 @@ from fluvial.engines.run.record import as_record
 
 
 @dataclass(frozen=True)
-class Trial:
+class StudyRun:
     """A run of a study.
 
     Args:
@@ -45,7 +45,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Score:
+class StudyScore:
     """An evaluation of a trial."""
 
     method: str
@@ -68,7 +68,7 @@ class Score:
     date: str
 
 
-def make(trials: Sequence[Trial], path: Path, *, parallel: int) -> list[Score]:
+def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[StudyScore]:
     """Make the trials whose rows are not in the table with the same settings, write theirs, and return all rows.
 
     Trials that begin from the adapter of another one wait for it.
@@ -76,7 +76,9 @@ def make(trials: Sequence[Trial], path: Path, *, parallel: int) -> list[Score]:
     Raises:
         RunError: a trial failed; the others are made nevertheless.
     """
-    known = {(row.method, row.variant, row.model, row.steps, row.seed, row.settings) for row in harness.read(path, Score)}
+    known = {
+        (row.method, row.variant, row.model, row.steps, row.seed, row.settings) for row in harness.read(path, StudyScore)
+    }
     missing = [trial for trial in trials if _key(trial) not in known or (trial.keep and not trial.keep.is_dir())]
     failed = []
     for begun in (False, True):
@@ -85,8 +87,8 @@ def make(trials: Sequence[Trial], path: Path, *, parallel: int) -> list[Score]:
             if isinstance(found, str):
                 failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {found}")
                 continue
-            rest = [row for row in harness.read(path, Score) if _name(row) != _key(trial)[:-1]]
-            harness.write(path, [*rest, *found], Score)
+            rest = [row for row in harness.read(path, StudyScore) if _name(row) != _key(trial)[:-1]]
+            harness.write(path, [*rest, *found], StudyScore)
             first, last = found[0], found[-1]
             print(
                 f"{trial.method}, {trial.variant}, {last.steps} steps, seed {last.seed}: right {first.exact:.3f} -> "
@@ -96,12 +98,12 @@ def make(trials: Sequence[Trial], path: Path, *, parallel: int) -> list[Score]:
             )
     if failed:
         raise RunError("; ".join(failed))
-    return harness.read(path, Score)
+    return harness.read(path, StudyScore)
 
 
-def watch(trial: Trial) -> list[Score]:
+def watch(trial: StudyRun) -> list[StudyScore]:
     """Train once, and return the evaluations, that of the start first."""
-    config, found = trial.config, list[Score]()
+    config, found = trial.config, list[StudyScore]()
     rollouts = config.updates // config.updates_per_rollout if trial.looks else 0
     samples, seconds, diversity = 0, 0.0, float("nan")
     name = config.rewards[0].partition("=")[0] if config.rewards else "reward"
@@ -116,7 +118,7 @@ def watch(trial: Trial) -> list[Score]:
             known |= {"steps": config.method.sampling.steps, "seed": config.seed, "settings": trial.settings}
             known |= {"updates": updates, "samples": samples, "seconds": round(seconds, 2)}
             known |= {key: round(value, 5) for key, value in parts.items()}
-            found.append(Score(**known, **harness.facts(Score)))
+            found.append(StudyScore(**known, **harness.facts(StudyScore)))
 
         look(0)
         with trainer.engine.inference(average=True) as module:
@@ -133,7 +135,7 @@ def watch(trial: Trial) -> list[Score]:
     return found
 
 
-def _measure(trials: Sequence[Trial], parallel: int) -> Iterator[tuple[Trial, list[Score] | str]]:
+def _measure(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:
     """Yield each trial with its rows, or with what it failed with, as it ends."""
     with ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(_watch, trial): trial for trial in trials}
@@ -141,7 +143,7 @@ def _measure(trials: Sequence[Trial], parallel: int) -> Iterator[tuple[Trial, li
             yield futures[future], future.result()
 
 
-def _watch(trial: Trial) -> list[Score] | str:
+def _watch(trial: StudyRun) -> list[StudyScore] | str:
     """Return the rows of a trial, made by a process with one thread, or what went wrong."""
     try:
         return harness.in_processes(watch, trial, threads=1)
@@ -149,10 +151,10 @@ def _watch(trial: Trial) -> list[Score] | str:
         return str(error)
 
 
-def _key(trial: Trial) -> tuple[str, str, str, int, int, str]:
+def _key(trial: StudyRun) -> tuple[str, str, str, int, int, str]:
     config = trial.config
     return trial.method, trial.variant, config.model, config.method.sampling.steps, config.seed, trial.settings
 
 
-def _name(row: Score) -> tuple[str, str, str, int, int]:
+def _name(row: StudyScore) -> tuple[str, str, str, int, int]:
     return row.method, row.variant, row.model, row.steps, row.seed

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import Score, Trial, make
+from fluvial.bench.studies.trial import StudyRun, StudyScore, make
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
@@ -75,12 +75,12 @@ class TunnelConfig:
         if not self.seeds or not 1 <= self.looks <= self.rollouts:
             raise UsageError("seeds, looks: expected at least one seed, and no more looks than rollouts")
 
-    def trials(self) -> Iterator[Trial]:
+    def trials(self) -> Iterator[StudyRun]:
         """Yield each method with each guard and seed; GARDO once."""
         for seed in self.seeds:
             for name in self.methods:
                 for guard in ["own"] if name == GARDO else self.guards:
-                    yield Trial(name, guard, self._config(name, guard, seed), looks=self.looks)
+                    yield StudyRun(name, guard, self._config(name, guard, seed), looks=self.looks)
 
     def _config(self, name: str, guard: str, seed: int) -> TrainConfig:
         config = RECIPES[name]()
@@ -104,15 +104,15 @@ def run(config: TunnelConfig) -> None:
     print(table(rows))
 
 
-def curves(rows: Sequence[Score]) -> dict[tuple[str, str], list[list[Score]]]:
+def curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
     """Return the evaluations of each run in their order, by method and guard."""
-    found: dict[tuple[str, str], dict[int, list[Score]]] = {}
+    found: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
     for row in sorted(rows, key=lambda row: row.updates):
         found.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
     return {name: list(seeds.values()) for name, seeds in found.items()}
 
 
-def read_at(curve: Sequence[Score], gain: float, of: str) -> float | None:
+def read_at(curve: Sequence[StudyScore], gain: float, of: str) -> float | None:
     """Return a number of a run where its proxy first has risen by `gain`, linearly between evaluations; None if never."""
     for before, after in pairwise(curve):
         if after.proxy >= curve[0].proxy + gain:
@@ -122,7 +122,7 @@ def read_at(curve: Sequence[Score], gain: float, of: str) -> float | None:
     return None
 
 
-def table(rows: Sequence[Score], gain: float = 0.2) -> str:
+def table(rows: Sequence[StudyScore], gain: float = 0.2) -> str:
     """Return a Markdown table: true score where the proxy has risen by `gain`, and proxy, truth and diversity at the end."""
     lines = []
     for (method, guard), seeds in curves(rows).items():
@@ -140,7 +140,7 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
 
 
-def draw(rows: Sequence[Score], path: Path) -> None:
+def draw(rows: Sequence[StudyScore], path: Path) -> None:
     """Plot the true score against the proxy, a panel per method and a line per guard, as means over seeds."""
     from matplotlib.figure import Figure
 

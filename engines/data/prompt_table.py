@@ -13,7 +13,7 @@ FURTHER = ("negative", "image", "video", "audio", "metadata", "media")
 PLAIN: tuple[Any, ...] = (None, None, None, None, {}, {})  # further fields of a prompt that is a text alone
 
 
-class Kind(NamedTuple):
+class PromptKind(NamedTuple):
     """What many prompts have in common."""
 
     source: str
@@ -35,7 +35,7 @@ class PromptTable(Sequence[Prompt]):
         self._rest_ends = array("Q")  # empty until a prompt has further fields
         self._places: array[int] | None = None  # rows of the buffers, in order; all of them if None
         known: dict[tuple[Any, ...], int] = {}
-        kind_of, further_of = attrgetter(*Kind._fields), attrgetter(*FURTHER)
+        kind_of, further_of = attrgetter(*PromptKind._fields), attrgetter(*FURTHER)
         for prompt in prompts:
             self._codes.append(known.setdefault(kind_of(prompt), len(known)))
             further = further_of(prompt)
@@ -46,7 +46,7 @@ class PromptTable(Sequence[Prompt]):
             self._ends.append(len(self._texts))
             if self._rest_ends:
                 self._rest_ends.append(len(self._rest))
-        self.kinds = [Kind(*kind) for kind in known]
+        self.kinds = [PromptKind(*kind) for kind in known]
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -111,17 +111,17 @@ class PromptTable(Sequence[Prompt]):
         kind, further = self.kinds[self._codes[row]], self._further(row)
         rest = pickle.loads(further) if further else (*PLAIN[:4], {}, {})
         prompt = object.__new__(Prompt)  # its values were checked when it was first made
-        prompt.__dict__.update(zip(("text", *Kind._fields, *FURTHER), (text, *kind, *rest), strict=True))
+        prompt.__dict__.update(zip(("text", *PromptKind._fields, *FURTHER), (text, *kind, *rest), strict=True))
         return prompt
 
 
-def kinds_of(prompts: Sequence[Prompt]) -> "tuple[list[Kind], array[int]]":
+def kinds_of(prompts: Sequence[Prompt]) -> "tuple[list[PromptKind], array[int]]":
     """Return the kinds of prompts, and the index of each prompt's kind, as 32-bit integers."""
     if isinstance(prompts, PromptTable):
         return prompts.kinds, prompts.codes()
     known: dict[tuple[Any, ...], int] = {}
-    codes = array("i", [known.setdefault(attrgetter(*Kind._fields)(prompt), len(known)) for prompt in prompts])
-    return [Kind(*kind) for kind in known], codes
+    codes = array("i", [known.setdefault(attrgetter(*PromptKind._fields)(prompt), len(known)) for prompt in prompts])
+    return [PromptKind(*kind) for kind in known], codes
 
 
 def select(prompts: Sequence[Prompt], places: Iterable[int]) -> Sequence[Prompt]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fluvial.models.modular.blocks import Entered, is_scheduler
-from fluvial.models.modular.streams import Stream
+from fluvial.models.modular.streams import LoopStream
 from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.recorded import pad_to
 
@@ -72,7 +72,7 @@ class Form(NamedTuple):
         return values
 
 
-def describe(pipeline: str, entered: Entered, streams: Sequence[Stream]) -> tuple[Form, list[Tensor], list[float]]:
+def describe(pipeline: str, entered: Entered, streams: Sequence[LoopStream]) -> tuple[Form, list[Tensor], list[float]]:
     """Return the form of a prompt's values, its tensors, and their sizes and its numbers.
 
     Args:
@@ -121,14 +121,14 @@ def pad_rows(rows: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tenso
     return [pad_to(row, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
-def place_samples(values: dict[str, Any], x: Tensor, streams: Sequence[Stream]) -> dict[str, Any]:
+def place_samples(values: dict[str, Any], x: Tensor, streams: Sequence[LoopStream]) -> dict[str, Any]:
     """Return the values of a step with a sample `[n]` in its places."""
     for stream, part in zip(streams, x.split([len(stream.places) for stream in streams]), strict=True):
         values[stream.field] = stream.place(part, values[stream.field])
     return values
 
 
-def _without_samples(values: Mapping[str, Any], streams: Sequence[Stream]) -> dict[str, Any]:
+def _without_samples(values: Mapping[str, Any], streams: Sequence[LoopStream]) -> dict[str, Any]:
     """Return values with zeros in place of samples, or None if a value consists of samples alone."""
     own = dict(values)
     for name in {stream.field for stream in streams}:

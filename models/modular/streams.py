@@ -21,7 +21,7 @@ ROUNDING = 1e-3  # relative error of a scheduler's step
 Run = Callable[..., Ran]  # values, variables and `give` of `run_step`
 
 
-class Stream(NamedTuple):
+class LoopStream(NamedTuple):
     """A tensor that a scheduler steps: the generated elements of one value."""
 
     scheduler: str
@@ -47,7 +47,7 @@ class Stream(NamedTuple):
         return placed.reshape(self.whole)
 
 
-def find_streams(pipeline: str, run: Run, entered: Entered) -> list[Stream]:
+def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
     """Return the streams of a pipeline in the order in which its schedulers step.
 
     Raises:
@@ -85,12 +85,12 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[Stream]:
         if not len(own):
             raise refusal(pipeline, f"what its {each.name} returns has no effect")
         every = torch.arange(value.numel())
-        stream = Stream(each.name, name, places[own].to(value.device), own.to(value.device), value.shape, value.dtype)
+        stream = LoopStream(each.name, name, places[own].to(value.device), own.to(value.device), value.shape, value.dtype)
         streams.append(stream._replace(is_whole=torch.equal(own, every) and torch.equal(places, every)))
     return streams
 
 
-def read_levels(pipeline: str, stream: Stream, scheduler: Any, asked: Any, steps: int) -> Stream:
+def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, steps: int) -> LoopStream:
     """Return a stream with its noise levels, and the sign of its velocity, by a trial step of its scheduler.
 
     Args:

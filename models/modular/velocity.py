@@ -13,7 +13,7 @@ from fluvial.core.types import PerSample, Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
 from fluvial.models.modular.conditioning import Form, describe, place_samples
-from fluvial.models.modular.streams import Stream, find_scheduler, find_streams, read_levels
+from fluvial.models.modular.streams import LoopStream, find_scheduler, find_streams, read_levels
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.experts import place_network
@@ -32,7 +32,7 @@ class ModularVelocity:
     pipe: Any  # the pipeline, without the trained network
     blocks: Blocks
     parts: tuple[str, ...]  # that are trained
-    streams: tuple[Stream, ...]
+    streams: tuple[LoopStream, ...]
     form: Form
     variables: tuple[Mapping[str, Any], ...]  # of the loop, per step
     schedule: Schedule

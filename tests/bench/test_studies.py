@@ -9,14 +9,14 @@ import torch
 from fluvial.bench import harness
 from fluvial.bench.studies import few_steps, tunnel
 from fluvial.bench.studies.few_steps import FewStepsConfig
-from fluvial.bench.studies.trial import Score
+from fluvial.bench.studies.trial import StudyScore
 from fluvial.bench.studies.tunnel import TunnelConfig
 from fluvial.engines.errors import UsageError
 
 
-def score(seed: int, updates: int, proxy: float, exact: float) -> Score:
+def score(seed: int, updates: int, proxy: float, exact: float) -> StudyScore:
     run = ("nft", "kl", "handwriting", 10, seed, "a", updates, 64 * updates, 2.0 * updates)
-    return Score(*run, proxy, exact, exact, 0.5, 0.1, float("nan") if updates == 0 else 0.2, "cpu", "2", "day")
+    return StudyScore(*run, proxy, exact, exact, 0.5, 0.1, float("nan") if updates == 0 else 0.2, "cpu", "2", "day")
 
 
 def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = tmp_path
     config = FewStepsConfig("handwriting", steps=(2,), distilled=1, improved=1, samples=8, keep=out / "kept", out=out)
     few_steps.run(config)
-    rows = harness.read(tmp_path / "few-steps.csv", Score)
+    rows = harness.read(tmp_path / "few-steps.csv", StudyScore)
     ends = {(row.method, row.variant): row for row in rows}
     starts = {(row.method, row.variant): row for row in rows if row.updates == 0}
     assert len(starts) == 7
@@ -61,5 +61,5 @@ def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[-1].startswith("| teacher | 10 | ")
     few_steps.run(config)
     assert "seed 0" not in capsys.readouterr().out
-    assert list(map(str, harness.read(tmp_path / "few-steps.csv", Score))) == list(map(str, rows))
+    assert list(map(str, harness.read(tmp_path / "few-steps.csv", StudyScore))) == list(map(str, rows))
     assert len(replace(config, seeds=(0, 1)).trials()) == 14

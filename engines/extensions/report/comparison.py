@@ -16,7 +16,7 @@ PROMPTS = 8  # whose samples are shown
 UNCOMPARED = ("out", "resume", "checkpoint.resume_from")  # settings that say nothing of a run
 
 
-class RecordedRun(NamedTuple):
+class ComparedRun(NamedTuple):
     """What a run folder holds.
 
     Args:
@@ -61,7 +61,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
 
 
-def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """Return the runs in folders: a folder is one, or those below it are; others are left out.
 
     Raises:
@@ -78,11 +78,11 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return [_read(path, str(path.absolute().relative_to(common))) for path in found]
 
 
-def _read(out: Path, name: str) -> RecordedRun:
+def _read(out: Path, name: str) -> ComparedRun:
     config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
     flat = dict(_flatten(config)) if isinstance(config, dict) else {}
     records = [record for record in read_records(out / "metrics.jsonl") if "update" in record]
-    return RecordedRun(out, name, flat, records, summary if isinstance(summary, dict) else {})
+    return ComparedRun(out, name, flat, records, summary if isinstance(summary, dict) else {})
 
 
 def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -119,7 +119,7 @@ def write(folders: Sequence[Path]) -> Path:
     return path
 
 
-def differing(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, by name: one value per run, `-` where a run does not have it."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in UNCOMPARED)
     values = {name: [_show(run.config[name]) if name in run.config else "-" for run in runs] for name in names}
@@ -132,14 +132,14 @@ def _show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def list_scores(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, list[Mapping[str, Any] | None]]]:
+def list_scores(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[Mapping[str, Any] | None]]]:
     """Yield each evaluator with its row of all samples, per run; None where a run has not ended or has none."""
     rows = [{row["evaluator"]: row for row in page.list_evaluation(run.summary) if row["part"] == "all"} for run in runs]
     for evaluator in dict.fromkeys(name for each in rows for name in each):
         yield evaluator, [each.get(evaluator) for each in rows]
 
 
-def list_charts(runs: Sequence[RecordedRun]) -> Iterator[LineChart]:
+def list_charts(runs: Sequence[ComparedRun]) -> Iterator[LineChart]:
     """Yield charts with a line per run: of the reward, of each evaluator, and of what says how a run goes."""
 
     def over(title: str, unit: str, *path: str, **options: Any) -> LineChart:
@@ -172,7 +172,7 @@ class PromptSamples(NamedTuple):
     samples: list[page.SheetSample | None]
 
 
-def list_samples(runs: Sequence[RecordedRun]) -> list[PromptSamples]:
+def list_samples(runs: Sequence[ComparedRun]) -> list[PromptSamples]:
     """Return samples of the same prompts of the last evaluations, those first that most runs have."""
     sheets = list[dict[str, page.SheetSample]]()
     for run in runs:

@@ -15,7 +15,7 @@ TICK = 0.5  # seconds between two looks
 
 
 @dataclass(eq=False)
-class Wait:
+class PendingWait:
     """Something that is waited for.
 
     Args:
@@ -64,7 +64,7 @@ class Waits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.say, self.show, self.clock = say, show, clock
-        self.stack, self.pauses = list[Wait](), dict[tuple[str, ...], float]()
+        self.stack, self.pauses = list[PendingWait](), dict[tuple[str, ...], float]()
         self._over, self._thread = Event(), Thread(target=self._look, name="waits", daemon=True)
 
     def __enter__(self) -> Self:
@@ -78,10 +78,10 @@ class Waits:
         self._thread.join()
 
     @contextmanager
-    def wait(self, what: str, total: int, unit: str) -> Iterator[Wait]:
+    def wait(self, what: str, total: int, unit: str) -> Iterator[PendingWait]:
         """Wait for something in the block."""
         now = self.clock()
-        entered = Wait(what, total, unit, now)
+        entered = PendingWait(what, total, unit, now)
         path = tuple(each.what for each in (*self.stack, entered))
         entered.due = now + self.pauses.get(path, PATIENCE)
         self.stack.append(entered)
@@ -116,7 +116,7 @@ CURRENT: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 
 @contextmanager
-def wait_for(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
+def wait_for(what: str, total: int = 0, unit: str = "") -> Iterator[PendingWait]:
     """Say that the block is what this process waits for, where a command or a run has opened `Waits`.
 
     Args:
@@ -126,7 +126,7 @@ def wait_for(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
     """
     waits = CURRENT.get()
     if waits is None:
-        yield Wait(what, total, unit, 0.0)
+        yield PendingWait(what, total, unit, 0.0)
         return
     with waits.wait(what, total, unit) as entered:
         yield entered
