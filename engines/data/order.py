@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from fluvial.core.random import Key, fold_in, key, permute, uniform
-from fluvial.engines.data.prompt_table import Kind, kinds_of, select
+from fluvial.engines.data.prompt_table import PromptKind, kinds_of, select
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -130,7 +130,7 @@ class PromptOrder:
 class _Epochs:
     """Shuffled epochs of one source, whose prompts are `members`."""
 
-    def __init__(self, members: Sequence[int], kinds: Sequence[Kind], codes: "array[int]", key: Key) -> None:
+    def __init__(self, members: Sequence[int], kinds: Sequence[PromptKind], codes: "array[int]", key: Key) -> None:
         self.members, self.kinds, self.codes, self.key = members, kinds, codes, fold_in(key, Stream.EPOCHS)
         self.counts: Counter[float] = Counter()  # of prompts of each weight
         for code, count in Counter(map(codes.__getitem__, members)).items():
