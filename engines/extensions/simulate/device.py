@@ -130,7 +130,7 @@ def _module() -> types.ModuleType:
     state = torch.zeros(16, dtype=torch.uint8)
     always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
     functions: dict[str, Any] = {
-        "DeviceStream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
+        "Stream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
         "current_stream": always(stream), "default_stream": always(stream), "set_stream": _nothing,
         "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
         "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),
