@@ -29,7 +29,7 @@ def check(report: Report, *, units: int | None = None, read_backs: Sequence[int]
     assert [wait.times for wait in read_back] == [*read_backs], f"reads of the update: {read_back}"
     for name in {"rollout", "decode", "update"} & {phase.name for phase in report.phases}:
         copies = [wait for wait in report.phase(name).waits if wait.kind == BLOCKING]
-        ours = [wait for wait in copies if "<" not in wait.line]  # others are made by diffusers and transformers
+        ours = [wait for wait in copies if " < " not in wait.line]  # others are made by diffusers and transformers
         assert not ours, f"blocking copies of the {name}: {ours}"
     for name in {"rollout"} & {phase.name for phase in report.phases}:
         waits = [wait for wait in report.phase(name).waits if wait.kind in WAITS]
