@@ -3,7 +3,7 @@
 import io
 import json
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,8 @@ COMPARING: list[tuple[str, dict[str, Any]]] = [
 
 def comparing(base: str, kl: dict[str, Any]) -> TrainConfig:
     """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
-    config = with_values(RECIPES[base](), {"passes.epochs": 1, "passes.minibatches": 1})
+    config = RECIPES[base]()
+    config = with_values(config, {f"passes.{field.name}": 1 for field in fields(config.method.passes)})
     engine = replace(config.engine, replicas=1, compute="bfloat16")
     return with_values(config, {**{f"kl.{k}": v for k, v in kl.items()}, "engine": engine})
 
