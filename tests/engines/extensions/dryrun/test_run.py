@@ -288,7 +288,7 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
         found, expected = short.phase(phase), whole.phase(phase)
         assert (found.flops, found.calls, found.sent) == (expected.flops, expected.calls, expected.sent)
         # Keys of the prompt are not kept on paper, which are much of what a network as small as this one holds.
-        assert found.peak == pytest.approx(expected.peak, rel=0.06)
+        assert found.peak == pytest.approx(expected.peak, rel=0.08)
         assert sorted(found.waits) == sorted(expected.waits)
     assert short.phase("rollout").calls > 0
 
