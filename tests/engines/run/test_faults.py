@@ -70,7 +70,9 @@ class Launched:
 
     def lines(self) -> list[str]:
         """Return our lines on stderr; the agent has more of its own."""
-        return sorted(line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
+        said = (line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
+        waits = re.compile(r"fluvial: [^:]*, \d+ s")  # of a busy machine
+        return sorted(line for line in said if not waits.fullmatch(line))
 
     def _wait(self, condition: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds

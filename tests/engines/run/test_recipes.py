@@ -100,8 +100,9 @@ PUBLISHED: dict[str, str] = {
     "raft": "--sampling.sampler ode",
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
-    "opd": "--match sample_mse --sampling.sampler ode --sampling.prompts 72 --sampling.group 1 --guidance pickscore=4.5 "
-    "ocr=4.5 geneval=1 --sampling.guidance.scale 4.5 --trained first --trained.fraction 0.99 --optimizer.lr 3e-4",
+    "opd": "--match sample_mse --sampling.sampler ode --sampling.prompts 72 --sampling.group 1 "
+    "--guidance @drawbench-like=4.5 @ocr=4.5 @geneval=1 --sampling.guidance.scale 4.5 --trained first "
+    "--trained.fraction 0.99 --optimizer.lr 3e-4",
     "dmd2": "--sampling.steps 4 --guidance 4 --fake-updates 5 --optimizer.lr 1e-5 --optimizer.ema-decay 0",
     "tdm-r1": "--sampling.prompts 48 --sampling.group 24 --sampling.steps 4 --guidance 4.5 --fake.lr 3e-4 --fake-kl 0.02 "
     "--tdm 0.3 --surrogate.optimizer.lr 3e-4 --surrogate.beta 10 --surrogate.clip 1e-3 --optimizer.lr 7.5e-5 --form square",
