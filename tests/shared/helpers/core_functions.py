@@ -434,6 +434,7 @@ ROWS = (
     FunctionCall("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
     FunctionCall("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
     FunctionCall("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),
+    FunctionCall("random.permute", host(lambda: random.permute(random.key(5), 3, 10)), "x"),
     FunctionCall("random.bits", _keyed(partial(random.bits, shape=(BATCH, 5))), "low high", still="all"),
     FunctionCall("random.uniform", _keyed(partial(random.uniform, shape=(BATCH, 5))), "low high", still="all"),
     FunctionCall("random.normal", _keyed(partial(random.normal, shape=(BATCH, 5))), "low high", still="all"),
