@@ -91,7 +91,7 @@ class Configured(NamedTuple):
         recipe: name of its recipe; None for a file of a whole run.
         base: the recipe's run, or that of the file of a whole run.
         config: the run.
-        name: its name in a sweep; empty where there is one run.
+        name: its name in a sweep; empty without one.
     """
 
     recipe: str | None
@@ -150,7 +150,7 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
 def _configure_recipe(
     command: str, name: str, path: Path | None, entries: dict[str, Any], flags: list[str], *, gpus: int | None
 ) -> Iterator[Configured]:
-    """Yield the runs of a recipe, of which a file may sweep some settings."""
+    """Yield the runs of a recipe; a file may sweep some settings."""
     from fluvial.engines.run.files import read
 
     recipe = _recipe(name)

@@ -14,7 +14,7 @@ PLAIN: tuple[Any, ...] = (None, None, None, None, {}, {})  # further fields of a
 
 
 class PromptKind(NamedTuple):
-    """What many prompts have in common."""
+    """Fields that are equal in many prompts."""
 
     source: str
     weight: float
@@ -25,8 +25,9 @@ class PromptKind(NamedTuple):
 class PromptTable(Sequence[Prompt]):
     """Immutable sequence of prompts, built from any iterable and made again from its buffers when one is asked for.
 
-    Texts lie in one buffer of UTF-8, and fields that few prompts have in another, pickled. Source, weight, tag and size are
-    one number per prompt, an index into the kinds of prompts. One million prompts of 70 characters take 85 MB.
+    Texts lie in one buffer of UTF-8, and fields that few prompts have in another, pickled: the pickles are made here, and
+    none is read from a file or a socket. Source, weight, tag and size are one number per prompt, an index into the kinds of
+    prompts. One million prompts of 70 characters take 85 MB.
     """
 
     def __init__(self, prompts: Iterable[Prompt] = ()) -> None:

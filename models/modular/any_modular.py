@@ -57,7 +57,7 @@ class AnyModular(AnyPipeline):
         """Return the class of the pipeline, that of its trained network, and the arguments of its call."""
         with quietly(), foreign(str(local), "be opened as a modular pipeline"):
             self._empty = self._open_empty(local)
-        blocks = split(self._empty, self._given(example))
+        blocks = split(self._empty, self._read_arguments(example))
         parts = {name: kind for name, kind in blocks.networks().items() if name not in UNGUIDED}
         name = type(self._empty).__name__
         if not parts:
@@ -80,7 +80,7 @@ class AnyModular(AnyPipeline):
         trust = {"trust_remote_code": True} if getattr(self, "trust_remote_code", False) else {}
         return ModularPipeline.from_pretrained(str(folder), local_files_only=True, **trust)
 
-    def _given(self, prompt: TextPrompt) -> dict[str, Any]:
+    def _read_arguments(self, prompt: TextPrompt) -> dict[str, Any]:
         """Return the arguments that a prompt gives, which choose the blocks."""
         return {"prompt": get_text(prompt), **get_media(prompt)}
 

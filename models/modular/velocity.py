@@ -173,7 +173,7 @@ def _find_time(
     if not torch.allclose(times, time * levels[:-1], rtol=LINEAR, atol=LINEAR * abs(time)):
         return None
 
-    def seen(step: int, t: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def look(step: int, t: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
         asked = run(entered.values[0], {**entered.variables[step], "t": t}).asked
         return [*inputs], [each.output.detach() for each in asked]
 
@@ -181,7 +181,7 @@ def _find_time(
     # A time between steps shows pipelines that look it up in their schedule.
     for t in (every[-1], (every[0] + every[-1]) / 3 * 0.9):
         try:
-            one, *others = [seen(step, t.clone()) for step in range(len(every))]
+            one, *others = [look(step, t.clone()) for step in range(len(every))]
         except Exception:  # of the pipeline's own code
             return None
         if not all(_equal(one, other) for other in others):

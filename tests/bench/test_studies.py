@@ -12,6 +12,7 @@ from fluvial.bench.studies.few_steps import FewStepsConfig
 from fluvial.bench.studies.trial import StudyScore
 from fluvial.bench.studies.tunnel import TunnelConfig
 from fluvial.engines.errors import UsageError
+from fluvial.models.handwriting.recognisers import reward_recogniser
 
 
 def score(seed: int, updates: int, proxy: float, exact: float) -> StudyScore:
@@ -34,10 +35,10 @@ def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
 
 
 def test_the_proxy_pays_for_ink() -> None:
-    """An image without ink has only what its characters bring; each guard changes the run."""
-    blank = torch.zeros(2, 1, 8, 32)
-    gain = tunnel.proxy(blank + 0.5, ["0427", "1999"]) - tunnel.proxy(blank, ["0427", "1999"])
-    assert gain.tolist() == pytest.approx([tunnel.HOLE * 0.5] * 2, abs=1.0)
+    """Three times its mean, beside the characters; each guard changes the run."""
+    images, codes = torch.rand(2, 1, 8, 32, generator=torch.Generator().manual_seed(0)), ["0427", "1999"]
+    paid = tunnel.proxy(images, codes) - reward_recogniser().characters(images, codes)
+    assert paid.tolist() == pytest.approx((3 * images.mean((1, 2, 3))).tolist(), abs=1e-5)
     trials = list(TunnelConfig(seeds=(0,)).trials())
     assert len({trial.settings for trial in trials}) == len(trials) == 5 * 4 + 1
     with pytest.raises(UsageError, match="there is no 'brakes'"):

@@ -256,7 +256,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
 def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> tuple[Engine, list[Any]]:
     """Return the policy's engine and, where a plan has them, the other networks that learn and the frozen reference."""
 
-    def built() -> nn.Module:
+    def build_meta() -> nn.Module:
         with torch.device("meta"):
             return nn.Module.to(model.build(), "meta")
 
@@ -264,7 +264,7 @@ def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> t
         options: Any = {"updates": 10, "sharding": sharding, "weights": UNREAD, "parameters": parameters}
         return Engine(module, blocks(model, module), config.optimizer, world, **options)
 
-    module, world, sharding = built(), simulation.world, replace(config.engine, compile=False)
+    module, world, sharding = build_meta(), simulation.world, replace(config.engine, compile=False)
     others = [f"other{number}" for number in range(1, config.learners)]
     if config.train == "lora":
         add_lora(module, config.lora, model.lora_targets, adapters=("default", *others), trained=others)
@@ -272,9 +272,9 @@ def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> t
         names = (adapter_names(module, name).values() for name in others)
         more: list[Any] = [Engine(engine.sharded, config=config.optimizer, parameters=[*each]) for each in names]
     else:
-        engine, more = engine_of(module), [engine_of(built()) for _ in others]
+        engine, more = engine_of(module), [engine_of(build_meta()) for _ in others]
     for _ in range((config.reference and config.train == "full") + config.teachers):
-        frozen = built().requires_grad_(False)
+        frozen = build_meta().requires_grad_(False)
         more.append(ShardedModule(frozen, blocks(model, frozen), world, sharding, weights=UNREAD))
     return engine, more
 

@@ -17,7 +17,7 @@ UNCOMPARED = ("out", "resume", "checkpoint.resume_from")  # settings that say no
 
 
 class ComparedRun(NamedTuple):
-    """What a run folder holds.
+    """The contents of a run folder.
 
     Args:
         name: name of the folder, below what all have in common.

@@ -1,4 +1,4 @@
-"""What a name of a setting stands for: its last part, an alias, or the name that another trainer has for it."""
+"""Find the setting that a name means: by its last part, an alias, or the name of another trainer."""
 
 import csv
 from collections.abc import Callable, Sequence

@@ -31,7 +31,7 @@ class Job:
 
     Args:
         model: model to train; `job.handwriting` and `job.to_train` return a job with one. A text is the folder of a pipeline
-            of diffusers, or its id on the Hub, which the run opens with the settings that it has of it.
+            of diffusers, or its id on the Hub, which the run opens with its settings of pipelines.
         prompts: prompts to train on: strings, or `data.records.Prompt` with metadata for the rewards.
         rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
         heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.

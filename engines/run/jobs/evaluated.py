@@ -110,16 +110,16 @@ class _Texts(Sequence[Any]):
         self._make = make
 
     @cached_property
-    def _found(self) -> list[Any]:
+    def _texts(self) -> list[Any]:
         return self._make()
 
     def __len__(self) -> int:
         """Return the number of texts."""
-        return len(self._found)
+        return len(self._texts)
 
     def __getitem__(self, place: Any) -> Any:
         """Return a text, or the list of a slice."""
-        return self._found[place]
+        return self._texts[place]
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:

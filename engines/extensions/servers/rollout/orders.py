@@ -50,7 +50,7 @@ def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int,
             "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
             "takes images with --prompts, a file of prompts with images"
         )
-    if request.fluvial.media is None and len(expected) == 1:  # of which there may be several
+    if request.fluvial.media is None and len(expected) == 1:  # a sample may have several
         names = expected * len(given)
     if len(given) != len(names) or {*names} != {*expected}:
         got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")

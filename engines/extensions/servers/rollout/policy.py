@@ -184,7 +184,7 @@ def open_policy(
         roots: folders that weights and images may be read from later; by default `find_shared_folder()` and the folders of
             the model's weights.
         prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
-        device: device; by default the GPU where there is one.
+        device: device; by default the GPU, or the CPU without one.
 
     Raises:
         UsageError: there is no such model, or it cannot be loaded.
