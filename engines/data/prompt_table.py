@@ -87,15 +87,17 @@ class PromptTable(Sequence[Prompt]):
         return self._codes if self._places is None else array("i", map(self._codes.__getitem__, self._places))
 
     def examples(self) -> Iterator[Prompt]:
-        """Yield the first prompt of each kind, and every prompt with further fields."""
+        """Yield the first prompt of each kind without further fields, and every prompt with them."""
         codes, seen = self.codes(), set[int]()
         if not self._rest:
             yield from map(self._at, map(codes.index, dict.fromkeys(codes)))
             return
         for place, code in enumerate(codes):
-            if code not in seen or self._further(self._row(place)):
+            if self._further(self._row(place)):
                 yield self._at(place)
-            seen.add(code)
+            elif code not in seen:
+                seen.add(code)
+                yield self._at(place)
 
     def _row(self, place: int) -> int:
         return place if self._places is None else self._places[place]
