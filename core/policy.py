@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import checks, gaussian
-from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, match_tensors, number
+from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype, match_tensors, number
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import PerSample, PerStep, Samples, Scalar
 
 
 class PolicyInfo(NamedTuple):
@@ -48,6 +48,36 @@ def clipped_surrogate(
     ratio = torch.exp(log_ratio.clamp(max=80))
     free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip_low, 1 + clip_high)
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
+
+
+def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size: int | None = None) -> PerStep:
+    """Return old log-probs with which every step has the ratio of its chunk of steps, `[B, S]`, in a surrogate of steps.
+
+        log rho_c = mean over the used steps k of chunk c of log_prob_k - log_prob_old_k
+        found_k = log_prob_k - log rho_c
+
+    With them the mean of `clipped_surrogate` over a chunk's steps has the value and the gradient of that of rho_c, though
+    each step computes its own log-prob alone: rho_c is measured before the pass, and each step carries its share of it.
+
+    Args:
+        log_prob, log_prob_old: log-probs of the recorded steps under the current and the old policy, `[B, S]`.
+        used: 1 for the steps that are learnt from, else 0, `[B, S]`; a chunk without one has the ratio 1.
+        size: number of consecutive recorded steps per chunk, >= 1, the last one of what is left; None takes all of a sample.
+
+    Source: ours; GSPO (arXiv 2507.18071) has such a ratio of a sequence of tokens, and Chunk-GRPO (2510.21583) of chunks of
+    steps, whose equations were not read.
+    """
+    new, old, used = match_tensors("share_ratio", log_prob=log_prob, log_prob_old=log_prob_old, used=used)
+    if new.ndim != 2:
+        raise ValueError(f"share_ratio: log_prob has shape {list(new.shape)}, expected [B, S]")
+    if size is not None:
+        check_number("share_ratio", "size", size, low=1)
+    size = max(new.shape[1], 1) if size is None else size
+    sums, counts = (
+        [part.sum(1, keepdim=True).expand_as(part) for part in each.split(size, dim=1)]
+        for each in ((new - old) * used, used)
+    )
+    return new - torch.cat(sums, dim=1) / torch.cat(counts, dim=1).clamp(min=1)
 
 
 def noise_weighted_surrogate(

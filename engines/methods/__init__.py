@@ -4,6 +4,7 @@ from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.branch import BranchGrpo
+from fluvial.engines.methods.chunk import ChunkGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
@@ -49,6 +50,7 @@ __all__ = [
     "AlignProp",
     "Awm",
     "BranchGrpo",
+    "ChunkGrpo",
     "ConstantMargin",
     "CorrectionConfig",
     "Crd",

@@ -20,7 +20,7 @@ from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
 
 
@@ -65,8 +65,12 @@ class PolicyGradient(Method):
         steps = run.record_steps(batch, key, grades.advantage, **options)
         steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
-            part = run.predict(part, *self.networks())
+            part = self.compare(run, run.predict(part, *self.networks()))
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
+
+    def compare(self, run: "Run", part: "Items") -> "Items":
+        """Return the steps of an update with what their loss needs to know of each other."""
+        return part
 
     def log_prob(self, v: Tensor, rows: RecordedSteps) -> Tensor:
         """Return the log-probability of each recorded step under a prediction, `[P]`."""
@@ -78,14 +82,11 @@ class Grpo(PolicyGradient, name="grpo"):
     """The clipped surrogate of PPO and GRPO on recorded steps (arXiv 1707.06347, 2402.03300, 2505.05470).
 
     Args:
-        clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high]. The ratio is per
-            dimension if `reduction` is mean.
+        clip_low: Lower half-width of the clip of the ratio to [1 - clip_low, 1 + clip_high], in the unit of `reduction`.
         clip_high: Upper half-width of the clip.
         form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
-        reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
-            sum (nats).
-        weighting: Weight of each step's surrogate: none, or std_over_b (gradients of equal size, as in Flash-GRPO, arXiv
-            2605.15980, see `core.policy.step_scale`), whose mean over the steps that are learnt from is 1.
+        reduction: Reduction of the log-probability over pixels: mean (nats per dimension) or sum (nats).
+        weighting: Weight of each step's surrogate: none, or std_over_b (Flash-GRPO, see `core.policy.step_scale`).
     """
 
     bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}

@@ -15,6 +15,7 @@ from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.branch import BranchGrpo
+from fluvial.engines.methods.chunk import ChunkGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
@@ -40,7 +41,7 @@ from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 BUILT_IN: tuple[type[Method], ...] = (
-    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, Gardo, D3po, Spo),
+    *(Grpo, Guard, Dppo, TempFlow, ChunkGrpo, DenseGrpo, TurningPointGrpo, BranchGrpo, Gardo, D3po, Spo),
     *(Nft, Awm, Dgpo, Crd, Raft, Sft, Dpo, Mapo, Kto),
     *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
 )

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core import gaussian
-from fluvial.core.policy import PolicyInfo, clipped_surrogate, noise_weighted_surrogate, step_scale
+from fluvial.core.policy import (
+    PolicyInfo,
+    clipped_surrogate,
+    noise_weighted_surrogate,
+    share_ratio,
+    step_scale,
+)
 from fluvial.core.sigmas import shifted
 from fluvial.core.transitions import bind
 
@@ -135,3 +141,27 @@ def test_the_scale_is_that_of_the_table_of_flash_grpo() -> None:
     scale = step_scale(bind("wan_sde", 1.0, levels)(levels[:-1], levels[1:]))
     assert (scale[1:] < scale[:-1])[:9].all()
     assert_close(scale[[0, 1, 9]], torch.tensor([7.477, 7.041, 3.775]).double(), rtol=2e-3, atol=0)
+
+
+@given(seed=st.integers(0, 2**20), size=st.sampled_from([None, 1, 2, 3, 7]), clip=st.sampled_from([1e-3, 0.2]))
+def test_the_steps_of_a_chunk_share_its_loss_and_its_gradient(seed: int, size: int | None, clip: float) -> None:
+    """Value and gradient of the mean over a chunk's used steps are those of the clipped surrogate of its mean log-ratio."""
+    generator = torch.Generator().manual_seed(seed)
+    new, old = (torch.randn(3, 5, generator=generator, dtype=torch.float64) / 5 for _ in range(2))
+    used = (torch.rand(3, 5, generator=generator) < 0.7).to(new.dtype)
+    advantage = torch.randn(3, 1, generator=generator, dtype=torch.float64).expand(3, 5)
+    clips = {"clip_low": clip, "clip_high": clip}
+    shared = share_ratio(new, old, used, size=size)
+    new.requires_grad_()
+    steps, _ = clipped_surrogate(*(each.flatten() for each in (new, shared, advantage)), **clips)
+    (gradient,) = torch.autograd.grad((steps * used.flatten()).sum(), new)
+    whole = torch.zeros((), dtype=torch.float64)
+    for places in torch.arange(5).split(size or 5):
+        count = used[:, places].sum(1)
+        mean = ((new - old) * used)[:, places].sum(1) / count.clamp(min=1)
+        whole = whole + (count * clipped_surrogate(mean, 0 * mean, advantage[:, 0], **clips)[0]).sum()
+    assert_close((steps * used.flatten()).sum(), whole)
+    assert_close(gradient, torch.autograd.grad(whole, new)[0])
+    if size == 1:
+        alone = clipped_surrogate(new.flatten(), old.flatten(), advantage.flatten(), **clips)[0]
+        assert_close((steps * used.flatten()).sum(), (alone * used.flatten()).sum())

@@ -47,7 +47,7 @@ from fluvial.engines.run.recipes.base import (
     of_published,
 )
 from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, tdm_r1
-from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
+from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, chunk, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.groups import ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
@@ -492,7 +492,7 @@ def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        *(grpo, flash, dance, cps, guard, pref_grpo, dppo, ddpo, tempflow, densegrpo, tpgrpo, branchgrpo, gardo),
+        *(grpo, flash, dance, cps, guard, pref_grpo, dppo, ddpo, tempflow, chunk, densegrpo, tpgrpo, branchgrpo, gardo),
         *(d3po, spo, lpo),
         *(nft, sol_rl, awm, dgpo, crd, raft, sft, dpo, mapo, kto),
         *(alignprop, adjoint, refl, srpo, distill, opd, dmd2, rtdmd, tdm, tdm_r1),

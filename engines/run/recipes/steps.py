@@ -8,6 +8,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods import (
     AdjointMatching,
     BranchGrpo,
+    ChunkGrpo,
     ConstantMargin,
     DenseGrpo,
     Grpo,
@@ -22,6 +23,7 @@ from fluvial.engines.run.method import Method
 from fluvial.engines.run.recipes.base import (
     BATCH,
     HANDWRITING,
+    NOISIEST,
     ONE_UPDATE,
     TWO,
     UNET,
@@ -38,6 +40,19 @@ from fluvial.engines.sampling.window import (
     StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
+
+
+def chunk(model: str = HANDWRITING) -> TrainConfig:
+    """GRPO with one ratio for all recorded steps of a sample: ours, after that of GSPO for a text (arXiv 2507.18071).
+
+    The settings of large models are those of the published run flow_grpo/sd3.5-medium/ocr, whose clip is per step. On
+    handwriting they are those of grpo.
+    """
+    config = of_published("flow_grpo/sd3.5-medium/ocr", model, method=Grpo(sampling=NOISIEST, advantage=BATCH, passes=TWO))
+    known = _fields_of(config.method)
+    return replace(
+        config, method=ChunkGrpo(**{each.name: known[each.name] for each in fields(ChunkGrpo) if each.name in known})
+    )
 
 
 def densegrpo(model: str = HANDWRITING) -> TrainConfig:

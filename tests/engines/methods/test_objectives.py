@@ -154,7 +154,7 @@ def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str
 # What a method is made of beside its own hyper-parameters; it has nothing else that could be set.
 PARTS: dict[str, str] = {
     **dict.fromkeys(
-        ("grpo", "tempflow", "densegrpo", "tpgrpo", "branchgrpo"),
+        ("grpo", "chunk", "tempflow", "densegrpo", "tpgrpo", "branchgrpo"),
         "sampling trained advantage passes kl correction form reduction",
     ),
     **dict.fromkeys(("guard", "dppo"), "sampling trained advantage passes kl correction form"),

@@ -72,6 +72,8 @@ PUBLISHED: dict[str, str] = {
     "--passes.minibatches 2 --sampling.group 24",
     "tempflow": "--sampling.group 216 --sampling.window branches --sampling.window.size 1 --sampling.window.samples 6 "
     "--sampling.window.high 9 --kl.coef 0.004 --kl.weight exact --scale 1.73",
+    "chunk": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.group 24 "
+    "--sampling.guidance.scale 4.5 --kl.coef 0.04 --clip-low 1e-4 --optimizer.lr 3e-4",
     "densegrpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.group 24 "
     "--sampling.guidance.scale 4.5 --kl.coef 0.04 --clip-low 1e-4 --optimizer.lr 3e-4",
     "tpgrpo": "--sampling.sampler cps --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.window.high 9 "
@@ -281,6 +283,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "dgpo": ("--old-samples-from", 7),
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
+    "chunk": ("--chunk", 2),
     "densegrpo": ("--clip-low", 0.2),
     "tpgrpo": ("--clip-high", 0.2),
     "branchgrpo": ("--advantage.clip", 4.0),

@@ -399,6 +399,11 @@ ROWS = (
     FunctionCall(
         "policy.noise_weighted_surrogate", policy.noise_weighted_surrogate, f"{PAIRS} std", CLIPS | {"scale": 1.7}, held=INFO
     ),
+    FunctionCall(
+        "policy.share_ratio",
+        lambda steps_old, steps_other, used: policy.share_ratio(steps_old, steps_other, used[:, None].expand_as(steps_old)),
+        "steps_old steps_other used",
+    ),
     FunctionCall("policy.step_scale", _step(policy.step_scale), "a b std", still="a"),
     FunctionCall(
         "policy.guard_surrogate",

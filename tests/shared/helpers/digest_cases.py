@@ -215,6 +215,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
             o.Dppo(), SDE, **half, correction=wide, **{"rollout.max_log_ratio": 1e3, "passes.minibatches": 2}
         ),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
+        "chunk": run(o.ChunkGrpo(chunk=2), SDE, **KL, **{"passes.minibatches": 2}),
         "densegrpo": run(o.DenseGrpo(), SDE, **KL, **{"passes.minibatches": 2}),
         "tpgrpo": run(o.TurningPointGrpo(), replace(SDE, sampler=Stochastic("cps", 0.7), window=AllSteps(high=3))),
         "branchgrpo": run(o.BranchGrpo(), replace(SDE, window=Splits((0, 2), high=3)), **{"passes.minibatches": 2}),

@@ -14,6 +14,7 @@ from fluvial.engines.methods.table import (
     AdjointMatching,
     Awm,
     BranchGrpo,
+    ChunkGrpo,
     DenseGrpo,
     Distill,
     Dmd2,
@@ -64,6 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "chunk": {"method": ChunkGrpo(), "sampling": STEPS},
     "densegrpo": {"method": DenseGrpo(), "sampling": STEPS},
     "tpgrpo": {"method": TurningPointGrpo(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
     "adjoint": {
