@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -22,6 +23,7 @@ from fluvial.engines.methods.matching import Matching
 from fluvial.engines.methods.table import METHODS, Dpo, Sft
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
+from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
@@ -235,3 +237,41 @@ def test_what_is_built_trains(
                 assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)
+
+
+@pytest.mark.long
+def test_every_objective_resumes_to_the_bit(
+    built: tuple[dict[Options, TrainConfig], set[str]], one: World, given: Path, tmp_path: Path
+) -> None:
+    """Weights, optimizers, further networks, averages and statistics after two rollouts, with a new trainer in between."""
+    for name in OBJECTIVE_ROWS:
+        config, prediction = next(_trained_runs(name, built[0]))
+        method = config.method
+        if isinstance(method, Dpo) and method.preferences is not None:
+            method = replace(method, preferences=given)
+        config = replace(config, method=method, out=tmp_path / name.replace(", ", "-"), updates=2 * method.passes.updates)
+        job, states = tiny.job(prediction), list[dict[str, Tensor]]()
+        with Trainer(config, job, one) as whole:
+            for save in (whole.save, lambda: None):
+                whole.update()
+                save()
+                states.append({key: value.clone() for key, value in whole.saver.state().items()})
+        (saved,) = (config.out / "checkpoints").glob("[0-9]*")
+        with Trainer(config, job, one, resume_from=saved) as resumed:
+            for state, go_on in zip(states, (resumed.update, lambda: None), strict=True):
+                found = resumed.saver.state()
+                assert found.keys() == state.keys(), name
+                assert all(torch.equal(found[key], value) for key, value in state.items()), name
+                go_on()
+        differs = [key for key, value in states[0].items() if not torch.equal(value, states[1][key])]
+        assert differs, name
+
+
+def _trained_runs(name: str, runs: dict[Options, TrainConfig]) -> Iterator[tuple[TrainConfig, Prediction]]:
+    """Yield runs of an objective, each with what the model predicts; LoRA first, which all can train."""
+    for options, run in sorted(runs.items(), key=lambda item: item[1].train == "full"):
+        for prediction in get_args(Prediction):
+            with suppress(ValueError):
+                check_model(run, prediction)
+                if options[0] == name:
+                    yield run, prediction
