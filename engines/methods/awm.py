@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -69,12 +69,9 @@ class Awm(Method, name="awm"):
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.clipped_surrogate` of `awm.awm_log_prob`, and the KL terms."""
-        log_prob, log_prob_old = (
-            awm.awm_log_prob(
-                velocity_error(policy, rows.target), rows.level, weighting=self.weighting, delta=self.delta, power=self.power
-            )
-            for policy in (v, rows.predictions["old"])
-        )
+        numbers: Any = {"weighting": self.weighting, "delta": self.delta, "power": self.power}
+        log_prob = awm.awm_log_prob(velocity_error(v, rows.target), rows.level, **numbers)
+        log_prob_old = awm.awm_log_prob(velocity_error(rows.predictions["old"], rows.target), rows.level, **numbers)
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         loss, info = clipped_surrogate(log_prob, log_prob_old, rows.signal, **clips)
         loss, kl = self.kl.add_to(loss, v, rows)

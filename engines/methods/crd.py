@@ -91,9 +91,10 @@ class Crd(Method, name="crd"):
         for part in run.minibatches(items, key, self.passes):
             part = run.predict(part, *self.networks())
             implicit = run.gather(part, run.measure(part, self.implicit_reward))  # [B, M]
-            used, given = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
-            number = used.to(implicit.dtype).sum(0).clamp(min=1)
-            means = torch.stack([(values * used).sum(0) / number for values in (implicit, given[:, None])], dim=-1)  # [M, 2]
+            used, rewards = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
+            count = used.to(implicit.dtype).sum(0).clamp(min=1)
+            implicit_mean, reward_mean = ((values * used).sum(0) / count for values in (implicit, rewards[:, None]))  # [M]
+            means = torch.stack([implicit_mean, reward_mean], dim=-1)
             yield run.update(part.with_rows(context=part.look_up(means.expand(*implicit.shape, 2))), self.loss)
 
     def implicit_reward(self, v: Tensor, rows: NoisedSamples) -> Tensor:
@@ -104,9 +105,11 @@ class Crd(Method, name="crd"):
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, crd.CrdInfo]:
         """Return `crd.crd_loss` with the KL terms."""
         assert rows.context is not None
-        implicit, reward, (centre, mean) = self.implicit_reward(v, rows), rows.signal, rows.context.unbind(1)
-        loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
-        info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
+        implicit, reward, (implicit_mean, reward_mean) = self.implicit_reward(v, rows), rows.signal, rows.context.unbind(1)
+        loss = crd.crd_loss(
+            implicit, implicit_mean, reward - reward_mean, beta=self.beta, scale=self.adv_clip, match=self.match
+        )
+        info = crd.CrdInfo(implicit.detach(), implicit.detach() - implicit_mean, torch.zeros_like(reward))
         if "ref" in rows.predictions:
             kl, least = velocity_error(v, rows.predictions["ref"]), 1e-4 / self.kl.coef
             weight = least + (1 - least) * reward if self.adaptive_kl else 1.0

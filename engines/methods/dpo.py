@@ -16,7 +16,10 @@ from fluvial.engines.sampling.items import Pairs
 class Dpo(Pairing, name="dpo"):
     """Diffusion-DPO: fit the preferred of two samples more than the other (arXiv 2311.12908, 2501.13918).
 
-    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder.
+        loss = -log sigmoid(-beta / 2 ((err_win - err_win_ref) - lose_weight (err_lose - err_lose_ref)))
+
+    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder. The
+    loop is in `pairing.py`.
 
     Args:
         beta: Inverse temperature of the preference, without a unit. It includes the number of steps of the bound, so that
@@ -37,5 +40,6 @@ class Dpo(Pairing, name="dpo"):
 
     def loss(self, v: Tensor, rows: Pairs) -> tuple[Tensor, DpoInfo]:
         """Return `dpo.dpo_loss`; a row holds the preferred sample and the other, `[P, 2, *event]`."""
-        errors = *pair_errors(v, rows), *pair_errors(rows.predictions["ref"], rows)
-        return dpo_loss(*errors, beta=self.beta, lose_weight=self.lose_weight)
+        err_win, err_lose = pair_errors(v, rows)
+        err_win_ref, err_lose_ref = pair_errors(rows.predictions["ref"], rows)
+        return dpo_loss(err_win, err_lose, err_win_ref, err_lose_ref, beta=self.beta, lose_weight=self.lose_weight)

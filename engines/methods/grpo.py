@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -60,9 +60,9 @@ class PolicyGradient(Method):
         yield from self.climb(run, batch, key, run.grade(batch, self.advantage))
 
     def climb(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
-        """Climb the surrogate of every recorded step, with the advantages of the samples, or of the steps."""
-        options: dict[str, Any] = {"trained": self.trained, "keep": grades.keep, "skip_zero": not self.networks()}
-        steps = run.record_steps(batch, key, grades.advantage, **options)
+        """Take gradient steps on the surrogate; advantages are per sample, `[N]`, or per step, `[N, S]`."""
+        skip = not self.networks()  # a step with advantage 0 has no gradient, unless a KL term adds one
+        steps = run.record_steps(batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=skip)
         steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
             part = self.compare(run, run.predict(part, *self.networks()))

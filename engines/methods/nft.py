@@ -37,7 +37,10 @@ class NftInfo(NamedTuple):
 class Nft(Method, name="nft"):
     """DiffusionNFT: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
-    The old policy makes the samples.
+        v+ = (1 - beta) v_old + beta v,  v- = (1 + beta) v_old - beta v
+        loss = adv_clip / beta (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-)
+
+    The old policy makes the samples. r is the probability that a sample is good, by its advantage; w is a mean error.
 
     Args:
         sampling: How samples are made.
@@ -70,15 +73,17 @@ class Nft(Method, name="nft"):
         super().__post_init__()
 
     def networks(self) -> Networks:
-        """Keep the old policy, which makes the samples, and the references of the KL terms."""
-        old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
+        """Keep the old policy, which makes the samples from the start, and the references of the KL terms."""
+        old = (
+            Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
+        )  # v_old makes the rollouts, from update 0
         return {"old": old, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the good one of the implicit policies to good samples, and the bad one to bad samples."""
         grades = run.grade(batch, self.advantage)
-        good = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
-        items = run.noise_samples(batch, self.noising, key, good, keep=grades.keep)
+        reward_prob = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
+        items = run.noise_samples(batch, self.noising, key, reward_prob, keep=grades.keep)
         for part in run.minibatches(items, key, self.passes):
             yield run.update(run.predict(part, *self.networks()), self.loss)
 

@@ -1,6 +1,7 @@
 """The loop of a run: collect a batch, score it, learn from it, and record what happened."""
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,9 +71,9 @@ class Loop:
         programs = count_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         seconds: dict[str, float] = {}
-        known = self.progress
-        copied = copy.deepcopy({name: getattr(known, name) for name in ("rewards", "multipliers", "state")})
-        self.finished = self.run.networks.updates, replace(known, **copied)
+        # Copied, because this batch changes them in place: if it fails, `finished` is what is saved.
+        copied = copy.deepcopy({name: getattr(self.progress, name) for name in ("rewards", "multipliers", "state")})
+        self.finished = self.run.networks.updates, replace(self.progress, **copied)
         self.run.notes = {}
         with self.time(seconds, "rollout"), naming_errors(self.method, "collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
@@ -106,7 +107,7 @@ class Loop:
         rollouts = self.engine.updates // self.config.updates_per_rollout
         with self.engine.gathered_once(), naming_errors(self.method, "learn"):
             updates = list(self.method.learn(self.run, batch, root))
-        if len(updates) != self.config.updates_per_rollout:  # the clock of keys, prompts and learning rate
+        if len(updates) != self.config.updates_per_rollout:  # keys, prompts and learning rate are counted by them
             raise UsageError(
                 f"method {self.method.method_name} yielded {len(updates)} updates of a batch, expected epochs x minibatches "
                 f"= {self.config.updates_per_rollout}: yield each `run.update` of `run.minibatches`"
@@ -134,9 +135,9 @@ class Loop:
             yield
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
+        """Record the largest |log ratio| of the first pass, which is 0 if rollout and update compute the same policy.
 
-        With a correction the update's own numbers take the place of those of servers, whose difference counts then.
+        With a correction the ratio is to the update's own log-probs, so the gap to those of the servers is recorded, too.
         """
         progress, correction = self.progress, self.run.notes.get("correction")
         if "log_ratio" not in info.max_abs:
@@ -144,7 +145,7 @@ class Loop:
         if self.config.rollout.is_served and correction is not None:
             progress.max_log_ratio = max(progress.max_log_ratio, float(correction.gap_max))
         largest, bound, known = info.max_abs["log_ratio"], self.config.rollout.max_log_ratio, self.progress.max_log_ratio
-        self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
+        self.progress.max_log_ratio = max(known, largest) if not math.isnan(largest) else largest
         if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
                 f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 import cattrs
 
 from fluvial.core.checks import type_of
+from fluvial.engines import plugins
 from fluvial.engines.choices import is_variant, kinds, list_required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import METHODS, method_type
@@ -61,7 +62,11 @@ def _line(error: BaseException, kind: type | None) -> str:
 
 
 def _name_method(method: Any) -> dict[str, Any]:
-    return {"name": method.method_name, **CONVERTER.unstructure(method, type(method))}
+    known = method.method_name in plugins.names("methods", METHODS) or ":" in method.method_name
+    name = (
+        method.method_name if known else plugins.spec_of(type(method))
+    )  # a name that no entry point declares loads nothing
+    return {"name": name, **CONVERTER.unstructure(method, type(method))}
 
 
 def _method(record: Any, _: Any) -> Any:

@@ -24,11 +24,9 @@ from fluvial.engines.run.batch import (
 from fluvial.engines.run.declared import Before, BySource, Loss
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.rollouts import Rollouts
-from fluvial.engines.sampling.groups import AllGroups
 from fluvial.engines.sampling.items import Pairs, Rows, rebalance, select
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.window import AllRecorded, Trained
-from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.runner import weighted_sum
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
@@ -38,11 +36,11 @@ from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import copy_adapter
 
-ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
+ALL_RECORDED = AllRecorded()
 Edit = Callable[[Prompt], Prompt]
 
 
-def keep(prompt: Prompt) -> Prompt:
+def keep_prompt(prompt: Prompt) -> Prompt:
     """Return a prompt as it is."""
     return prompt
 
@@ -95,7 +93,7 @@ class Run(Rollouts):
         epochs, minibatches, total = passes.epochs, passes.minibatches, items.batch.share.batch
         if self._routed and items.rows.timestep is not None:
             host_values.read(items.rows.timestep)  # once, where levels are drawn on the device
-        if epochs * minibatches > 1:  # with a single update the policy before it is the policy itself
+        if epochs * minibatches > 1:  # with one update per batch v_old is v, without a pass of its own
             for name in self._before:
                 with self.engine.inference() as module:
                     items = items.with_predictions(**{name: self._predictions(module, items, items.cond)})
@@ -104,7 +102,8 @@ class Run(Rollouts):
                 yield self._deal(items, items.used, items.count)
                 continue
             drawn = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(total, 1),))
-            part = drawn.argsort().argsort()[:total] * minibatches // max(total, 1)
+            position = drawn.argsort().argsort()[:total]  # of each sample in a random order
+            part = position * minibatches // max(total, 1)
             for minibatch in range(minibatches):
                 yield self._deal(items, items.used * (part == minibatch)[:, None], items.count / minibatches)
 
@@ -215,7 +214,7 @@ class Run(Rollouts):
             found.append(torch.autograd.grad(total, part)[0].float())
         return torch.cat(found)
 
-    def rewards_of(self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep,)) -> list[Tensor]:
+    def rewards_of(self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
         """Return the weighted sum of the rewards of clean samples, with gradient: `[P]` for each edit of their prompts.
 
         Args:
@@ -231,7 +230,7 @@ class Run(Rollouts):
 
     # below: what no method sees
 
-    def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep,)) -> list[Tensor]:
+    def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
         images, name = decoded(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
         seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
         return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
@@ -265,7 +264,7 @@ class Run(Rollouts):
         return torch.cat(found)[to_device(torch.cat(index).argsort(), self.world.device)]
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
-        """Return this rank's part of an update: the used items, as many on each rank as passes are saved by it."""
+        """Return this rank's part of an update: the used rows, moved between ranks if that saves the busiest one a pass."""
         share, ranks = items.batch.share, self.world.data_size
         repeats = used.new_zeros((ranks * share.slots - len(used), used.shape[1]))
         by_rank = torch.cat([used, repeats]).unflatten(0, (ranks, share.slots))

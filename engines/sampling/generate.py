@@ -279,34 +279,36 @@ def generate(
     device, key = sampling.schedule.timesteps.device, requests.key
     if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
-    starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
+    prefix_ends = (
+        _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
+    )
     for start in count_parts("sampling", range(0, len(requests.ids), micro_batch), micro_batch, len(requests.ids)):
         part = slice(start, start + micro_batch)
         prompts, ids = requests.prompts[part], requests.ids[part]
         keys = fold_in(key, to_device(torch.tensor(list(ids)), device))
         cond = sampling.encode(model, prompts)
         with torch.no_grad():
-            if starts is None:
-                begins = keys
+            if prefix_ends is None:
+                initial_keys = keys
                 if requests.initial_ids is not None:
-                    begins = fold_in(key, to_device(torch.tensor(list(requests.initial_ids[part])), device))
-                x = _initial(begins, sampling)
+                    initial_keys = fold_in(key, to_device(torch.tensor(list(requests.initial_ids[part])), device))
+                x = _initial(initial_keys, sampling)
             else:
                 assert requests.initial_ids is not None
-                x = torch.stack([starts[group] for group in requests.initial_ids[part]])
+                x = torch.stack([prefix_ends[group] for group in requests.initial_ids[part]])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
             velocity = prediction_of(model, module, cond, sampling, exact=window)
             steps = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
-                trajectory, before = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
+                trajectory, tail_estimate = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
             else:
                 solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
-                trajectory, before = wrap_samples(solver(velocity, x, sampling.schedule)), None
-            if before is not None:
+                trajectory, tail_estimate = wrap_samples(solver(velocity, x, sampling.schedule)), None
+            if tail_estimate is not None:  # the tail is left
                 tail = sampling.after
-                rest = after_schedule(sampling.schedule, before.step + 1, tail.fraction, tail.least)
+                rest = after_schedule(sampling.schedule, tail_estimate.step + 1, tail.fraction, tail.least)
                 velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
-                x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=before)
+                x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=tail_estimate)
                 trajectory = trajectory._replace(final=x)
             images = decoded(model, trajectory.final, model_inputs(prompts))
             if not sampling.final:
@@ -326,7 +328,7 @@ def finish(
     micro_batch: int,
     jump: bool = False,
 ) -> Iterator[Chunk]:
-    """Yield the samples that deterministic steps make of others on their way, in the chunks of their rollout.
+    """Continue intermediate samples to the end with deterministic steps, and yield the results in the rollout's chunks.
 
     Args:
         made: samples of the rollout, whose prompts and conditioning these have.
@@ -390,30 +392,30 @@ def prediction_of(
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    The predictions of the steps `exact` leave out nothing.
+    Steps in `exact` are computed in full, without the step cache.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
-    both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
-    known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
-    fixed = FixedAdapters(module) if sampling.reuse == "all" else None
+    joined = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
+    prompt_layers = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
+    adapters = FixedAdapters(module) if sampling.reuse == "all" else None
     cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
-    whole = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
+    exact_steps = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
         if on_host is not None:
             host_values.remember(timestep, on_host[step].expand(len(x)))
         # Entering autocast costs as much as several operations, also where it switches nothing.
-        kind = timesteps.device.type
-        switched = autocast or torch.is_autocast_enabled(kind)
+        device_type = timesteps.device.type
+        switched = autocast or torch.is_autocast_enabled(device_type)
         with (
-            torch.autocast(kind, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
-            nullcontext() if fixed is None else fixed.prediction(),
-            nullcontext() if known is None else known.prediction(),
-            nullcontext() if cache is None else cache.prediction(exact=step in whole),
+            torch.autocast(device_type, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
+            nullcontext() if adapters is None else adapters.prediction(),
+            nullcontext() if prompt_layers is None else prompt_layers.prediction(),
+            nullcontext() if cache is None else cache.prediction(exact=step in exact_steps),
         ):
-            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
+            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=joined)
         return v.float() if autocast else v
 
     return velocity
@@ -421,14 +423,14 @@ def prediction_of(
 
 def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> StepPlan:
     """Return the table of a part of the schedule, stochastic at the steps of the window."""
-    still, stochastic = deterministic_step(prediction), sampling.stochastic
-    transition, record = still, Record(steps=())
+    deterministic, stochastic = deterministic_step(prediction), sampling.stochastic
+    transition, record = deterministic, Record(steps=())
     if stochastic is not None:
         transition = stochastic.transition
         recorded = None if len(window) and stochastic.record else ()
         record = Record(recorded, stochastic.form, stochastic.reduction, velocity=stochastic.keep_velocity)
-    table = partial(plan, sampling.schedule.levels, transition, deterministic=still)
-    return table(batch=len(x), window=window, record=record, steps=steps, device=x.device)
+    make = partial(plan, sampling.schedule.levels, transition, deterministic=deterministic)
+    return make(batch=len(x), window=window, record=record, steps=steps, device=x.device)
 
 
 def _unroll(
@@ -452,21 +454,25 @@ def _unroll(
         return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
 
     def take_parts() -> Iterator[Step]:
-        """Take the steps in parts in which each sample takes the noise of one."""
-        here = x
-        own = NoiseIds(list(ids), list(ids))
-        for taken, part in groupby(table.steps, key=lambda step: own if noise is None else noise(ids, step)):
+        """Take consecutive steps with the same noise ids together.
+
+        Where the recorded candidate is not the one that the rollout goes on from (SPO), x_next is drawn again for that one.
+        """
+        x_now = x
+        own_noise = NoiseIds(list(ids), list(ids))
+        for taken, part in groupby(table.steps, key=lambda step: own_noise if noise is None else noise(ids, step)):
             steps = [*part]
-            apart = taken.recorded != taken.leading
-            for some in [[step] for step in steps] if apart else [steps]:
-                now = table._replace(steps=range(some[0], some[-1] + 1))
-                # Drawn by the reference, so that the candidate that goes on has the bits of its record.
-                for step in unroll(velocity, here, now, keys_of(taken.recorded), draw=None if apart else draw):
+            is_candidate = taken.recorded != taken.leading
+            for group in [[step] for step in steps] if is_candidate else [steps]:
+                some_steps = table._replace(steps=range(group[0], group[-1] + 1))
+                # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
+                kernel = None if is_candidate else draw
+                for step in unroll(velocity, x_now, some_steps, keys_of(taken.recorded), draw=kernel):
                     yield step
-                    here = step.x_next
-                if apart:
-                    drawn = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
-                    here = gaussian.sample(table.transition(step.t), step.x, step.v, drawn)
+                    x_now = step.x_next
+                if is_candidate:
+                    z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
+                    x_now = gaussian.sample(table.transition(step.t), step.x, step.v, z)
 
     def take_steps() -> Iterator[Step]:
         for step in take_parts():

@@ -153,7 +153,7 @@ def test_the_steps_of_a_chunk_share_its_loss_and_its_gradient(seed: int, size: i
     clips = {"clip_low": clip, "clip_high": clip}
     shared = share_ratio(new, old, used, size=size)
     new.requires_grad_()
-    steps, _ = clipped_surrogate(*(each.flatten() for each in (new, shared, advantage)), **clips)
+    steps, _ = clipped_surrogate(new.flatten(), shared.flatten(), advantage.flatten(), **clips)
     (gradient,) = torch.autograd.grad((steps * used.flatten()).sum(), new)
     whole = torch.zeros((), dtype=torch.float64)
     for places in torch.arange(5).split(size or 5):

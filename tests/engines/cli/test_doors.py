@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,38 @@ def test_an_installed_package_is_found_by_its_entry_points(tmp_path: Path, fluvi
     size = ["--pipeline.height", "8", "--pipeline.width", "32", "--updates", "1"]
     fluvial("train", "helpers.doors:recipe", "--out", tmp_path / "own", *own, *size)
     assert updates(tmp_path / "own")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_method_of_ones_own_is_equal_to_a_built_in(tmp_path: Path) -> None:
+    """By its bits on two processes, after a resume, and with the samples of a server; and by the report of a dry run."""
+    (tmp_path / "pushed").mkdir()
+    small = [*launch.SMALL, "--train", "lora", "--passes.minibatches", "2"]
+    with launch.start(
+        "serve", "handwriting", "--port", "0", "--micro-batch", "4", "--weights-root", str(tmp_path / "pushed")
+    ) as server:
+        served = ["--rollout.source", server.address(), "--rollout.servers.weights-folder", str(tmp_path / "pushed")]
+        more = ["--updates", "4", "--resume"]
+        for way, ranks, flags, runs in (
+            ("ranks", 2, [], [["--updates", "2"], more]),
+            ("served", 1, served, [["--updates", "4"]]),
+        ):
+            bits = list[bytes]()
+            for name in ("grpo", "helpers.doors:twin"):
+                out = tmp_path / f"{way}-{len(bits)}"
+                for run in runs:
+                    done = launch.fluvial("train", name, "--out", str(out), *small, *flags, *run, ranks=ranks)
+                    assert done.returncode == 0, done.stdout + done.stderr
+                bits.append(launch.weights(out))
+                assert [record["update"] for record in launch.records(out) if "loss" in record] == [2, 4]
+            assert bits[0] == bits[1], way
+    reports = []
+    for name in ("grpo", "helpers.doors:twin"):
+        done = launch.fluvial("train", name, *small, "--updates", "2", "--out", str(tmp_path / "dry"), "--dry-run")
+        assert done.returncode == 0, done.stdout + done.stderr
+        reports.append(re.sub(r"[\d.]+ s\b", "", done.stdout).replace(name, "METHOD"))
+    assert reports[0] == reports[1]
 
 
 BROKEN = """

@@ -1,7 +1,7 @@
 """User-defined parts, without a change of the package: objective, sampler, reward, recipe and model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from fluvial.core import log_prob
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition, dance_sde
-from fluvial.engines import OptimizerConfig, TrainConfig
+from fluvial.engines import OptimizerConfig, TrainConfig, recipes
 from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.methods import Grpo
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
@@ -52,6 +53,16 @@ class Pull(Method):
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PullInfo]:
         new = log_prob(rows.transition, rows.x, v, rows.x_next)
         return -self.scale * rows.signal * new, PullInfo(new.detach())
+
+
+@dataclass(frozen=True)
+class Twin(Grpo, name="twin"):
+    """A method of one's own that is a built-in one by another name."""
+
+
+def twin(model: str = "handwriting") -> TrainConfig:
+    config = recipes.grpo(model)
+    return replace(config, method=Twin(**{each.name: getattr(config.method, each.name) for each in fields(Twin)}))
 
 
 def walk(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
