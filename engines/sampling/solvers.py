@@ -64,7 +64,7 @@ def solve(
         before: estimate of the step before the schedule, for dpmpp_2m; None takes the first step with first order.
 
     Raises:
-        ValueError: the solver is unknown, or is defined for flows and the model is not one.
+        ValueError: the solver is unknown, or is defined for flows and the model is not one, or for samples of one level.
     """
     if solver not in get_args(Solver):
         raise UsageError(f"solve: solver is {solver!r}, expected one of {', '.join(map(repr, get_args(Solver)))}")
@@ -75,6 +75,9 @@ def solve(
     if solver == "euler":
         table = plan(levels, still, batch=len(x), window=(), deterministic=still, record=(), device=x.device)
         return scan(velocity, x, table, key(0)).final
+    if levels.ndim == 2 and solver != "consistency":
+        hint = "the pieces of a sample have noise levels of their own"
+        raise UsageError(f"solve: solver is {solver!r}, expected 'euler': {hint}")
     if solver in ("sa_solver", "consistency") and prediction != "velocity":
         raise UsageError(f"solve: solver is {solver!r}, which is for models that predict a velocity: use 'dpmpp_2m'")
     if solver == "consistency":
