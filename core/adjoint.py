@@ -17,14 +17,14 @@ def lean_adjoint(transition: Transition, adjoint: Samples, product: Samples) -> 
     and is the gradient of -lambda r(x_T) with respect to x_k along the base's steps with their noise held.
 
     Args:
-        transition: coefficients of the step, `[B]` or 0-d.
+        transition: coefficients of the step, `[B]`, 0-d or `[B, R]`.
         adjoint: adj_{k+1}, `[B, *event]`.
         product: J(x_k)^T adj_{k+1}, `[B, *event]`.
 
     Source: arXiv 2409.08861, here for a step in discrete time.
     """
     adjoint, product = match_tensors("lean_adjoint", adjoint=adjoint, product=product)
-    check_per_sample("lean_adjoint", adjoint.shape[0], a=transition.a, b=transition.b)
+    check_per_sample("lean_adjoint", adjoint.shape, a=transition.a, b=transition.b)
     a, b = (per_sample(coefficient.to(adjoint.dtype), adjoint) for coefficient in transition[:2])
     return a * adjoint + b * product
 
@@ -40,7 +40,7 @@ def adjoint_loss(transition: Transition, v: Samples, v_base: Samples, adjoint: S
     the end of the step. Gradients flow to v only.
 
     Args:
-        transition: coefficients of each step, `[B]` or 0-d, std > 0.
+        transition: coefficients of each step, `[B]`, 0-d or `[B, R]`, std > 0.
         v, v_base: outputs of the policy and the base model, `[B, *event]`.
         adjoint: adj, `[B, *event]`.
 
@@ -50,7 +50,7 @@ def adjoint_loss(transition: Transition, v: Samples, v_base: Samples, adjoint: S
     Source: arXiv 2409.08861.
     """
     v, v_base, adjoint = match_tensors("adjoint_loss", v=v, v_base=v_base, adjoint=adjoint)
-    check_per_sample("adjoint_loss", v.shape[0], b=transition.b, std=transition.std)
+    check_per_sample("adjoint_loss", v.shape, b=transition.b, std=transition.std)
     check_stochastic("adjoint_loss", transition.std)
     b, std = (per_sample(coefficient.to(v.dtype), v).detach() for coefficient in transition[1:])
     control = b * (v - v_base.detach()) / std + std * adjoint.detach()

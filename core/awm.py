@@ -5,15 +5,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_per_sample, match_tensors, number
-from fluvial.core.types import PerSample, Scalar
+from fluvial.core.checks import check_choice, check_per_sample, first_row, match_tensors, number
+from fluvial.core.types import Level, PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 WEIGHTINGS: tuple[Weighting, ...] = ("uniform", "t", "t2", "huber", "ghuber")
 
 
 def awm_log_prob(
-    error: PerSample, t: Scalar, *, weighting: Weighting, delta: Scalar = 1e-5, power: Scalar = 0.25
+    error: PerSample, t: Level, *, weighting: Weighting, delta: Scalar = 1e-5, power: Scalar = 0.25
 ) -> PerSample:
     """Return the surrogate log-probability of a clean sample, `[B]`: its negative weighted matching error.
 
@@ -30,7 +30,8 @@ def awm_log_prob(
 
     Args:
         error: `flow_matching.velocity_error` at (x_t, t), `[B]`, >= 0.
-        t: noise level in [0, 1], `[B]`, 0-d or float (not the timestep 0 to 1000 that models are given).
+        t: noise level in [0, 1], `[B]`, 0-d or float, of `[B, R]` that of the first row (not the timestep 0 to
+            1000 that models are given).
         weighting: see above.
         delta: width of the corner of the two Huber forms, > 0.
         power: exponent of ghuber, in (0, 1].
@@ -42,7 +43,7 @@ def awm_log_prob(
     (error,) = match_tensors("awm_log_prob", error=error)
     delta = number("awm_log_prob", "delta", delta, error, low=1e-12)
     power = number("awm_log_prob", "power", power, error, low=1e-12, high=1)
-    level = torch.as_tensor(t, dtype=error.dtype, device=error.device)
+    level = first_row(torch.as_tensor(t, dtype=error.dtype, device=error.device))
     check_per_sample("awm_log_prob", error.shape[0], t=level)
     if weighting == "uniform":
         return -error

@@ -78,11 +78,18 @@ def check_same_device(function: str, **tensors: Tensor) -> None:
             raise ValueError(f"{function}: {name} is on {tensor.device}, expected {tensors[first].device} as {first}")
 
 
-def check_per_sample(function: str, batch: int, **scalars: Tensor) -> None:
-    """Raise ValueError unless every tensor is 0-d or `[batch]`."""
+def check_per_sample(function: str, batch: int | torch.Size, **scalars: Tensor) -> None:
+    """Raise ValueError unless every tensor is 0-d or `[B]`, or `[B, R]` where samples have R rows.
+
+    `batch` is B, or the shape `[B, R, ...]` of samples whose rows may have numbers of their own; then those that are not 0-d
+    have one shape.
+    """
+    size, shapes = (batch, ()) if isinstance(batch, int) else (batch[0], (batch[:2],) if len(batch) > 1 else ())
+    by_row = next((scalar.shape for scalar in scalars.values() if scalar.shape in shapes), (size,))
     for name, scalar in scalars.items():
-        if scalar.ndim > 0 and scalar.shape != (batch,):
-            raise ValueError(f"{function}: {name} has shape {list(scalar.shape)}, expected [] or [{batch}]")
+        if scalar.ndim > 0 and scalar.shape != by_row:
+            also = "".join(f" or {list(shape)}" for shape in (shapes if by_row == (size,) else ()))
+            raise ValueError(f"{function}: {name} has shape {list(scalar.shape)}, expected [] or {list(by_row)}{also}")
 
 
 def check_group(function: str, group: Tensor, batch: int) -> None:
@@ -113,15 +120,15 @@ def check_number(
     *,
     low: float = -math.inf,
     high: float = math.inf,
-    batch: int | None = None,
+    batch: int | torch.Size | None = None,
 ) -> None:
     """Raise unless the argument `name` of `function` is a finite number in [low, high].
 
     Args:
         function, name, value: function, argument and its value.
         low, high: closed interval.
-        batch: also accept a floating-point tensor, 0-d or `[batch]`, learned or one number per sample. Its values are
-            checked if they are known (see `can_look`). None accepts Python numbers alone.
+        batch: also accept a floating-point tensor, 0-d or `[batch]`, learned or one number per sample; with a shape, as of
+            `check_per_sample`. Its values are checked if they are known (see `can_look`). None accepts Python numbers alone.
 
     Raises:
         TypeError: `value` is not an int or a float. A bool is not a number.
@@ -268,5 +275,13 @@ def clip(values: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
 
 
 def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:
-    """View a `[B]` tensor as `[B, 1, ...]` against `samples` `[B, *event]`; a 0-d tensor stays as it is."""
-    return scalar if scalar.ndim == 0 else scalar.reshape(-1, *[1] * (samples.ndim - 1))
+    """View a `[B]` or `[B, R]` tensor as `[B, 1, ...]` or `[B, R, 1, ...]` against `samples`; 0-d stays as it is."""
+    return scalar if scalar.ndim == 0 else scalar.reshape(*scalar.shape, *[1] * (samples.ndim - scalar.ndim))
+
+
+def first_row(number: Tensor) -> Tensor:
+    """Return a number `[..., R]` of samples with R rows as that of the first row, `[...]`; one per sample as it is.
+
+    The number is 2-dimensional where rows have their own.
+    """
+    return number[:, 0] if number.ndim == 2 else number

@@ -7,10 +7,10 @@ from einops import reduce
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_choice, check_per_sample, match_tensors, number, per_sample
+from fluvial.core.checks import check_choice, check_number, check_per_sample, match_tensors, number, per_sample
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import Level, PerSample, Samples, Scalar
 
 MatchForm = Literal["dmd", "square", "huber"]
 MATCH_FORMS: tuple[MatchForm, ...] = ("dmd", "square", "huber")
@@ -25,7 +25,7 @@ def mean_kl(transition: Transition, v: Samples, v_teacher: Samples) -> PerSample
     unlike the log-ratio of a drawn step, it has no noise. Gradients flow to v and not to v_teacher.
 
     Args:
-        transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
+        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0.
         v, v_teacher: model outputs of student and teacher at the samples of the student's rollout, `[B, *event]`.
 
     Raises:
@@ -51,7 +51,7 @@ def velocity_mse(v: Samples, v_teacher: Samples) -> PerSample:
     return velocity_error(v, v_teacher.detach())
 
 
-def scaled_mse(v: Samples, v_teacher: Samples, scale: Scalar, *, relative: bool = False) -> PerSample:
+def scaled_mse(v: Samples, v_teacher: Samples, scale: Level, *, relative: bool = False) -> PerSample:
     """Return the mean over the event of d^2 with d = scale (v - v_teacher), `[B]`.
 
         relative    mean d^2 / (sg(mean |d|) + 1e-8), whose gradient does not grow with d
@@ -61,13 +61,14 @@ def scaled_mse(v: Samples, v_teacher: Samples, scale: Scalar, *, relative: bool 
 
     Args:
         v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
-        scale: `[B]`, 0-d or float.
+        scale: `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
         relative: whether it is divided by the mean distance.
 
     Source: DiffusionOPD, arXiv 2605.15055; the division is that of Flow-Factory's code.
     """
     v, v_teacher = match_tensors("scaled_mse", v=v, v_teacher=v_teacher)
-    scale = number("scaled_mse", "scale", scale, v)
+    check_number("scaled_mse", "scale", scale, batch=v.shape)
+    scale = scale.to(v.dtype) if isinstance(scale, Tensor) else scale
     d = (per_sample(scale, v) if isinstance(scale, Tensor) else scale) * (v - v_teacher.detach())
     return _mean(d**2) / (_mean(d.detach().abs()) + 1e-8) if relative else _mean(d**2)
 

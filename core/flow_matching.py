@@ -4,24 +4,24 @@ import torch
 from einops import reduce
 
 from fluvial.core.checks import check_per_sample, match_tensors, per_sample
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import Level, PerSample, Samples
 
 
-def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
+def interpolate(x0: Samples, noise: Samples, sigma: Level) -> Samples:
     """Return the sample at noise level sigma on the straight path, x_t = (1 - sigma) x0 + sigma noise, `[B, *event]`.
 
     Args:
         x0, noise: clean samples and standard-normal noise, `[B, *event]`.
-        sigma: noise level in [0, 1], `[B]`, 0-d or float.
+        sigma: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
     """
     x0, noise = match_tensors("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=x0.dtype, device=x0.device)
-    check_per_sample("interpolate", x0.shape[0], sigma=level)
+    check_per_sample("interpolate", x0.shape, sigma=level)
     level = per_sample(level, x0)
     return (1 - level) * x0 + level * noise
 
 
-def recover(x: Samples, v: Samples, noise: Samples, sigma: Scalar, sigma_next: Scalar) -> Samples:
+def recover(x: Samples, v: Samples, noise: Samples, sigma: Level, sigma_next: Level) -> Samples:
     """Return the clean sample behind a step from a sample whose noise is known, `[B, *event]`.
 
         x0 = (x + (s' - s) v - s' noise) / (1 - s')
@@ -39,7 +39,7 @@ def recover(x: Samples, v: Samples, noise: Samples, sigma: Scalar, sigma_next: S
     """
     x, v, noise = match_tensors("recover", x=x, v=v, noise=noise)
     s, s_next = (torch.as_tensor(level, dtype=x.dtype, device=x.device) for level in (sigma, sigma_next))
-    check_per_sample("recover", x.shape[0], sigma=s, sigma_next=s_next)
+    check_per_sample("recover", x.shape, sigma=s, sigma_next=s_next)
     s, s_next = per_sample(s, x), per_sample(s_next, x)
     return (x + (s_next - s) * v - s_next * noise) / (1 - s_next)
 

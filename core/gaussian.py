@@ -1,7 +1,9 @@
 """The Gaussian of every sampler, x_next ~ N(a x + b v, std^2 I): its mean, a draw, its log-density, its KL.
 
-Samples are `[B, *event]`, coefficients `[B]` or 0-d. All functions compute in float32, or in float64 if an argument is
-float64, and raise a TypeError or ValueError of one line for any other dtype or shape.
+Samples are `[B, *event]`, coefficients `[B]`, 0-d, or `[B, R]` for samples `[B, R, ...]` whose R rows have noise levels of
+their own: then each row is a step, and the sample's log-probability and KL are those of its rows together. All functions
+compute in float32, or in float64 if an argument is float64, and raise a TypeError or ValueError of one line for any other
+dtype or shape.
 """
 
 import math
@@ -50,7 +52,7 @@ def log_prob(
     Its gradient in v is (x_next - a x - b v) b / std^2, over N with reduction="mean".
 
     Args:
-        transition: coefficients `[B]` or 0-d.
+        transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
         form: see above.
         reduction: "mean" over the event's N elements (the field's habit: nats per dimension) or "sum" (the joint density).
@@ -89,15 +91,16 @@ def draw(
 
 def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: Form, reduction: Reduction) -> Tensor:
     """Return the log-probability of a residual x_next - mean, in nats, `[B]`."""
-    squared_residual = reduce(residual**2, "b ... -> b", reduction)
+    squared_residual = _reduce_event(residual**2, transition.std, reduction)
     if form == "unscaled":
-        return -squared_residual
+        return _reduce_rows(-squared_residual, reduction)
     std = _positive(function, transition.std, way_out=WAY_OUT)
     scaled = -squared_residual / (2 * std**2)
     if form == "no_const":
-        return scaled
+        return _reduce_rows(scaled, reduction)
     constant = torch.log(std) + math.log(2 * math.pi) / 2
-    return scaled - (constant if reduction == "mean" else math.prod(residual.shape[1:]) * constant)
+    size = math.prod(residual.shape[max(std.ndim, 1) :])
+    return _reduce_rows(scaled - (constant if reduction == "mean" else size * constant), reduction)
 
 
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
@@ -107,7 +110,7 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
     the step's std; it equals this KL times |dt|.
 
     Args:
-        transition: coefficients `[B]` or 0-d.
+        transition: coefficients `[B]`, 0-d or `[B, R]`.
         v, v_ref: model outputs of the two policies, `[B, *event]`.
         reduction: "mean" over the event's elements or "sum".
 
@@ -117,7 +120,17 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
     check_choice("kl", "reduction", reduction, REDUCTIONS)
     transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
     std = _positive("kl", transition.std, way_out="use eta > 0 and a stochastic step")
-    return transition.b**2 * reduce((v - v_ref) ** 2, "b ... -> b", reduction) / (2 * std**2)
+    return _reduce_rows(transition.b**2 * _reduce_event((v - v_ref) ** 2, std, reduction) / (2 * std**2), reduction)
+
+
+def _reduce_event(values: Tensor, coefficient: Tensor, reduction: Reduction) -> Tensor:
+    """Return the mean or sum of each sample `[B]`, or of each row `[B, R]` where the coefficients are."""
+    return reduce(values, "b r ... -> b r" if coefficient.ndim == 2 else "b ... -> b", reduction)
+
+
+def _reduce_rows(values: Tensor, reduction: Reduction) -> Tensor:
+    """Return the mean or sum of the rows of each sample, `[B]`, which are of one size; a number per sample as it is."""
+    return values if values.ndim < 2 else reduce(values, "b r -> b", reduction)
 
 
 def _mean(transition: Transition, x: Tensor, v: Tensor) -> Tensor:
@@ -129,8 +142,10 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
     coefficients = transition._asdict()
     dtype = compute_dtype(function, **samples, **coefficients)
     check_same_shape(function, **samples)
-    check_per_sample(function, next(iter(samples.values())).shape[0], **coefficients)
+    check_per_sample(function, next(iter(samples.values())).shape, **coefficients)
     cast = Transition(*(coefficient.to(dtype) for coefficient in transition))
+    if any(coefficient.ndim == 2 for coefficient in cast):  # a number for all rows beside those of each
+        cast = Transition(*torch.broadcast_tensors(*cast))
     return cast, *(tensor.to(dtype) for tensor in samples.values())
 
 

@@ -16,7 +16,7 @@ from fluvial.core.checks import (
     number,
     per_sample,
 )
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import Level, PerSample, Samples, Scalar
 
 Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 MODES: tuple[Mode, ...] = ("all", "positive_only", "negative_only", "one_only", "binary")
@@ -27,7 +27,7 @@ def nft_loss(
     v_old: Samples,
     x0: Samples,
     xt: Samples,
-    t: Scalar,
+    t: Level,
     reward_prob: PerSample,
     *,
     beta: Scalar,
@@ -45,7 +45,7 @@ def nft_loss(
     Args:
         v, v_old: velocities of the policy and of the old policy at (xt, t), `[B, *event]`.
         x0, xt: clean sample and its noised version, `[B, *event]`.
-        t: noise level in [0, 1], `[B]`, 0-d or float.
+        t: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
         reward_prob: probability r that a sample is good, in [0, 1], `[B]`; see `reward_prob`.
         beta: distance of the implicit policies from the old one, > 0.
         adv_clip: bound that advantages were clipped to, > 0; it restores their scale in the loss.
@@ -55,7 +55,8 @@ def nft_loss(
     dtype = compute_dtype("nft_loss", **samples, reward_prob=reward_prob)
     check_same_shape("nft_loss", **samples)
     level = torch.as_tensor(t, dtype=dtype, device=v.device)
-    check_per_sample("nft_loss", v.shape[0], t=level, reward_prob=reward_prob)
+    check_per_sample("nft_loss", v.shape, t=level)
+    check_per_sample("nft_loss", v.shape[0], reward_prob=reward_prob)
     v, v_old, x0, xt = v.to(dtype), v_old.to(dtype).detach(), x0.to(dtype).detach(), xt.to(dtype).detach()
     level, r = per_sample(level, v), reward_prob.to(dtype)
     named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}

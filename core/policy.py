@@ -7,7 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import checks, gaussian
-from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype, match_tensors, number
+from fluvial.core.checks import (
+    check_number,
+    check_per_sample,
+    check_same_shape,
+    compute_dtype,
+    first_row,
+    match_tensors,
+    number,
+)
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, PerStep, Samples, Scalar
 
@@ -84,7 +92,7 @@ def noise_weighted_surrogate(
     log_prob: PerSample,
     log_prob_old: PerSample,
     advantage: PerSample,
-    std: PerSample,
+    std: Float[Tensor, " b"] | Float[Tensor, "b r"],
     *,
     clip_low: Scalar,
     clip_high: Scalar,
@@ -99,7 +107,7 @@ def noise_weighted_surrogate(
 
     Args:
         log_prob, log_prob_old, advantage, clip_low, clip_high: as in `clipped_surrogate`.
-        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included.
+        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included; of `[B, R]` that of the first row.
         scale: factor of all weights, > 0; the published one is 1.73.
 
     Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
@@ -107,12 +115,13 @@ def noise_weighted_surrogate(
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     scale = number("noise_weighted_surrogate", "scale", scale, loss, low=1e-12)
     compute_dtype("noise_weighted_surrogate", std=std)
+    std = first_row(std)
     check_per_sample("noise_weighted_surrogate", loss.shape[0], std=std)
     return scale * std.to(loss.dtype) * loss, info
 
 
 def step_scale(transition: Transition) -> Tensor:
-    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d as the transition is.
+    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d; of `[B, R]` the first row's.
 
     The gradient of a plain surrogate in v is |b| / std times a standard-normal draw; times this it has the same size at
     every step. Weights are the scale divided by its mean over a batch.
@@ -123,7 +132,7 @@ def step_scale(transition: Transition) -> Tensor:
     Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code has a table of it for one schedule.
     """
     dtype = compute_dtype("step_scale", b=transition.b, std=transition.std)
-    return transition.std.to(dtype) / transition.b.to(dtype).abs()
+    return first_row(transition.std).to(dtype) / first_row(transition.b).to(dtype).abs()
 
 
 def guard_surrogate(
@@ -133,7 +142,7 @@ def guard_surrogate(
     transition: Transition,
     v: Samples,
     v_old: Samples,
-    dt: Float[Tensor, " b"] | Float[Tensor, ""],
+    dt: Float[Tensor, " b"] | Float[Tensor, "b r"] | Float[Tensor, ""],
     *,
     clip: Scalar,
 ) -> tuple[PerSample, PolicyInfo]:
@@ -148,7 +157,8 @@ def guard_surrogate(
 
     Args:
         log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".
-        transition: coefficients of each pair's step, `[B]` or 0-d, std > 0.
+        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0. Of rows, std and dt of the first scale
+            the ratio.
         v, v_old: velocities under the two policies, `[B, *event]`.
         dt: sigma_next - sigma of each pair's step, `[B]` or 0-d.
         clip: >= 0; the ratio's range is [1 - clip, 1 + clip].
@@ -156,13 +166,13 @@ def guard_surrogate(
     Source: GRPO-Guard, arXiv 2510.22319.
     """
     probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
-    dtype = compute_dtype("guard_surrogate", **probs, dt=dt, v=v)
+    dtype, dt = compute_dtype("guard_surrogate", **probs, dt=dt, v=v), first_row(dt)
     check_same_shape("guard_surrogate", **probs)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
     shift = gaussian.kl(transition, v, v_old).to(dtype)
     check_per_sample("guard_surrogate", shift.shape[0], log_prob=log_prob, dt=dt)
     clip = number("guard_surrogate", "clip", clip, shift, low=0, high=1)
-    advantage, std = advantage.to(dtype), transition.std.to(dtype)
+    advantage, std = advantage.to(dtype), first_row(transition.std).to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(((log_ratio + shift) * std).clamp(max=80))
     free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)

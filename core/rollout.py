@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import compute_dtype
+from fluvial.core.checks import compute_dtype, per_sample
 from fluvial.core.random import Key, sample_keys, step_keys, step_noises
 from fluvial.core.table import Record, StepPlan, mask, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import Grid, Samples, to_device
 
-# v = velocity(x, level, step): x `[B, *event]`, level `[B]` float32, step the index into the schedule.
+# v = velocity(x, level, step): x `[B, *event]`, level `[B]` or `[B, R]` float32, step the index into the schedule.
 Velocity = Callable[[Tensor, Tensor, int], Tensor]
 # Draws a step from its keys and scores it, `(transition, x, v, key) -> (x_next, log_prob)`, as `step.sde_step` does.
 DrawAndScore = Callable[[Transition, Tensor, Tensor, Key], tuple[Tensor, Tensor]]
@@ -77,10 +77,10 @@ def rollout(
     ratio is exactly 1.
 
     Args:
-        velocity: the model, v = velocity(x, level `[B]`, step).
+        velocity: the model, v = velocity(x, level, step), level `[B]`, or `[B, R]` where rows have levels of their own.
         x: initial noise, `[B, *event]`.
-        sigmas: the schedule's T+1 levels: noise levels that fall to exactly 0, or for `ddim` cumulative signal powers that
-            rise.
+        sigmas: the schedule's T+1 levels, `[T+1]`, or those of each row of samples `[B, R, ...]`, `[T+1, R]`: noise levels
+            that fall to exactly 0, or for `ddim` cumulative signal powers that rise.
         transition: sampler with its hyper-parameters bound, e.g. `transitions.bind("flow_sde", 0.7, sigmas)`.
         key: one key, into which each sample's index in the batch is folded, or one key per sample, `[B]`. Step t draws
             its noise from fold_in(key, t).
@@ -127,13 +127,14 @@ def unroll(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: Dr
     record, batch, compute = plan.record, len(x), compute_dtype("rollout", x=x, levels=plan.levels)
     stored = compute if record.dtype is None else record.dtype
     keys = sample_keys(key, batch, device=x.device)
-    levels = plan.levels.to(compute)[:, None].expand(-1, batch).contiguous().unbind(0)
+    levels = plan.levels.to(compute)[:, None].expand(-1, batch, *plan.levels.shape[1:]).contiguous().unbind(0)
     table = [Transition(*row) for row in zip(*(coefficient.unbind(0) for coefficient in plan.table), strict=True)]
     stochastic, recorded = ({step for row in rows for step in row} for rows in (plan.stochastic, plan.recorded))
     scored = table
     if any(len(row) < len(recorded) for row in plan.recorded) and record.form != "unscaled":
         # A step is scored for all samples at once. Where it is not recorded, a std of 0 would make gradients NaN.
-        stds = torch.where(mask(plan.recorded, len(table), x.device), plan.table.std, 1.0).unbind(0)
+        inside = per_sample(mask(plan.recorded, len(table), x.device), plan.table.std)
+        stds = torch.where(inside, plan.table.std, 1.0).unbind(0)
         scored = [step._replace(std=std) for step, std in zip(table, stds, strict=True)]
     by_kernel = draw is not None and stored == compute and not record.debug
     fused = [t for t in plan.steps if by_kernel and t in stochastic and t in recorded]
@@ -199,7 +200,7 @@ def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
         debug = Debug(
             stack_recorded(noises, *event),
             stack_recorded(means, *event),
-            stack_recorded([step.std for step in each]),
+            stack_recorded([step.std for step in each], *plan.levels.shape[1:]),
             stack_recorded(velocities, *event),
         )
     stored = record.dtype or (None if before else x.dtype)

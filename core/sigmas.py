@@ -111,17 +111,21 @@ def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # import
 def check_sigmas(sigmas: Tensor) -> None:
     """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
 
+    Of samples whose R rows have levels of their own it is `[T+1, R]`.
+
     Values are checked where they are known, see `checks.can_look`.
     """
-    if sigmas.ndim != 1 or len(sigmas) < 2:
+    if sigmas.ndim not in (1, 2) or len(sigmas) < 2:
         raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")
     if not can_look(sigmas):
         return
-    if not (torch.isfinite(sigmas).all() and sigmas[0] <= 1 and sigmas[-1] == 0):
-        raise ValueError(f"sigmas run from {sigmas[0]:g} to {sigmas[-1]:g}, expected from at most 1 down to exactly 0")
+    if not (torch.isfinite(sigmas).all() and (sigmas[0] <= 1).all() and (sigmas[-1] == 0).all()):
+        first, last = sigmas[0].max(), sigmas[-1].max()
+        raise ValueError(f"sigmas run from {first:g} to {last:g}, expected from at most 1 down to exactly 0")
     if not (sigmas[1:] < sigmas[:-1]).all():
-        step = int(torch.nonzero(sigmas[1:] >= sigmas[:-1])[0])
-        raise ValueError(f"sigmas rise at step {step} ({sigmas[step]:g} to {sigmas[step + 1]:g}), expected falling ones")
+        step, *row = torch.nonzero(sigmas[1:] >= sigmas[:-1])[0].tolist()
+        before, after = (sigmas[(at, *row)] for at in (step, step + 1))
+        raise ValueError(f"sigmas rise at step {step} ({before:g} to {after:g}), expected falling ones")
 
 
 def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -> range:

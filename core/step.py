@@ -9,13 +9,13 @@ from typing import Literal
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, number
+from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, first_row, number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.guidance import classifier_free
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
 from fluvial.core.random import Key, normal, sample_keys
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import Level, PerSample, Samples, Scalar
 
 KLWeight = Literal["rate", "exact", "mse"]
 KL_WEIGHTS: tuple[KLWeight, ...] = ("rate", "exact", "mse")
@@ -38,7 +38,7 @@ def step_log_prob(
     The equations are those of `gaussian.log_prob` and `gaussian.kl`.
 
     Args:
-        transition: coefficients `[B]` or 0-d.
+        transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
         v_ref: output of the reference policy, with its own guidance applied, `[B, *event]`.
         v_uncond: unconditional model output, `[B, *event]`; v is then replaced by v_uncond + guidance (v - v_uncond).
@@ -67,7 +67,7 @@ def sde_step(
     """Return a draw x_next ~ N(a x + b v, std^2 I), `[B, *event]`, and its log-probability, `[B]`, as `gaussian.draw` does.
 
     Args:
-        transition: coefficients `[B]` or 0-d.
+        transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v: sample and model output, `[B, *event]`.
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
         v_uncond, guidance, form, reduction: as in `step_log_prob`, which also says what raises.
@@ -90,7 +90,7 @@ def policy_loss(
     v_ref: Samples | None = None,
     kl_coef: Scalar = 0.0,
     kl_weight: KLWeight = "rate",
-    dt: Scalar | None = None,
+    dt: Level | None = None,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -110,7 +110,8 @@ def policy_loss(
             publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
             dance_sde and ddim is "exact". "mse" adds the squared distance of the two means, which is 2 std^2 times the KL
             (Flow-CPS's code for SD3).
-        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float; needed for "rate".
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float; needed for "rate". Where rows have levels of their own, dt
+            and std of the first row weigh the KL of all.
 
     Raises:
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
@@ -119,6 +120,13 @@ def policy_loss(
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+    return add_kl(loss, info, kl, kl_coef, scale)
+
+
+def add_kl(
+    loss: PerSample, info: PolicyInfo, kl: PerSample | None, kl_coef: Scalar, scale: Tensor | float
+) -> tuple[PerSample, PolicyInfo]:
+    """Return a surrogate with its KL term, kl_coef scale KL, and its diagnostics; both as they are where kl is None."""
     if kl is None:
         return loss, info
     kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
@@ -126,7 +134,7 @@ def policy_loss(
 
 
 def kl_scale(
-    transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: Scalar, kl_weight: KLWeight, dt: Scalar | None
+    transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: Scalar, kl_weight: KLWeight, dt: Level | None
 ) -> Tensor | float:
     """Return the `kl_factor` of a KL term after checking its options; 1 where there is no such term."""
     check_number("policy_loss", "kl_coef", kl_coef, low=0, batch=v.shape[0])
@@ -137,12 +145,12 @@ def kl_scale(
     if not used:
         return 1.0
     if isinstance(dt, Tensor) and kl_weight == "rate":
-        check_per_sample("policy_loss", v.shape[0], dt=dt)
+        check_per_sample("policy_loss", v.shape, dt=dt)
     return kl_factor(transition, dt, kl_weight)
 
 
-def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) -> Tensor | float:
-    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse).
+def kl_factor(transition: Transition, dt: Level | None, kl_weight: KLWeight) -> Tensor | float:
+    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse), of the first row.
 
     Raises:
         ValueError: "rate" is used without dt.
@@ -150,10 +158,10 @@ def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) ->
     if kl_weight == "exact":
         return 1.0
     if kl_weight == "mse":
-        return 2 * transition.std.to(compute_dtype("policy_loss", std=transition.std)) ** 2
+        return 2 * first_row(transition.std).to(compute_dtype("policy_loss", std=transition.std)) ** 2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
-    return dt.abs() if isinstance(dt, Tensor) else abs(dt)
+    return first_row(dt).abs() if isinstance(dt, Tensor) else abs(dt)
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:

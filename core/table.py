@@ -1,5 +1,7 @@
 """A schedule and its window as one table: the `Transition` of every step and sample, each coefficient `[T, B]`.
 
+It is `[T, B, R]` for samples `[B, R, ...]` whose R rows have noise levels of their own.
+
 A step in a sample's window has the coefficients of the stochastic sampler, any other step those of the deterministic one.
 Which steps take noise and which are recorded is known on the host, as the steps of each sample.
 """
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import transitions
-from fluvial.core.checks import FLOATING, can_look, check_fields
+from fluvial.core.checks import FLOATING, can_look, check_fields, first_row, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
@@ -56,15 +58,15 @@ RECORD = Record()
 class StepPlan(NamedTuple):
     """The steps of a rollout of B samples, known before the first one is taken."""
 
-    levels: Tensor  # [T+1], on the device of the table
-    table: Transition  # each coefficient [T, B]
+    levels: Tensor  # [T+1], or [T+1, R] of samples whose R rows have levels of their own, on the device of the table
+    table: Transition  # each coefficient [T, B], or [T, B, R]
     stochastic: Rows  # the steps of each sample's window, which take noise
     recorded: Rows  # the recorded steps, equally many of each sample
     steps: range  # the part of the schedule that is taken
     record: Record
 
     def transition(self, step: int) -> Transition:
-        """Return the coefficients of a step, each `[B]`."""
+        """Return the coefficients of a step, each `[B]` or `[B, R]`."""
         return Transition(*(coefficient[step] for coefficient in self.table))
 
 
@@ -86,7 +88,7 @@ def plan(
     compilation, tracing), the caller asserts that every step of the window has a density: name the recorded steps.
 
     Args:
-        levels: T+1 levels.
+        levels: T+1 levels, `[T+1]`, or those of each row of the samples, `[T+1, R]`.
         transition, window, deterministic, record, steps: as in `rollout`.
         batch: number of samples B.
         device: device of the table; by default that of the levels.
@@ -104,7 +106,7 @@ def plan(
     stochastic = _rows(f"{function}: window", taken if window is None else window, batch, taken)
     if deterministic is transitions.ode and any(len(row) < len(taken) for row in stochastic):
         _check_ode(function, levels)
-    coefficients = _coefficients(transition, levels)
+    coefficients = _list_coefficients(transition, levels)
     dense = range(T) if record.form == "unscaled" else _dense(transition, coefficients.std)
     if chosen is None:
         recorded = tuple(tuple(step for step in row if step in dense) for row in stochastic)
@@ -115,12 +117,13 @@ def plan(
             _check_recorded(function, levels, stochastic, recorded, dense, (transition, deterministic), record.form)
     if device is not None and device != levels.device:
         levels = to_device(levels, device)
-        coefficients = _coefficients(transition, levels)
+        coefficients = _list_coefficients(transition, levels)
     if any(len(row) < T for row in stochastic):
-        outside = _coefficients(deterministic, levels)
-        inside = mask(stochastic, T, levels.device)
+        outside = _list_coefficients(deterministic, levels)
+        inside = per_sample(mask(stochastic, T, levels.device), coefficients.std)
         coefficients = Transition(*(torch.where(inside, a, b) for a, b in zip(coefficients, outside, strict=True)))
-    table = Transition(*(coefficient.expand(-1, batch).contiguous() for coefficient in coefficients))
+    shape = -1, batch, *levels.shape[1:]
+    table = Transition(*(coefficient.expand(*shape).contiguous() for coefficient in coefficients))
     return StepPlan(levels, table, stochastic, recorded, taken, record)
 
 
@@ -148,21 +151,25 @@ def _rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range)
     return rows
 
 
-def _coefficients(sampler: Sampler, levels: Tensor) -> Transition:
-    """Return the coefficients of every step, each `[T, 1]`, with one call; `[T, B]` if a bound number is one per sample."""
+def step_coefficients(sampler: Sampler, levels: Grid) -> Transition:
+    """Return the coefficients of every step of a schedule, each `[T]`, or `[T, R]` where rows have levels of their own."""
+    return Transition(*(value.expand(levels[1:].shape) for value in sampler(levels[:-1], levels[1:])))
+
+
+def _list_coefficients(sampler: Sampler, levels: Tensor) -> Transition:
+    """Return `step_coefficients` for any number of samples, `[T, 1]`; `[T, B]` if a bound number is one per sample."""
     bound = sampler.keywords.values() if isinstance(sampler, partial) else ()
-    if any(isinstance(value, Tensor) and value.ndim > 0 for value in bound):
+    if levels.ndim == 1 and any(isinstance(value, Tensor) and value.ndim > 0 for value in bound):
         each = [sampler(*pair) for pair in pairwise(levels.unbind(0))]
         return Transition(*(torch.stack(parts) for parts in zip(*each, strict=True)))
-    found = sampler(levels[:-1], levels[1:])
-    return Transition(*(value.expand(len(levels) - 1)[:, None] for value in found))
+    return Transition(*(value[:, None] for value in step_coefficients(sampler, levels)))
 
 
 def _dense(sampler: Sampler, std: Tensor) -> Collection[int]:
     """Return the steps whose std is positive; where it is not known, those whose std may be."""
     if not can_look(std):
         return () if sampler is transitions.ode else range(len(std))
-    return {step for step, positive in enumerate((std > 0).all(1).tolist()) if positive}
+    return {step for step, positive in enumerate((std > 0).flatten(1).all(1).tolist()) if positive}
 
 
 def _check_recorded(
@@ -179,7 +186,8 @@ def _check_recorded(
     pairs = zip(*(rows * batch if len(rows) == 1 else rows for rows in (stochastic, recorded)), strict=True)
     for step in sorted({step for window, row in pairs for step in row if not (step in window and step in dense)})[:1]:
         sampler = samplers[0] if all(step in row for row in stochastic) else samplers[1]
-        where = f" (level {levels[step]:g} to {levels[step + 1]:g})" if can_look(levels) else ""
+        first = first_row(levels)
+        where = f" (level {first[step]:g} to {first[step + 1]:g})" if can_look(levels) else ""
         raise ValueError(
             f"{function}: {sampler_name(sampler)} has std 0 at step {step}{where}, so form={form!r} is undefined: use eta > "
             "0 and record only stochastic steps, or form='unscaled'"

@@ -7,8 +7,9 @@ all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) incl
 
 "Level" is the general word for what a schedule holds. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
 falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (in (0, 1), rising). Each sampler takes
-the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma. `eta` is a float, or a tensor `[B]`
-or 0-d, which gets a gradient. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for
+the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma. Samples `[B, R, ...]` whose R rows
+have levels of their own take levels `[B, R]`, and coefficients are `[B, R]`. `eta` is a float, or a tensor `[B]` or 0-d,
+which gets a gradient. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for
 `ddim`), where they are known (see `checks.can_look`).
 """
 
@@ -18,19 +19,24 @@ from functools import partial
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core.checks import can_look, check_choice, check_number, check_per_sample, compute_dtype
-from fluvial.core.types import Grid, Scalar, to_device
+from fluvial.core.types import Grid, Level, Scalar, to_device
 
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 # Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
+Bound = Float[Tensor, "..."] | float  # a schedule's second level, that of all samples or of each row `[R]`
 MAX_ETA: dict[str, float] = {**dict.fromkeys(SAMPLERS, math.inf), "cps": 1.0, "ddim": 1.0, "ode": 0.0}
 
 
 class Transition(NamedTuple):
-    """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): floating-point tensors `[B]`, or 0-d for all samples."""
+    """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): floating-point tensors `[B]`, or 0-d for all samples.
+
+    They are `[B, R]` for samples `[B, R, ...]` whose R rows have noise levels of their own.
+    """
 
     a: Tensor
     b: Tensor
@@ -41,9 +47,9 @@ class Transition(NamedTuple):
 class Sampler(Protocol):
     """A sampler with its hyper-parameters bound: `sampler(level, level_next)` returns the step's `Transition`.
 
-    Levels are floating-point tensors, `[B]` (one step per sample) or 0-d; the coefficients have the same shape, dtype and
-    device. The coefficients may depend on nothing else: a rollout and the update that scores its steps call the sampler
-    separately, with other batches, and must find the same numbers.
+    Levels are floating-point tensors, `[B]` (one step per sample), `[B, R]` (one per row) or 0-d; the coefficients have the
+    same shape, dtype and device. The coefficients may depend on nothing else: a rollout and the update that scores its steps
+    call the sampler separately, with other batches, and must find the same numbers.
     """
 
     def __call__(self, level: Tensor, level_next: Tensor, /) -> Transition:
@@ -58,7 +64,8 @@ def bind(sampler: str | Callable[..., Transition], eta: Scalar, levels: Grid) ->
         sampler: one of `SAMPLERS`, or a callable that follows the `Sampler` protocol.
         eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`, `[B]`, 0-d or float. A custom sampler has its
             own hyper-parameters bound already, and eta is not passed to it.
-        levels: T+1 levels of the schedule, `[T+1]`. flow_sde and wan_sde take the second one as their `sigma_max`.
+        levels: T+1 levels of the schedule, `[T+1]`, or those of each row, `[T+1, R]`. flow_sde and wan_sde take the second
+            one as their `sigma_max`.
 
     Raises:
         ValueError: no sampler has that name, eta is out of its range, or a custom sampler returns coefficients of a wrong
@@ -91,13 +98,13 @@ def sampler_name(sampler: Sampler) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def ode(sigma: Scalar, sigma_next: Scalar) -> Transition:
+def ode(sigma: Level, sigma_next: Level) -> Transition:
     """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0, over levels of any kind and order."""
     (sigma, sigma_next), _ = _scalars("ode", sigma=sigma, sigma_next=sigma_next)
     return Transition(a=torch.ones_like(sigma), b=sigma_next - sigma, std=torch.zeros_like(sigma))
 
 
-def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scalar) -> Transition:
+def flow_sde(sigma: Level, sigma_next: Level, *, eta: Scalar, sigma_max: Bound) -> Transition:
     """Return the Euler-Maruyama step of Flow-GRPO's SDE (arXiv 2505.05470), which keeps the ODE's marginals.
 
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
@@ -118,7 +125,7 @@ def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scala
     return _reverse_sde(sigma, sigma_next, rate=eta * torch.sqrt(sigma / (1 - clamped)))
 
 
-def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
+def dance_sde(sigma: Level, sigma_next: Level, *, eta: Scalar) -> Transition:
     """Return the Euler-Maruyama step of DanceGRPO's SDE (arXiv 2505.07818): Flow-SDE's with the constant rate eta.
 
         a = 1 + eta^2 dt / (2 sigma),  b = (1 + eta^2 (1 - sigma) / (2 sigma)) dt,  std = eta sqrt(-dt)
@@ -131,7 +138,7 @@ def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
     return _reverse_sde(sigma, sigma_next, rate=eta * torch.ones_like(sigma))
 
 
-def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scalar) -> Transition:
+def wan_sde(sigma: Level, sigma_next: Level, *, eta: Scalar, sigma_max: Bound) -> Transition:
     """Return the Euler-Maruyama step of Flow-GRPO's SDE for Wan: Flow-SDE's with the rate eta sigma_max sigma.
 
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt),  r = eta sigma_max sigma
@@ -147,7 +154,7 @@ def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scalar
     return _reverse_sde(sigma, sigma_next, rate=eta * sigma_max * sigma)
 
 
-def cps(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
+def cps(sigma: Level, sigma_next: Level, *, eta: Scalar) -> Transition:
     """Return the coefficients-preserving step of Flow-CPS (arXiv 2509.05952): predict x0 and eps, mix eps with fresh noise.
 
         std = sigma_next sin(eta pi / 2),  q = sqrt(sigma_next^2 - std^2)
@@ -172,7 +179,7 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
     return Transition(a=1 - drop, b=(sigma_next - sigma) - (1 - sigma) * drop, std=std)
 
 
-def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: Scalar) -> Transition:
+def ddim(alpha_bar: Level, alpha_bar_next: Level, *, eta: Scalar) -> Transition:
     """Return the DDIM step (arXiv 2010.02502) of an epsilon-prediction model; here v is epsilon.
 
         std = eta sqrt((1 - abn) / (1 - ab)) sqrt(1 - ab / abn)
@@ -224,7 +231,7 @@ def _check_custom(sampler: Callable[..., Transition], levels: Tensor) -> Sampler
     if not isinstance(step, Transition):
         raise TypeError(f"bind: sampler {name} returns a {type(step).__name__}, expected a Transition of a, b and std")
     compute_dtype(f"bind: sampler {name}", **step._asdict())
-    check_per_sample(f"bind: sampler {name}", len(levels) - 1, **step._asdict())
+    check_per_sample(f"bind: sampler {name}", levels[1:].shape, **step._asdict())
     return sampler
 
 
@@ -252,14 +259,16 @@ def _first(wrong: Tensor, *levels: Tensor) -> tuple[str, list[float]]:
     """Return where the first wrong level is, for a message, and the levels there."""
     if wrong.ndim == 0:
         return "", [level.item() for level in levels]
-    index = int(torch.nonzero(wrong)[0])
-    return f" at index {index}", [level[index].item() for level in levels]
+    index = tuple(torch.nonzero(wrong)[0].tolist())
+    return f" at index {', '.join(map(str, index))}", [level[index].item() for level in levels]
 
 
 def _scalars(
-    function: str, eta: Scalar = 0.0, *, most: float = math.inf, **scalars: Scalar
+    function: str, eta: Scalar = 0.0, *, most: float = math.inf, **scalars: Bound
 ) -> tuple[tuple[Tensor, ...], Scalar]:
-    """Return levels and eta as tensors of one shape (`[B]` or 0-d), dtype (float32 or float64) and device, or a float eta.
+    """Return levels and eta as tensors of one shape (`[B]`, `[B, R]` or 0-d), dtype and device, or a float eta.
+
+    The dtype is float32 or float64. Of levels `[B, R]` a schedule's second value may be `[R]`.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape, or eta is not in [0, most].
@@ -271,8 +280,11 @@ def _scalars(
     batched = [value for value in given.values() if value.ndim > 0]
     device = next((value.device for value in [*batched, *given.values()]), torch.device("cpu"))
     tensors = {name: to_device(torch.as_tensor(value, dtype=dtype), device) for name, value in scalars.items()}
-    batch = len(batched[0]) if batched else 1
-    check_per_sample(function, batch, **tensors)
+    shape = max((value.shape for value in batched), key=len, default=torch.Size([1]))
+    if len(shape) == 2 and tensors.get("sigma_max", tensors[next(iter(tensors))]).shape == shape[1:]:
+        tensors["sigma_max"] = tensors["sigma_max"].expand(shape)
+    batch = shape[0]
+    check_per_sample(function, shape, **tensors)
     check_number(function, "eta", tensors.get("eta", eta), low=0, high=most, batch=batch)
     together = torch.broadcast_tensors(*tensors.values())
     return (together[:-1], together[-1]) if "eta" in tensors else (together, eta)

@@ -26,13 +26,14 @@ from fluvial.core.checks import (
     check_same_device,
     check_same_shape,
     compute_dtype,
+    per_sample,
 )
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
-from fluvial.core.policy import PolicyInfo
-from fluvial.core.random import Key, sample_keys
+from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.random import Key, normal, sample_keys
 from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples, Scalar
+from fluvial.core.types import Level, PerSample, Samples, Scalar
 
 Implementation = Literal["auto", "triton", "compiled", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -115,6 +116,8 @@ def step_log_prob(
     if chosen == "triton":
         from fluvial.kernels.fused.step_log_prob import function
 
+        if transition.std.ndim == 2:
+            return _score_rows(transition, samples, scale, form, reduction)
         *coefficients, g = _float32(v, *transition, scale)
         log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)
         return log_prob, None if v_ref is None else kl
@@ -162,6 +165,10 @@ def sde_step(
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import function
 
+        if transition.std.ndim == 2:  # the kernel numbers the noise by sample
+            guided, noise = step.apply_guidance(name, v, v_uncond, scale), normal(keys, tuple(v.shape))
+            x_next = gaussian.sample(transition, x, guided, noise)
+            return x_next, _score_rows(transition, samples | {"x_next": x_next.detach()}, scale, form, reduction)[0]
         *coefficients, g = _float32(v, *transition, scale)
         return function(*coefficients, x, v, v_uncond, g, low.expand(batch), high.expand(batch), form, reduction)
     options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
@@ -181,7 +188,7 @@ def policy_loss(
     v_ref: Samples | None = None,
     kl_coef: Scalar = 0.0,
     kl_weight: KLWeight = "rate",
-    dt: Scalar | None = None,
+    dt: Level | None = None,
     v_uncond: Samples | None = None,
     guidance: Scalar | None = None,
     form: Form = "density",
@@ -207,6 +214,10 @@ def policy_loss(
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import function
 
+        if transition.std.ndim == 2:
+            log_prob, kl = _score_rows(transition, samples, scale, form, reduction)
+            clipped = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+            return step.add_kl(*clipped, kl, kl_coef, kl_scale)
         *coefficients, g, old, weight, factor = _float32(
             v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
         )
@@ -232,7 +243,7 @@ def nft_loss(
     v_old: Samples,
     x0: Samples,
     xt: Samples,
-    t: Scalar,
+    t: Level,
     reward_prob: PerSample,
     *,
     beta: Scalar,
@@ -248,12 +259,16 @@ def nft_loss(
     nft.check_nft_numbers(**options, batch=v.shape[0])
     _check_event(name, v)
     level = _number(t, v)
-    check_per_sample(name, v.shape[0], t=level, reward_prob=reward_prob)
+    check_per_sample(name, v.shape, t=level)
+    check_per_sample(name, v.shape[0], reward_prob=reward_prob)
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
     chosen = resolve(name, implementation, list(samples.values()), [level, reward_prob], [*options.values()])
     if chosen == "triton":
         from fluvial.kernels.fused.nft_loss import function
 
+        if level.ndim == 2:  # the loss knows velocities times levels alone
+            by_row = per_sample(level, v)
+            v, v_old, level = by_row * v, by_row * v_old, torch.ones_like(level[:, 0])
         numbers = _float32(v, level, reward_prob)
         return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]
     return _run(nft.nft_loss, chosen, v, v_old, x0, xt, level, reward_prob, **options)
@@ -292,10 +307,28 @@ def _check_step(
     _check_event(function, v)
     step.check_guidance(function, v_uncond, guidance)
     scale = None if guidance is None else _number(guidance, v)
-    numbers = _drop_missing(**coefficients, guidance=scale)
+    numbers = _drop_missing(guidance=scale)
+    check_per_sample(function, v.shape, **coefficients)
     check_per_sample(function, v.shape[0], **numbers)
-    check_same_device(function, **samples, **numbers)
+    check_same_device(function, **samples, **coefficients, **numbers)
     return scale
+
+
+def _score_rows(
+    transition: Transition, samples: dict[str, Tensor], guidance: Tensor | None, form: Form, reduction: Reduction
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob and the KL of samples `[B, R, ...]` whose rows have coefficients of their own, `[B]` each.
+
+    The kernel is given the rows as samples.
+    """
+    size = samples["v"].shape[:2]
+    rows = {name: tensor.flatten(0, 1) for name, tensor in samples.items()}
+    steps = Transition(*(coefficient.expand(size).flatten() for coefficient in transition))
+    scale = None if guidance is None else guidance.expand(size[0]).repeat_interleave(size[1])
+    found = step_log_prob(steps, **rows, guidance=scale, form=form, reduction=reduction, implementation="triton")
+    log_prob, kl = (None if each is None else getattr(each.unflatten(0, size), reduction)(1) for each in found)
+    assert log_prob is not None
+    return log_prob, kl
 
 
 def _check_density(function: str, transition: Transition, form: Form, v_ref: Tensor | None) -> None:
@@ -355,7 +388,7 @@ def _check_event(function: str, v: Tensor) -> None:
         raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element per sample")
 
 
-def _number(value: Scalar, v: Tensor) -> Tensor:
+def _number(value: Level, v: Tensor) -> Tensor:
     """Return a number as a tensor created on v's device: a copy from the host would wait for the device."""
     if isinstance(value, Tensor):
         return value

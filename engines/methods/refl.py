@@ -17,6 +17,7 @@ from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.window import AllSteps, OneRecorded
 from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -77,7 +78,7 @@ class Refl(Method, name="refl"):
         """Return the reward of the clean sample that each step predicts, `[P]`, with gradient."""
         sampling = items.batch.plan.sampling
         assert sampling.stochastic is not None
-        end = rows.level.new_full(rows.level.shape, float(sampling.schedule.levels[-1]))
+        end = to_device(sampling.schedule.levels[-1], rows.level.device).to(rows.level.dtype).expand_as(rows.level)
         return run.rewards_of(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]
 
     def loss(self, v: Tensor, rows: RecordedSteps, reward: Any = None) -> tuple[Tensor, RewardInfo]:

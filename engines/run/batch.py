@@ -12,8 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fluvial.core.checks import first_row
 from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
+from fluvial.core.table import step_coefficients
 from fluvial.core.transitions import Transition
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
@@ -41,7 +43,7 @@ class RolloutPlan(NamedTuple):
     padding: Padding | None  # of the prompts, where it is trimmed
     group: int  # consecutive samples with the same prompt
     per_pass: int  # samples per pass of the rollout
-    transitions: Transition | None = None  # coefficients of each step of the schedule, `[T]`, where steps are recorded
+    transitions: Transition | None = None  # of each step of the schedule, see `step_coefficients`, where steps are recorded
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,10 @@ class Batch:
 
     @property
     def noise(self) -> Tensor:
-        """Standard deviation of the noise of each step of the schedule, `[T]`, on the host."""
+        """Standard deviation of the noise of each step of the schedule, of a sample's first row, `[T]`, on the host."""
         sampling = self.plan.sampling
         assert sampling.stochastic is not None
-        levels = sampling.schedule.levels
-        return sampling.stochastic.transition(levels[:-1], levels[1:]).std.expand(len(levels) - 1)
+        return first_row(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
 
     def prompt(self, number: int) -> Prompt:
         """Return the prompt of a sample of any rank, by its index in the batch."""

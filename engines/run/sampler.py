@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import wrap_samples
+from fluvial.core.table import step_coefficients
 from fluvial.engines.data.order import BatchOrder, Captions, Pool, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
@@ -241,7 +242,7 @@ class Sampler:
         sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
         levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
-        transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
+        transitions = step_coefficients(stochastic.transition, levels) if stochastic is not None and records else None
         per_pass = self.config.samples_per_pass
         return RolloutPlan(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
 

@@ -48,7 +48,7 @@ def final_samples(
     steps, count = len(schedule.timesteps), noise.shape[1]
     levels = to_device(schedule.levels.to(x.dtype), x.device)
     for i, step in enumerate(range(steps - count, steps)):
-        level, after = (levels[at].expand(len(x)) for at in (step, step + 1))
+        level, after = (levels[at].expand(len(x), *levels.shape[1:]) for at in (step, step + 1))
         if i:
 
             def predict_step(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:

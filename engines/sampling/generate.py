@@ -445,6 +445,9 @@ def _unroll(
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
     end = len(sampling.schedule.timesteps)
     last = end if sampling.after == Tail() else max(window) + 1
+    if last != end and sampling.schedule.levels.ndim == 2:
+        hint = "the pieces of a sample have noise levels of their own"
+        raise UsageError("sampling.window.tail", sampling.after.solver, "a tail as all other steps", hint)
     first = 0 if sampling.prefix is None else sampling.prefix.steps
     table = _plan(x, sampling, prediction, window, range(first, last))
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)

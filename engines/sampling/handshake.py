@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.checks import first_row
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError
 from fluvial.engines.sampling.generate import Chunk, Sampling, prediction_of
@@ -80,7 +81,8 @@ def compare(
         for place, steps in enumerate(trajectory.steps.unbind(1)):
             x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
             for step in steps.unique().tolist():
-                level, after = (levels[number].expand(len(x)).contiguous() for number in (step, step + 1))
+                shape = len(x), *levels.shape[1:]
+                level, after = (levels[number].expand(shape).contiguous() for number in (step, step + 1))
                 with torch.no_grad():
                     own, _ = step_log_prob(
                         stochastic.transition(level, after),
@@ -94,7 +96,7 @@ def compare(
                 far = (own - trajectory.log_prob[:, place]).abs()[steps == step]
                 differences[step] = max(differences.get(step, 0.0), float(far.max()))
     return Handshake(
-        tuple(levels.tolist()),
+        tuple(first_row(levels).tolist()),
         tuple(timesteps.float().tolist()),
         sampling.shape,
         tuple(chunk.images.shape[1:]),

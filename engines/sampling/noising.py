@@ -195,7 +195,7 @@ class NoisingConfig:
 
 
 def add_noise(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """Return samples at levels `[B]`, and what the model should predict for them, each `[B, *event]`."""
+    """Return samples at levels `[B]` or `[B, R]`, and what the model should predict for them, each `[B, *event]`."""
     if prediction == "velocity":
         return interpolate(x0, noise, level), noise - x0
     alpha_bar = per_sample(level, x0)
@@ -208,9 +208,18 @@ def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
 
 
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> Drawn:
-    """Return noise levels `[B, each]`, and the timesteps that the model is given; None if it derives them itself."""
+    """Return noise levels `[B, each]`, and the timesteps that the model is given; None if it derives them itself.
+
+    Levels are `[B, each, R]` for samples `[B, R, ...]` whose rows have their own.
+
+    Raises:
+        UsageError: rows have levels of their own, and the levels drawn are not those of steps of the schedule.
+    """
     assert isinstance(keys.low, Tensor)
     here = Schedule(*(to_device(tensor, keys.low.device) for tensor in schedule))
+    if here.levels.ndim == 2 and not isinstance(config.levels, _Steps):
+        hint = "the pieces of a sample have levels of their own, which are known at the steps of the schedule alone"
+        raise UsageError("noising.levels", config.levels.kind, "schedule or stratified", hint)
     return config.levels.draw(fold_in(keys, Stream.LEVELS), here, config.each)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.rollout import Trajectory
+from fluvial.core.table import step_coefficients
 from fluvial.core.transitions import Sampler
 from fluvial.engines.sampling.items import recorded_steps
 from fluvial.kernels import Implementation, step_log_prob
@@ -58,7 +59,7 @@ def score(
     _check(trajectory, cond, schedule)
     device = trajectory.x.device
     levels, unweighted = schedule.levels.to(device), torch.ones(batch, device=device)
-    items = recorded_steps(trajectory, schedule, sampler(levels[:-1], levels[1:]), unweighted, unweighted)
+    items = recorded_steps(trajectory, schedule, step_coefficients(sampler, levels), unweighted, unweighted)
 
     log_prob = partial(step_log_prob, form=form, reduction=reduction, implementation=implementation)
 

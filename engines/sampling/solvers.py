@@ -64,7 +64,8 @@ def solve(
         before: estimate of the step before the schedule, for dpmpp_2m; None takes the first step with first order.
 
     Raises:
-        ValueError: the solver is unknown, or is defined for flows and the model is not one.
+        ValueError: the solver is unknown, or is defined for flows and the model is not one, or for samples of one level and
+            rows have their own.
     """
     if solver not in get_args(Solver):
         raise UsageError(f"solve: solver is {solver!r}, expected one of {', '.join(map(repr, get_args(Solver)))}")
@@ -75,6 +76,9 @@ def solve(
     if solver == "euler":
         table = plan(levels, still, batch=len(x), window=(), deterministic=still, record=(), device=x.device)
         return scan(velocity, x, table, key(0)).final
+    if levels.ndim == 2 and solver == "sa_solver":
+        hint = "and the pieces of a sample have noise levels of their own: use 'euler'"
+        raise UsageError(f"solve: solver is 'sa_solver', {hint}")
     if solver in ("sa_solver", "consistency") and prediction != "velocity":
         raise UsageError(f"solve: solver is {solver!r}, which is for models that predict a velocity: use 'dpmpp_2m'")
     if solver == "consistency":
@@ -83,11 +87,17 @@ def solve(
         return scan(velocity, x, plan(levels, noisy, batch=len(x), record=(), device=x.device), keys).final
     if solver == "sa_solver":
         return _sa_solver(velocity, x, schedule, eta, keys)
-    scheduler = _multistep(solver, levels, prediction, before)
+    columns, sizes = [levels], list[int]()
+    if levels.ndim == 2:  # rows next to each other with the same levels are a piece
+        pieces, counts = torch.unique_consecutive(levels, dim=1, return_counts=True)
+        columns, sizes = [*pieces.unbind(1)], counts.tolist()
+    schedulers = [_multistep(solver, column, prediction, before) for column in columns]
     per_sample = to_device(levels.to(x.dtype), x.device)
     for step in range(steps):
-        v = velocity(x, per_sample[step].expand(len(x)).contiguous(), step)
-        x = scheduler.step(v, scheduler.timesteps[step], x, return_dict=False)[0]
+        v = velocity(x, per_sample[step].expand(len(x), *levels.shape[1:]).contiguous(), step)
+        parts = zip(schedulers, *([each] if len(columns) == 1 else each.split(sizes, dim=1) for each in (v, x)), strict=True)
+        moved = [one.step(v_of, one.timesteps[step], x_of, return_dict=False)[0] for one, v_of, x_of in parts]
+        x = moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
     return x
 
 

@@ -98,12 +98,9 @@ class AnyModular(AnyPipeline):
             with quietly(), foreign(self.pipeline, "take a step"):
                 model = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
-            counts = [len(stream.places) for stream in model.streams]
-            whole = model.streams[0].whole
-            shape = tuple(whole[1:]) if len(counts) == 1 and model.streams[0].is_whole and whole[0] == 1 else (sum(counts),)
             shapes = tuple(row.shape[1:] for row in rows)
             asked = {"num_inference_steps": steps}
-            self._once = ModularValues(shape, model.schedule, model, shapes, model.schedule.levels, asked)  # type: ignore[assignment]
+            self._once = ModularValues(model.shape, model.schedule, model, shapes, model.schedule.levels, asked)  # type: ignore[assignment]
         return self._once  # type: ignore[return-value]
 
     @property

@@ -6,9 +6,10 @@ loop's own blocks, with gradients, and with schedulers that say what they are as
 """
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import optree
 import torch
@@ -91,11 +92,25 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs))
 
 
+def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, with lists of images as those of the class that the blocks take in their place.
+
+    MiniMax-H3 takes a list of references, of which those of images have one field, `image`.
+    """
+    wrapped = dict(asked)
+    for entry in blocks.inputs:
+        images, (kind, *_) = asked.get(entry.name), (*get_args(entry.type_hint), None)
+        if isinstance(images, list) and dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            fitting = [one for one in kind.__subclasses__() if [each.name for each in dataclasses.fields(one)] == ["image"]]
+            wrapped[entry.name] = [fitting[0](image=image) for image in images] if fitting else images
+    return wrapped
+
+
 def set_inputs(blocks: Blocks, asked: Mapping[str, Any], seed: int) -> Any:
     """Return the state that the first block is given, as the pipeline's call does."""
     from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-    state = PipelineState()
+    state, asked = PipelineState(), wrap_images(blocks, asked)
     for entry in blocks.inputs:
         if entry.name in asked:
             state.set(entry.name, asked[entry.name], entry.kwargs_type)

@@ -1,6 +1,7 @@
 """Velocity of a modular pipeline as a function of network, sample, level and conditioning, found by probes."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.types import PerSample, Samples
+from fluvial.core.checks import first_row
+from fluvial.core.types import Level, Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
 from fluvial.models.modular.conditioning import Form, describe, place_samples
@@ -45,15 +47,22 @@ class ModularVelocity:
     ragged: bool = True  # as of a recorded pipeline whose samples have passes of their own
     scale: float = 1.0
 
-    def predict(
-        self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
-    ) -> Samples:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a sample: that of what is stepped, else `[n]`, or `[R, m]` of R rows with levels of their own."""
+        first, *others = self.streams
+        count = sum(len(stream.places) for stream in self.streams)
+        if self.schedule.levels.ndim == 2:
+            return (self.schedule.levels.shape[1], count // self.schedule.levels.shape[1])
+        return tuple(first.whole[1:]) if not others and first.is_whole and first.whole[0] == 1 else (count,)
+
+    def predict(self, module: nn.Module, x: Samples, sigma: Level, cond: Cond, *, timestep: Tensor | None = None) -> Samples:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
         Args:
             module: the trained network, possibly sharded and with adapters.
             x: samples, `[P, *event]`.
-            sigma: their noise levels, `[P]`.
+            sigma: their noise levels, `[P]`, or those of each row, `[P, R]`, of which the first tells the step.
             cond: rows of `Form`'s tensors, `[P, ...]`, then their sizes and numbers, `[P, n]`.
             timestep: not used: the pipeline makes its own.
 
@@ -62,7 +71,7 @@ class ModularVelocity:
         """
         networks = {part: Network(place_network(module, part), x.device, self.compute) for part in self.parts}
         sizes = host_values.read(cond[-1]).tolist()
-        levels, known = host_values.read(sigma).float(), self.schedule.levels[:-1]
+        levels, known = first_row(host_values.read(sigma).float()), first_row(self.schedule.levels)[:-1]
         rows = []
         for pair, own in enumerate(sizes):
             found = torch.nonzero(known == levels[pair]).flatten().tolist()
@@ -79,7 +88,7 @@ class ModularVelocity:
         if self.time is None:
             raise ValueError(
                 f"{self.pipeline} has no step at sigma {level:g}, expected one of "
-                f"{', '.join(f'{each:g}' for each in self.schedule.levels[:-1])}"
+                f"{', '.join(f'{each:g}' for each in first_row(self.schedule.levels)[:-1])}"
             )
         like = torch.as_tensor(self.variables[0]["t"])
         return 0, {**self.variables[0], "t": torch.tensor(self.time * level, dtype=like.dtype, device=like.device)}
@@ -119,9 +128,6 @@ def find_velocity(
     for number, stream in enumerate(streams):
         scheduler = find_scheduler(pipe, entered, stream.scheduler)
         streams[number] = read_levels(pipeline, stream, scheduler, asked[number], steps)
-    levels = streams[0].levels
-    if any(not torch.equal(stream.levels, levels) for stream in streams[1:]):
-        raise refusal(pipeline, "its samples have pieces with noise levels of their own")
     form, _, _ = describe(pipeline, entered, streams)
     passes = []
     for values, variables in zip(entered.values, entered.variables, strict=True):
@@ -130,12 +136,20 @@ def find_velocity(
     if len({*passes}) > 1:
         raise refusal(pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected as often each")
     times = torch.tensor([float(variables["t"]) for variables in entered.variables])
-    free = _find_time(run, inputs, entered, form, levels, times)
+    one = all(torch.equal(stream.levels, streams[0].levels) for stream in streams)
+    free = _find_time(run, inputs, entered, form, streams[0].levels, times) if one else None
     if free is None:
         _check_others(pipeline, run, inputs, entered, pipe)
-    schedule = Schedule(levels, times)
+    schedule = Schedule(streams[0].levels if one else _list_levels(streams), times)
     every = (tuple(streams), form, tuple(entered.variables), schedule, compute, tuple(passes), free)
     return ModularVelocity(pipeline, pipe, blocks, parts, *every)
+
+
+def _list_levels(streams: Sequence[LoopStream]) -> Tensor:
+    """Return the noise levels of each row of samples `[R, m]`, `[T+1, R]`: rows are as long as fits into all streams."""
+    counts = [len(stream.places) for stream in streams]
+    rows = torch.tensor(counts) // math.gcd(*counts)
+    return torch.stack([stream.levels for stream in streams], dim=1).repeat_interleave(rows, dim=1)
 
 
 def _run_probe(

@@ -55,6 +55,8 @@ def build(name: str) -> Any:
         pipe.register_to_config(enable_safety_checker=False)
     if "distilled_sigmas" in pipe.config:
         pipe.register_to_config(distilled_sigmas=[0.95, 0.6, 0.25])
+    if "reference_image_short_edge" in pipe.config:
+        pipe.register_to_config(reference_image_short_edge=row.size)
     pipe.update_components(**parts)
     return pipe
 

@@ -91,7 +91,7 @@ def test_from_scheduler_wants_a_schedule() -> None:
     ("sigmas", "message"),
     [
         (torch.tensor(0.0), "shape"),
-        (torch.zeros(2, 2), "shape"),
+        (torch.zeros(2, 2, 2), "shape"),
         (torch.zeros(1), "shape"),
         (torch.tensor([1.5, 0.5, 0.0]), "run from 1.5 to 0"),
         (torch.tensor([1.0, 0.5]), "run from 1 to 0.5"),

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and os.environ.get("FLUVIAL_TEST_DE
 import torch
 import triton
 import triton.language as tl
-from helpers.kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
+from helpers.kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, by_row, inputs, numbers
 from helpers.marks import Patch, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,7 +98,7 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
             condition(theirs, list(wide.values()))
             + theirs.abs().detach()
             + 1
-            + exact["std"].log().abs() * (length if options.get("reduction") == "sum" else 1)
+            + exact["std"].log().abs().reshape(batch, -1).amax(1) * (length if options.get("reduction") == "sum" else 1)
         )
         assert ((mine - theirs).abs() <= roundings * EPS * bound).all(), (operation.name, mine, theirs)
     total = torch.stack([(result * weight).sum() for result, weight in zip(want, weights, strict=True)]).sum()
@@ -161,6 +161,25 @@ def test_it_is_the_reference(
 def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
     """No vector of a register is filled by 41 or 1271 elements, and 4099 are more than a program's share."""
     check(operation, inputs(operation, 2, event, torch.bfloat16), numbers(2))
+
+
+@every_loss
+def test_rows_with_levels_of_their_own(operation: Operation) -> None:
+    """A launch over rows in place of samples; their mean or sum is that of the sample."""
+    for reduction in REDUCTIONS if operation.has_form and "policy" not in operation.name else REDUCTIONS[:1]:
+        options = {"reduction": reduction} if operation.has_form else {}
+        check(operation, inputs(operation, 2, (3, 5), torch.bfloat16), by_row(numbers(2), 3), **options)
+
+
+@pytest.mark.parametrize("operation", SDE_STEP, ids=lambda operation: operation.name)
+def test_a_step_of_rows_has_the_log_prob_that_its_update_finds(operation: Operation) -> None:
+    """It draws as the reference does, and scores as the kernel: the first ratio of a rollout on a GPU is exactly 1."""
+    samples, scalars = inputs(operation, 2, (3, 5), torch.float32), by_row(numbers(2), 3)
+    x_next, log_prob = operation.call("triton", samples, scalars)
+    assert torch.equal(x_next, operation.call("reference", samples, scalars)[0])
+    scored = next(each for each in OPERATIONS if each.name == "step_log_prob")
+    found = scored.call("triton", {**samples, "x_next": x_next}, scalars)
+    assert torch.equal(found[0], log_prob)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core.checks import first_row
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.remote.requests import OUTPUTS, RequestOrder, last_boundary
 from fluvial.engines.extensions.wire.client import Reply
@@ -124,7 +125,7 @@ def check_schedule(trajectory: DitTrajectory, boundaries: Sequence[int], expecte
     Args:
         boundaries: boundary of each of its latents. Timesteps are those of the schedule, `[T]` or `[T+1]`, or of these.
     """
-    levels, ours = expected.sampling.schedule.levels, expected.sampling.schedule.timesteps.float().cpu()
+    levels, ours = first_row(expected.sampling.schedule.levels), expected.sampling.schedule.timesteps.float().cpu()
     sigmas, timesteps = trajectory.sigmas.float(), trajectory.timesteps
     if len(sigmas) != len(levels):
         raise WireError(f"{where} has {len(sigmas)} sigmas, expected {len(levels)}")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
+from fluvial.core.table import step_coefficients
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors
@@ -283,7 +284,7 @@ def _describe_sampling(sampling: Sampling) -> dict[str, Any]:
     levels, guidance, stochastic = sampling.schedule.levels, sampling.guidance, sampling.stochastic
     recorded: dict[str, Any] = {}
     if stochastic is not None and stochastic.record:
-        table = stochastic.transition(levels[:-1], levels[1:])
+        table = step_coefficients(stochastic.transition, levels)
         columns = {f"coefficient {name}": _numbers(value) for name, value in table._asdict().items()}
         recorded = {"form": stochastic.form, "reduction": stochastic.reduction, **columns}
     return {

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core.checks import first_row
 from fluvial.core.distill import ambient_velocity, renoise
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.engines.sampling.items.steps import RecordedSteps
@@ -20,7 +21,7 @@ class NoisedSamples(NamedTuple):
     """P clean samples with noise, each field `[P, ...]`."""
 
     x: Tensor  # sample with noise, at which the model is evaluated
-    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
+    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model; [P, R] of R rows
     timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
     signal: Tensor  # number of the sample that the method gave, e.g. its advantage
@@ -80,8 +81,8 @@ class Pairs(NamedTuple):
 
 
 def in_tenth(level: Tensor) -> Tensor:
-    """Return which tenth of [0, 1] each level lies in, bool `[P, 10]`."""
-    tenth = (level * TENTHS).long().clamp(0, TENTHS - 1)
+    """Return which tenth of [0, 1] each level lies in, of the first row, bool `[P, 10]`."""
+    tenth = (first_row(level) * TENTHS).long().clamp(0, TENTHS - 1)
     return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
 
 
@@ -120,7 +121,7 @@ def noised_samples(
         parts.append(add_noise(x0, noise, levels[:, m], prediction=prediction))
     return NoisedSamples(
         x=torch.cat([x for x, _ in parts]),
-        level=levels.T.flatten(),
+        level=levels.transpose(0, 1).flatten(0, 1),
         timestep=None if timesteps is None else timesteps.T.flatten(),
         sample=to_device(torch.arange(batch).repeat(each), x0.device),
         signal=signal.repeat(each),

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fluvial.core.checks import first_row
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
@@ -105,7 +106,7 @@ class RecordedSteps(NamedTuple):
     """P recorded steps, each field `[P, ...]`."""
 
     x: Tensor  # sample at which the model is evaluated
-    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
+    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model; [P, R] of R rows
     timestep: Tensor  # timestep that the model is given
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
     signal: Tensor  # number of the sample, or of the step, that the method gave, e.g. its advantage
@@ -121,7 +122,7 @@ class RecordedSteps(NamedTuple):
 
     @property
     def dt(self) -> Tensor:
-        """Change of the noise level over the step."""
+        """Change of the noise level over the step, `[P]` or `[P, R]`."""
         return self.level_next - self.level
 
     def parts(self, levels: Tensor) -> Tensor:
@@ -147,8 +148,8 @@ class LastSteps(NamedTuple):
 
 
 def at_step(level: Tensor, levels: Tensor) -> Tensor:
-    """Return which of a schedule's steps begins at each level, bool `[P, T]`."""
-    return level[:, None] == to_device(levels[:-1], level.device)
+    """Return which of a schedule's steps begins at each level, of the first row, bool `[P, T]`."""
+    return first_row(level)[:, None] == to_device(first_row(levels)[:-1], level.device)
 
 
 def recorded_steps(
@@ -161,7 +162,7 @@ def recorded_steps(
     Args:
         trajectory: B samples with S recorded steps.
         schedule: schedule of the trajectory.
-        transitions: coefficients of each step of the schedule, `[T]`.
+        transitions: coefficients of each step of the schedule, see `core.table.step_coefficients`.
         signal: number of each sample that the method gave, `[B]`, or of each step, `[B, S]`.
         weight: weight in the loss, `[B]`.
     """
@@ -179,7 +180,7 @@ def recorded_steps(
         level_next=levels[step + 1],
         x_next=by_step(trajectory.x_next),
         log_prob_old=by_step(trajectory.log_prob),
-        transition=Transition(*(coefficient.expand(len(timesteps))[step] for coefficient in transitions)),
+        transition=Transition(*(coefficient[step] for coefficient in transitions)),
         predictions={} if trajectory.velocity is None else {"old": by_step(trajectory.velocity)},
     )
 
@@ -201,7 +202,7 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     noise = [normal(fold_in(fold_in(keys, Stream.STEPS), first + i), tuple(x.shape)) for i in range(count)]
     return LastSteps(
         x=x,
-        level=to_device(schedule.levels[first], device).expand(batch),
+        level=to_device(schedule.levels[first], device).expand(batch, *schedule.levels.shape[1:]),
         timestep=host_values.keep(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
         sample=to_device(torch.arange(batch), device),
         weight=weight,

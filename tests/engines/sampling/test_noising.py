@@ -223,6 +223,30 @@ def test_steps_that_are_left_out() -> None:
     assert {tuple(sorted(row)) for row in timesteps.tolist()} == {(2, 3, 4)}
 
 
+@pytest.mark.parametrize("levels", [ScheduleLevels(), StratifiedLevels()])
+def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
+    """At the same steps; two schedules that are the same are one, and levels between the steps are refused."""
+    plain, x0 = SCHEDULES["velocity"], clean()
+    count, weight, config = x0.shape[1], torch.ones(B), NoisingConfig(2, levels)
+    columns = torch.stack([plain.levels ** (1 + number) for number in range(count)], dim=1)
+
+    def noised(levels: Tensor, config: NoisingConfig = config) -> NoisedSamples:
+        return noised_samples(x0, keys(), weight, weight, Schedule(levels, plain.timesteps), config, "velocity")
+
+    one, same, apart = noised(plain.levels), noised(plain.levels[:, None].expand(-1, count)), noised(columns)
+    assert torch.equal(one.x, same.x)
+    assert torch.equal(same.level, one.level[:, None].expand(-1, count))
+    assert torch.equal(apart.level[:, 0], one.level)
+    for row in range(count):
+        noise = (one.x - (1 - one.level[:, None, None, None]) * one.x0) / one.level[:, None, None, None]
+        level = apart.level[:, row, None, None]
+        assert torch.equal(apart.level[:, row], columns[(plain.levels == one.level[:, None]).long().argmax(1), row])
+        torch.testing.assert_close(apart.x[:, row], (1 - level) * x0.repeat(2, 1, 1, 1)[:, row] + level * noise[:, row])
+    assert torch.equal(apart.parts(columns), one.parts(plain.levels))
+    with pytest.raises(ValueError, match="is 'continuous', expected schedule or stratified: the pieces"):
+        noised(columns, NoisingConfig(2, ContinuousLevels()))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

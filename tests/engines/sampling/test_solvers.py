@@ -176,6 +176,24 @@ def test_other_solvers_of_higher_order(solver: Any) -> None:
         assert math.log2(coarse / fine) > 1.7, errors
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpmpp_2m", "unipc"])
+def test_each_piece_is_solved_along_its_own_levels(solver: Any) -> None:
+    """Rows with levels of their own end where they do apart; SA-Solver knows one level alone."""
+    levels = [shifted(6, 12.0), shifted(6, 3.0)]
+    times, x = torch.linspace(900, 100, 6), normal(key(0), (4, 3, 5), dtype=torch.float64)
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        return x * level.reshape(*level.shape, *[1] * (x.ndim - level.ndim))
+
+    together = Schedule(torch.stack([levels[0], levels[1], levels[1]], dim=1), times)
+    found = solve(solver, velocity, x, together, prediction="velocity")
+    for rows, column in ((slice(0, 1), levels[0]), (slice(1, 3), levels[1])):
+        apart = solve(solver, velocity, x[:, rows], Schedule(column, times), prediction="velocity")
+        torch.testing.assert_close(found[:, rows], apart, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="the pieces of a sample have noise levels of their own: use 'euler'"):
+        solve("sa_solver", velocity, x, together, prediction="velocity")
+
+
 def test_noise_of_sa_solver_keeps_the_distribution() -> None:
     """With noise, samples end with the mean and the deviation of the data; their noise is that of their keys."""
     levels = shifted(60, 3.0)

@@ -27,7 +27,7 @@ from fluvial.models.tiny.modular import find_call
 from fluvial.models.tiny.pipelines import surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
-SHORT = ("Flux3", "QwenImage", "Wan")  # in every run of the tests
+SHORT = ("Flux3", "MiniMaxH3", "Wan")  # in every run of the tests
 few = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in TRAIN])
 each = pytest.mark.parametrize("name", [name if name == "Flux3" else long(name) for name in TRAIN])
 
@@ -265,18 +265,44 @@ def test_guiders_that_are_functions_of_the_outputs(
     assert type(model._load_pipeline().guider).__name__ == guider
 
 
-def test_images_of_prompts_choose_the_blocks(folder: Folders) -> None:
-    """FLUX.3 with an image of reference runs other blocks, whose image changes the velocity."""
+@pytest.mark.parametrize(
+    ("name", "media"),
+    [
+        ("Flux3", ("image",)),
+        *(long("MiniMaxH3", media) for media in (("image",), ("image", "last_image"), ("references",))),
+    ],
+)
+def test_images_of_prompts_choose_the_blocks(name: str, media: tuple[str, ...], folder: Folders) -> None:
+    """Images of reference, first and last frames: other blocks run, and the images change the velocity."""
     from fluvial.models.replay.media import MediaPrompt
 
-    asked = [MediaPrompt("a red fox", {"image": tiny_modular.draw(seed, 32)}) for seed in range(2)]
-    model = opened("Flux3", folder("Flux3"), example=asked[0]).given(asked)
+    def draw(seed: int) -> dict[str, Any]:
+        files = [tiny_modular.draw(seed + number, 32) for number in range(len(media))]
+        return {each: (file,) if each == "references" else file for each, file in zip(media, files, strict=True)}
+
+    asked = [MediaPrompt("a red fox", draw(seed)) for seed in range(2)]
+    model = opened(name, folder(name), example=asked[0]).given(asked)
     module = model.build().eval()
-    assert model.check(module, asked) == 0
-    x, level = normal(key(0), (1, *model.known.shape)).expand(2, -1, -1), model.known.levels[:1].expand(2)
+    assert model.check(module, asked) <= TRAIN[name].error
+    x = normal(key(0), (1, *model.known.shape)).expand(2, -1, -1)
+    level = model.known.levels[:1].expand(2, *model.known.levels.shape[1:])
     with torch.no_grad():
         one, other = model.predict(module, x, level, model.encode(asked))
     assert not torch.equal(one, other)
+
+
+def test_video_and_sound_have_levels_of_their_own(folder: Folders) -> None:
+    """Those of MiniMax-H3's two schedulers, at the rows of each; the model is told those of its sample."""
+    model = opened("MiniMaxH3", folder("MiniMaxH3"))
+    levels, (video, sound) = model.known.levels, (len(stream.places) for stream in model.known.model.streams)
+    rows, width = model.known.shape
+    assert levels.shape == (STEPS + 1, rows)
+    assert video % width == sound % width == 0
+    assert video + sound == rows * width
+    pipe = tiny_modular.loaded("MiniMaxH3", folder("MiniMaxH3"))
+    for scheduler, part in ((pipe.scheduler, slice(0, video // width)), (pipe.audio_scheduler, slice(video // width, rows))):
+        scheduler.set_timesteps(STEPS + 1)
+        assert torch.equal(levels[:, part], scheduler.sigmas[:, None].expand_as(levels[:, part]))
 
 
 def test_probes_leave_the_pipeline_as_it_was(folder: Folders) -> None:

@@ -51,6 +51,13 @@ def numbers(batch: int, *, std: float = 0.3, seed: int = 0, dtype: torch.dtype =
     }
 
 
+def by_row(scalars: Numbers, rows: int) -> Numbers:
+    """Return the numbers with levels and coefficients of each of some rows, `[B, R]`."""
+    spread = torch.linspace(1, 1.2, rows, device=DEVICE)
+    of_level = ("a", "b", "std", "dt", "t")
+    return {name: scalar[:, None] * spread if name in of_level else scalar for name, scalar in scalars.items()}
+
+
 def inputs(
     operation: Operation, batch: int, event: tuple[int, ...], dtype: torch.dtype, *, scale: float = 1.0, seed: int = 0
 ) -> Samples:

@@ -17,6 +17,7 @@ from msgspec.structs import replace as replace_fields
 
 from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, key
+from fluvial.core.table import step_coefficients
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
@@ -188,7 +189,7 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
     first = 0 if own.prefix is None else own.prefix[0]
     if request.rollout and request.sampler != "ode":
         sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
-        positive = (sampler(schedule.levels[:-1], schedule.levels[1:]).std > 0).expand(steps).tolist()
+        positive = (step_coefficients(sampler, schedule.levels).std > 0).reshape(steps, -1).all(1).tolist()
         noisy = {step for step in range(steps) if request.form == "unscaled" or positive[step]}
         windows = _windows(request, steps, first)
         size = len(windows[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
-from fluvial.core.checks import per_sample
+from fluvial.core.checks import first_row, per_sample
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step
 from fluvial.core.table import StepPlan, mask, plan
@@ -66,7 +66,8 @@ class ReplyForm:
         timesteps = schedule.timesteps.float().cpu()
         if self.sglang:
             timesteps = torch.cat([timesteps, timesteps.new_zeros(1)])[list(boundaries)]
-        return DitTrajectory(self.layout.of_event(latents), timesteps, schedule.levels.clone(), tuple(boundaries))
+        levels = first_row(schedule.levels).clone()
+        return DitTrajectory(self.layout.of_event(latents), timesteps, levels, tuple(boundaries))
 
     def debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return debug tensors `[T, ...]` by name."""
