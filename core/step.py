@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, first_row, number
+from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.guidance import classifier_free
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
@@ -110,8 +110,7 @@ def policy_loss(
             publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
             dance_sde and ddim is "exact". "mse" adds the squared distance of the two means, which is 2 std^2 times the KL
             (Flow-CPS's code for SD3).
-        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float; needed for "rate". Where rows have levels of their own, dt
-            and std of the first row weigh the KL of all.
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float, or of each row, `[B, R]`; needed for "rate".
 
     Raises:
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
@@ -120,17 +119,27 @@ def policy_loss(
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
-    return add_kl(loss, info, kl, kl_coef, scale)
+    return add_kl(loss, info, kl, kl_coef, scale, transition, v, v_ref, reduction)
 
 
 def add_kl(
-    loss: PerSample, info: PolicyInfo, kl: PerSample | None, kl_coef: Scalar, scale: Tensor | float
+    loss: PerSample,
+    info: PolicyInfo,
+    kl: PerSample | None,
+    kl_coef: Scalar,
+    scale: Tensor | float,
+    transition: Transition,
+    v: Samples,
+    v_ref: Samples | None,
+    reduction: Reduction,
 ) -> tuple[PerSample, PolicyInfo]:
     """Return a surrogate with its KL term, kl_coef scale KL, and its diagnostics; both as they are where kl is None."""
-    if kl is None:
+    if kl is None or v_ref is None:
         return loss, info
     kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
-    return loss + kl_coef * scale * kl, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
+    return loss + kl_coef * weigh_kl(kl, scale, transition, v, v_ref, reduction), PolicyInfo(
+        *info[:-1], kl_ref=kl.detach()
+    )  # torch 2.11 compiles no _replace
 
 
 def kl_scale(
@@ -150,7 +159,7 @@ def kl_scale(
 
 
 def kl_factor(transition: Transition, dt: Level | None, kl_weight: KLWeight) -> Tensor | float:
-    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse), of the first row.
+    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse), `[B]` or `[B, R]`.
 
     Raises:
         ValueError: "rate" is used without dt.
@@ -158,10 +167,24 @@ def kl_factor(transition: Transition, dt: Level | None, kl_weight: KLWeight) -> 
     if kl_weight == "exact":
         return 1.0
     if kl_weight == "mse":
-        return 2 * first_row(transition.std).to(compute_dtype("policy_loss", std=transition.std)) ** 2
+        return 2 * transition.std.to(compute_dtype("policy_loss", std=transition.std)) ** 2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
-    return first_row(dt).abs() if isinstance(dt, Tensor) else abs(dt)
+    return dt.abs() if isinstance(dt, Tensor) else abs(dt)
+
+
+def weigh_kl(
+    kl: PerSample, factor: Tensor | float, transition: Transition, v: Samples, v_ref: Samples, reduction: Reduction
+) -> PerSample:
+    """Return the KL of steps times its factor, `[B]`; rows with levels of their own have each its own factor.
+
+    Args:
+        kl: `gaussian.kl(transition, v, v_ref, reduction=reduction)`.
+        factor: by `kl_factor`, `[B]`, `[B, R]`, 0-d or float.
+    """
+    if not isinstance(factor, Tensor) or factor.ndim < 2:
+        return factor * kl.to(compute_dtype("weigh_kl", kl=kl))
+    return gaussian.kl(transition._replace(std=transition.std / factor.sqrt()), v, v_ref, reduction=reduction)
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:

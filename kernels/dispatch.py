@@ -215,9 +215,13 @@ def policy_loss(
         from fluvial.kernels.fused.policy_loss import function
 
         if transition.std.ndim == 2:
+            # In float32, because the gradient of v is the sum of two terms, each of which would be rounded.
+            samples = {each: tensor.float() for each, tensor in samples.items()}
+            v, v_ref, v_uncond = samples["v"], samples.get("v_ref"), samples.get("v_uncond")
             log_prob, kl = _score_rows(transition, samples, scale, form, reduction)
             clipped = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
-            return step.add_kl(*clipped, kl, kl_coef, kl_scale)
+            guided = step.apply_guidance(name, v, v_uncond, scale)
+            return step.add_kl(*clipped, kl, kl_coef, kl_scale, transition, guided, v_ref, reduction)
         *coefficients, g, old, weight, factor = _float32(
             v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
         )

@@ -13,7 +13,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.correction import rollout_weights
 from fluvial.core.gaussian import Reduction
 from fluvial.core.policy import PolicyInfo, step_scale
-from fluvial.core.step import KLWeight, kl_factor
+from fluvial.core.step import KLWeight, kl_factor, weigh_kl
 from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Follower, Networks, Start
 from fluvial.engines.sampling.config import CorrectionConfig
@@ -122,8 +122,8 @@ class StepKLConfig(KLConfig):
             kl: KL of each step to the reference's, `[P]`.
         """
         if kl is not None:
-            factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
-            loss, info = loss + self.coef * factor * kl, info._replace(kl_ref=kl.detach())
+            loss = loss + self.coef * self._weigh(kl, v, rows.predictions["ref"], rows, sampler, reduction)
+            info = info._replace(kl_ref=kl.detach())
         return self.add_ema_of_steps(loss, v, rows, sampler, reduction), info
 
     def add_ema_of_steps(
@@ -133,8 +133,14 @@ class StepKLConfig(KLConfig):
         v_ema = rows.predictions.get("ema")
         if v_ema is None:
             return loss
+        kl = gaussian.kl(rows.transition, v, v_ema, reduction=reduction)
+        return loss + self.ema_coef * self._weigh(kl, v, v_ema, rows, sampler, reduction)
+
+    def _weigh(
+        self, kl: Tensor, v: Tensor, other: Tensor, rows: RecordedSteps, sampler: SamplerRule, reduction: Reduction
+    ) -> Tensor:
         factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
-        return loss + self.ema_coef * factor * gaussian.kl(rows.transition, v, v_ema, reduction=reduction)
+        return weigh_kl(kl, factor, rows.transition, v, other, reduction)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from helpers.tables import SAMPLERS, STOCHASTIC, SamplerRow, normals
 from helpers.tolerances import tolerance
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core import gaussian, sigmas, transitions
@@ -20,9 +21,11 @@ from fluvial.core.gaussian import FORMS, REDUCTIONS
 from fluvial.core.nft import nft_loss
 from fluvial.core.random import key
 from fluvial.core.rollout import Record, rollout
+from fluvial.core.step import KLWeight, kl_factor, weigh_kl
 from fluvial.core.transitions import Transition
 
 WIDTH = 5  # numbers per row
+WEIGHED: tuple[KLWeight, ...] = ("rate", "mse")  # weights of a KL that differ between rows
 
 
 @pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
@@ -50,16 +53,21 @@ def test_pieces_together_are_the_pieces_apart(
     x_next, log_prob = gaussian.draw(together, x, v, noise, form=form, reduction=reduction)
     assert torch.equal(x_next, gaussian.sample(together, x, v, noise))
     kl = gaussian.kl(together, v, v_ref, reduction=reduction)
+    dt = torch.cat([(pair[1] - pair[0]).expand(batch, count) for pair, count in zip(pairs, counts, strict=True)], dim=1)
+    weighed = [weigh_kl(kl, kl_factor(together, dt, each), together, v, v_ref, reduction) for each in WEIGHED]
     assert log_prob.shape == kl.shape == (batch,)
     share = [1.0 if reduction == "sum" else count / sum(counts) for count in counts]
     parts = zip(*(tensor.split(counts, dim=1) for tensor in (x, v, v_ref, noise, x_next)), strict=True)
-    scores, kls = [], []
+    scores, kls, parts_weighed = [], [], [list[Tensor]() for _ in WEIGHED]
     for step, (x_k, v_k, ref_k, noise_k, next_k) in zip(apart, parts, strict=True):
         assert torch.equal(next_k, gaussian.sample(step, x_k, v_k, noise_k))
         scores.append(gaussian.log_prob(step, x_k, v_k, next_k, form=form, reduction=reduction))
         kls.append(gaussian.kl(step, v_k, ref_k, reduction=reduction))
+        for found, each in zip(parts_weighed, WEIGHED, strict=True):
+            dt_k = pairs[len(kls) - 1][1] - pairs[len(kls) - 1][0]
+            found.append(weigh_kl(kls[-1], kl_factor(step, dt_k, each), step, v_k, ref_k, reduction))
     limit = tolerance("coefficients", torch.float64, condition=1e3)
-    for mine, theirs in ((log_prob, scores), (kl, kls)):
+    for mine, theirs in ((log_prob, scores), (kl, kls), *zip(weighed, parts_weighed, strict=True)):
         assert_close(mine, sum(weight * each for weight, each in zip(share, theirs, strict=True)), **limit)
 
 

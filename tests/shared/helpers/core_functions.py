@@ -504,6 +504,12 @@ ROWS = (
         for weight in step.KL_WEIGHTS
     ),
     FunctionCall("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
+    FunctionCall(
+        "step.weigh_kl",
+        lambda std, v, dt: step.weigh_kl(dt, dt.abs(), Transition(std, std, std), v, v, "mean"),
+        "std v dt",
+        still="std v",
+    ),
     FunctionCall("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
     FunctionCall("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
     FunctionCall("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
