@@ -21,7 +21,7 @@ Form = Literal["density", "no_const", "unscaled"]
 Reduction = Literal["mean", "sum"]
 FORMS: tuple[Form, ...] = ("density", "no_const", "unscaled")
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
-WAY_OUT = "use eta > 0 and a stochastic step, or form='unscaled'"
+NO_DENSITY_HINT = "use eta > 0 and a stochastic step, or form='unscaled'"
 
 
 def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
@@ -49,13 +49,13 @@ def log_prob(
 
     sglang's "no_const" is `form="unscaled"`; `form="no_const"` here is the density without its constants.
 
-    Its gradient in v is (x_next - a x - b v) b / std^2, over N with reduction="mean".
+    Its gradient in v is (x_next - a x - b v) b / std^2, or 2 (x_next - a x - b v) b of unscaled; over N with "mean".
 
     Args:
         transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
         form: see above.
-        reduction: "mean" over the event's N elements (the field's habit: nats per dimension) or "sum" (the joint density).
+        reduction: "mean" over the event's N elements (nats per dimension, as in the literature) or "sum" (the joint density).
 
     Raises:
         ValueError: std is 0 and the form divides by it. Where values are not known (see `checks.can_look`), the result is
@@ -94,7 +94,7 @@ def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: 
     squared_residual = _reduce_event(residual**2, transition.std, reduction)
     if form == "unscaled":
         return _reduce_rows(-squared_residual, reduction)
-    std = _positive(function, transition.std, way_out=WAY_OUT)
+    std = _nan_unless_positive(function, transition.std, way_out=NO_DENSITY_HINT)
     scaled = -squared_residual / (2 * std**2)
     if form == "no_const":
         return _reduce_rows(scaled, reduction)
@@ -119,7 +119,7 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
     """
     check_choice("kl", "reduction", reduction, REDUCTIONS)
     transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
-    std = _positive("kl", transition.std, way_out="use eta > 0 and a stochastic step")
+    std = _nan_unless_positive("kl", transition.std, way_out="use eta > 0 and a stochastic step")
     return _reduce_rows(transition.b**2 * _reduce_event((v - v_ref) ** 2, std, reduction) / (2 * std**2), reduction)
 
 
@@ -149,14 +149,14 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
     return cast, *(tensor.to(dtype) for tensor in samples.values())
 
 
-def check_stochastic(function: str, std: Tensor, *, way_out: str = WAY_OUT) -> None:
+def check_stochastic(function: str, std: Tensor, *, way_out: str = NO_DENSITY_HINT) -> None:
     """Raise ValueError if a std is not positive, where it is known (see `checks.can_look`)."""
     if can_look(std) and not (std > 0).all():
         where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~(std > 0)).flatten().tolist()}"
         raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
 
 
-def _positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
+def _nan_unless_positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
     """Return std with NaN where it is not positive, after raising where it is known."""
     check_stochastic(function, std, way_out=way_out)
     return torch.where(std > 0, std, torch.nan)

@@ -26,7 +26,7 @@ class PolicyInfo(NamedTuple):
     ratio: Tensor
     log_ratio: Tensor
     clipped: Tensor  # 1 where the clip (or the KL threshold) sets the gradient to 0, else 0
-    kl_old: Tensor  # rho - 1 - log rho >= 0, whose mean estimates KL(old || current)
+    kl_old: Tensor  # rho - 1 - log rho >= 0, the k3 estimate of KL(old || current)
     kl_ref: Tensor  # KL to the reference policy's step if the loss has that term, else 0
 
 
@@ -41,8 +41,8 @@ def clipped_surrogate(
         log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats (per dimension
             if the reduction is "mean"; the clip range is in the same unit).
         advantage: advantage of each pair, `[B]`.
-        clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high]. As every number of these losses, each
-            is a float, or a tensor `[B]` or 0-d, which gets a gradient and is cast to the dtype of the computation.
+        clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high]. Each is a float,
+            or a tensor `[B]` or 0-d, which gets a gradient and is cast to the dtype of the computation.
 
     Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2505.05470 (Flow-GRPO); unequal ranges, 2503.14476 (DAPO).
     """
@@ -54,8 +54,8 @@ def clipped_surrogate(
     log_ratio = log_prob - log_prob_old
     # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside any clip range.
     ratio = torch.exp(log_ratio.clamp(max=80))
-    free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip_low, 1 + clip_high)
-    return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
+    unclipped, clipped = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped), _info(ratio, log_ratio, clipped=clipped > unclipped)
 
 
 def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size: int | None = None) -> PerStep:
@@ -151,9 +151,10 @@ def guard_surrogate(
         rho = exp((log_prob - log_prob_old + mean |b (v - v_old)|^2 / (2 std^2)) std)
         loss = max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) / |dt|
 
-    The gradient of the plain surrogate in v is |b| / std times a standard-normal draw. With Flow-SDE that is sqrt(|dt|) / r,
-    twenty times larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which is constant with
-    Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that mean.
+    The gradient of the plain surrogate in v is |b| / std times a standard-normal draw. With Flow-SDE that is proportional
+    to sqrt(|dt|) / r, twenty times larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which
+    is constant with Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that
+    mean.
 
     Args:
         log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".
@@ -175,8 +176,8 @@ def guard_surrogate(
     advantage, std = advantage.to(dtype), first_row(transition.std).to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(((log_ratio + shift) * std).clamp(max=80))
-    free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)
-    return torch.maximum(free, held) / dt.abs(), _info(ratio, log_ratio, clipped=held > free)
+    unclipped, clipped = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)
+    return torch.maximum(unclipped, clipped) / dt.abs(), _info(ratio, log_ratio, clipped=clipped > unclipped)
 
 
 def dppo_surrogate(
@@ -195,9 +196,9 @@ def dppo_surrogate(
         rho = exp(log_prob - log_prob_old),  KL = mean b^2 |v - v_old|^2 / (2 std^2)
 
     A ratio is a noisy estimate of the distance between two policies, whereas the KL of two Gaussians with the same std is
-    known exactly. A pair beyond the threshold is still trained on if its ratio has moved against its advantage, because
-    that leads back. No gradient flows through the KL, and advantages are not clamped. `PolicyInfo.clipped` marks the pairs
-    whose loss is 0.
+    known exactly. A pair beyond the threshold is still trained on if its ratio has moved against its advantage, because its
+    gradient moves the policy back. No gradient flows through the KL, and advantages are not clamped. `PolicyInfo.clipped`
+    marks the pairs whose loss is 0.
 
     Args:
         log_prob, log_prob_old, advantage, transition, v, v_old: as in `guard_surrogate`.
@@ -221,8 +222,8 @@ def dppo_surrogate(
     moved = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     held = moved & (kl >= kl_threshold)
     # A comparison with NaN is false: without this line a step without a density would count as within the threshold.
-    known = torch.where(kl.isnan(), torch.nan, 1.0)
-    return torch.where(held, 0.0, -advantage * ratio * known), _info(ratio, log_ratio, clipped=held)
+    nan_mask = torch.where(kl.isnan(), torch.nan, 1.0)
+    return torch.where(held, 0.0, -advantage * ratio * nan_mask), _info(ratio, log_ratio, clipped=held)
 
 
 def _info(ratio: Tensor, log_ratio: Tensor, *, clipped: Tensor) -> PolicyInfo:

@@ -3,14 +3,15 @@
     x_next ~ N(a x + b v, std^2 I)
 
 A sampler is a function that returns the three coefficients of a step between two noise levels, and `core.gaussian` serves
-all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) included; it is never a rate.
+all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) included: std = g sqrt(|dt|), not the diffusion
+coefficient g.
 
 "Level" is the general word for what a schedule holds. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
 falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (in (0, 1), rising). Each sampler takes
 the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma. Samples `[B, R, ...]` whose R rows
 have levels of their own take levels `[B, R]`, and coefficients are `[B, R]`. `eta` is a float, or a tensor `[B]` or 0-d,
-which gets a gradient. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for
-`ddim`), where they are known (see `checks.can_look`).
+which is differentiable. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for
+`ddim`), where they are known (see `checks.can_look`: they are on the CPU, and nothing is compiled or traced).
 """
 
 import math
@@ -76,10 +77,12 @@ def bind(sampler: str | Callable[..., Transition], eta: Scalar, levels: Grid) ->
     if not isinstance(sampler, str):
         return _check_custom(sampler, levels)
     check_eta("bind", sampler, eta)
-    if sampler in ("flow_sde", "wan_sde"):
-        return partial({"flow_sde": flow_sde, "wan_sde": wan_sde}[sampler], eta=eta, sigma_max=levels[1])
     if sampler == "ode":
         return ode
+    if sampler == "flow_sde":
+        return partial(flow_sde, eta=eta, sigma_max=levels[1])
+    if sampler == "wan_sde":
+        return partial(wan_sde, eta=eta, sigma_max=levels[1])
     return partial({"dance_sde": dance_sde, "cps": cps, "ddim": ddim}[sampler], eta=eta)
 
 
@@ -110,7 +113,7 @@ def flow_sde(sigma: Level, sigma_next: Level, *, eta: Scalar, sigma_max: Bound) 
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt)
 
-    The rate r is unbounded at sigma = 1. The step from there therefore uses the schedule's second value in its place.
+    The rate r is unbounded at sigma = 1. The step from there therefore has sigma_max in the place of sigma.
     Its noise is then eta whatever the length of the step: x' = (1 - eta^2/2) x + dt v + eta noise. So this first step does
     not keep the marginal to second order in dt, as the others do: noise of unit power leaves it with power 1 + eta^4/4,
     6 % more at eta = 0.7, on any schedule. A window that begins at step 1 avoids it.
@@ -147,7 +150,7 @@ def wan_sde(sigma: Level, sigma_next: Level, *, eta: Scalar, sigma_max: Bound) -
         eta: scale of the noise rate, >= 0; 0 is the ODE, and the published code has 1.
         sigma_max: the schedule's second value.
 
-    Source: the code of Flow-GRPO (arXiv 2505.05470) for Wan 2.1, whose rate falls from sigma_max to the last level, 0.
+    Source: the code of Flow-GRPO (arXiv 2505.05470) for Wan 2.1, whose rate eta sigma_max sigma falls to 0 with sigma.
     """
     (sigma, sigma_next, sigma_max), eta = _scalars("wan_sde", eta, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
     _check_levels("wan_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
@@ -199,14 +202,14 @@ def ddim(alpha_bar: Level, alpha_bar_next: Level, *, eta: Scalar) -> Transition:
             f"ddim: alpha_bar goes from {level:g} to {level_next:g}{place}, expected rising signal powers in (0, 1]: pass "
             "alphas_cumprod at the timesteps, from noise to data, not the timesteps or the noise levels of a flow"
         )
-    kept = ab * (1 - abn) / (abn * (1 - ab))
+    ratio = ab * (1 - abn) / (abn * (1 - ab))
     if isinstance(eta, Tensor):  # two roots, because at abn = 1 the gradient of one would be 0 / 0
-        left = torch.sqrt(1 - abn) * torch.sqrt(1 - eta**2 + eta**2 * kept)
+        noise_left = torch.sqrt(1 - abn) * torch.sqrt(1 - eta**2 + eta**2 * ratio)
     else:
-        left = torch.sqrt((1 - abn) * (1 - eta**2 + eta**2 * kept))
+        noise_left = torch.sqrt((1 - abn) * (1 - eta**2 + eta**2 * ratio))
     return Transition(
         a=torch.sqrt(abn / ab),
-        b=left - torch.sqrt(abn * (1 - ab) / ab),
+        b=noise_left - torch.sqrt(abn * (1 - ab) / ab),
         std=eta * torch.sqrt((1 - abn) / (1 - ab)) * torch.sqrt(1 - ab / abn),
     )
 
@@ -243,8 +246,8 @@ def _check_levels(function: str, **levels: Tensor) -> None:
         if (wrong := ~((level >= 0) & (level <= 1))).any():
             place, (value,) = _first(wrong, level)
             raise ValueError(
-                f"{function}: {name} is {value:g}{place}, expected a noise level in [0, 1]: a timestep of 0 to 1000 is "
-                "none; divide it by 1000, or take the scheduler's sigmas"
+                f"{function}: {name} is {value:g}{place}, expected a noise level in [0, 1]: divide timesteps of 0 to "
+                "1000 by 1000, or take the scheduler's sigmas"
             )
     sigma, sigma_next = levels["sigma"], levels["sigma_next"]
     if (wrong := ~((sigma_next <= sigma) & (sigma > 0))).any():
@@ -275,10 +278,10 @@ def _scalars(
     """
     if isinstance(eta, Tensor):
         scalars["eta"] = eta
-    given = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
-    dtype = compute_dtype(function, **given)
-    batched = [value for value in given.values() if value.ndim > 0]
-    device = next((value.device for value in [*batched, *given.values()]), torch.device("cpu"))
+    tensors_given = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    dtype = compute_dtype(function, **tensors_given)
+    batched = [value for value in tensors_given.values() if value.ndim > 0]
+    device = next((value.device for value in [*batched, *tensors_given.values()]), torch.device("cpu"))
     tensors = {name: to_device(torch.as_tensor(value, dtype=dtype), device) for name, value in scalars.items()}
     shape = max((value.shape for value in batched), key=len, default=torch.Size([1]))
     if len(shape) == 2 and tensors.get("sigma_max", tensors[next(iter(tensors))]).shape == shape[1:]:
