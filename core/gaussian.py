@@ -55,7 +55,7 @@ def log_prob(
         transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
         form: see above.
-        reduction: "mean" over the event's N elements (nats per dimension, as in the literature) or "sum" (the joint density).
+        reduction: "mean" over the event's N elements (nats per dimension, the usual one) or "sum" (the joint density).
 
     Raises:
         ValueError: std is 0 and the form divides by it. Where values are not known (see `checks.can_look`), the result is

@@ -27,6 +27,7 @@ FLOORS = (
         "engines.plugins",
         "engines.choices",
         "engines.streams",
+        "engines.waits",
         "engines.named_models",
         "engines.run.log",
     ),

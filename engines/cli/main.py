@@ -15,8 +15,8 @@ from typing import NoReturn, TextIO
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
-from fluvial.engines.run.log.waits import Waits, wait_for
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
+from fluvial.engines.waits import Waits, wait_for
 
 PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
                       and --update-seconds: how many servers keep a trainer busy."""

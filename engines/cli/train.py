@@ -23,7 +23,7 @@ from fluvial.engines.cli.parse import (
     split_flags,
 )
 from fluvial.engines.errors import LostProcessError, UsageError
-from fluvial.engines.run.log.waits import wait_for
+from fluvial.engines.waits import wait_for
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig

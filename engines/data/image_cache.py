@@ -17,7 +17,7 @@ from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import save_tensors
-from fluvial.engines.run.log.waits import wait_for
+from fluvial.engines.waits import wait_for
 from fluvial.models.digests import digest_file, encoding_code
 from fluvial.models.images import describe_file
 

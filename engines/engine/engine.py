@@ -27,7 +27,7 @@ from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.log.waits import count_parts
+from fluvial.engines.waits import count_parts
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights

@@ -30,7 +30,6 @@ from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.log.waits import wait_for
 from fluvial.engines.run.method import Images, Preferences
 from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
@@ -53,6 +52,7 @@ from fluvial.engines.scoring.registry import check_records, check_rewards, selec
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
+from fluvial.engines.waits import wait_for
 from fluvial.models import LoraConfig, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests

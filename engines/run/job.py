@@ -33,10 +33,10 @@ from fluvial.engines.run.jobs.pipeline import (
 )
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
-from fluvial.engines.run.log.waits import count_parts
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.waits import count_parts
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 from fluvial.models.lora import lora_layers

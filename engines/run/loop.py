@@ -16,12 +16,12 @@ from fluvial.engines.methods.table import naming_errors
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.log.waits import wait_for
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
 from fluvial.engines.sampling.diversity import diversity
 from fluvial.engines.scoring.gather import AbandonedRolloutError
+from fluvial.engines.waits import wait_for
 
 
 class Loop:

@@ -23,7 +23,6 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.log.waits import format_seconds, wait_for
 from fluvial.engines.run.monitoring.diagnostics import (
     EvaluationPoint,
     KeptImages,
@@ -43,6 +42,7 @@ from fluvial.engines.run.process.stop import stop_request
 from fluvial.engines.run.record import as_record, with_absolute_paths
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.gather import AbandonedRolloutError
+from fluvial.engines.waits import format_seconds, wait_for
 
 EXTREMES = 8  # best and worst samples that a report shows
 

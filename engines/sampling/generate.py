@@ -27,12 +27,12 @@ from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.log.waits import count_parts
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
 from fluvial.engines.sampling.window import NoiseIds, NoiseOf, Steps
 from fluvial.engines.streams import Stream
+from fluvial.engines.waits import count_parts
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
-from fluvial.engines.run.log.waits import Waits, format_seconds
+from fluvial.engines.waits import Waits, format_seconds
 
 RECENT = 10  # rollouts whose speed the remaining time is of
 NARROW = 100  # columns of a terminal below which the bar is short

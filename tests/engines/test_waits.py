@@ -2,8 +2,8 @@
 
 import pytest
 
-from fluvial.engines.run.log import waits
-from fluvial.engines.run.log.waits import Waits, count_parts, format_seconds, wait_for
+from fluvial.engines import waits
+from fluvial.engines.waits import Waits, count_parts, format_seconds, wait_for
 
 
 class Clock:
