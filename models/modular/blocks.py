@@ -99,10 +99,13 @@ def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     wrapped = dict(asked)
     for entry in blocks.inputs:
-        images, (kind, *_) = asked.get(entry.name), (*get_args(entry.type_hint), None)
-        if isinstance(images, list) and dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            fitting = [one for one in kind.__subclasses__() if [each.name for each in dataclasses.fields(one)] == ["image"]]
-            wrapped[entry.name] = [fitting[0](image=image) for image in images] if fitting else images
+        images, kinds = asked.get(entry.name), get_args(entry.type_hint)
+        if isinstance(images, list) and kinds and dataclasses.is_dataclass(kinds[0]):
+            base: Any = kinds[0]
+            for kind in [
+                each for each in base.__subclasses__() if [own.name for own in dataclasses.fields(each)] == ["image"]
+            ]:
+                wrapped[entry.name] = [kind(image=image) for image in images]
     return wrapped
 
 

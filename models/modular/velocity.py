@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import first_row
-from fluvial.core.types import Level, Samples
+from fluvial.core.types import Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
 from fluvial.models.modular.conditioning import Form, describe, place_samples
@@ -56,7 +56,9 @@ class ModularVelocity:
             return (self.schedule.levels.shape[1], count // self.schedule.levels.shape[1])
         return tuple(first.whole[1:]) if not others and first.is_whole and first.whole[0] == 1 else (count,)
 
-    def predict(self, module: nn.Module, x: Samples, sigma: Level, cond: Cond, *, timestep: Tensor | None = None) -> Samples:
+    def predict(
+        self, module: nn.Module, x: Samples, sigma: Tensor, cond: Cond, *, timestep: Tensor | None = None
+    ) -> Samples:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
         Args:

@@ -8,7 +8,7 @@ import torch
 from helpers.refusals import refuses
 from helpers.tables import SAMPLERS, STOCHASTIC, SamplerRow, normals
 from helpers.tolerances import tolerance
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -36,6 +36,7 @@ WEIGHED: tuple[KLWeight, ...] = ("rate", "mse")  # weights of a KL that differ b
     reduction=st.sampled_from(REDUCTIONS),
     seed=st.integers(0, 2**31),
 )
+@settings(max_examples=8)
 def test_pieces_together_are_the_pieces_apart(
     row: SamplerRow, data: st.DataObject, counts: list[int], form: gaussian.Form, reduction: gaussian.Reduction, seed: int
 ) -> None:

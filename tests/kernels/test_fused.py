@@ -134,7 +134,7 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
     reduction=st.sampled_from(REDUCTIONS),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=15)
+@settings(max_examples=11)
 def test_it_is_the_reference(
     operation: Operation,
     batch: int,

@@ -27,7 +27,7 @@ from fluvial.models.tiny.modular import find_call
 from fluvial.models.tiny.pipelines import surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
-SHORT = ("Flux3", "MiniMaxH3", "Wan")  # in every run of the tests
+SHORT = ("Flux3", "MiniMaxH3")  # in every run of the tests
 few = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in TRAIN])
 each = pytest.mark.parametrize("name", [name if name == "Flux3" else long(name) for name in TRAIN])
 

@@ -22,7 +22,7 @@ H3 = "--pipeline.height 32 --pipeline.width 32 --pipeline.frames 124 --sampling.
     ("name", "method", "further", "ranks"),
     [
         ("Flux3", "grpo", "", 1),
-        ("Flux3", "nft", "--noising.levels continuous --noising.each 2", 2),
+        long("Flux3", "nft", "--noising.levels continuous --noising.each 2", 2),
         long("Flux3", "awm", "--noising.levels uniform --noising.each 2", 1),
         long("Flux3", "grpo", "--engine.base nf4", 1),
         long("Flux3", "grpo", "--train full", 2),

@@ -76,6 +76,22 @@ def surrogate_of(lowest: float, read_from: float, guidance: float, beta: float, 
     return {**TDM_R1, **{f"loss_extra.{name}": value for name, value in found.items()}}
 
 
+# verl-omni's scripts of MiniMax-H3 (at 2452033f).
+MINIMAX_H3: dict[str, Any] = {
+    **{"resolution_height": 256, "resolution_width": 384, "num_frames": 121, "train_sampling_steps": 10},
+    **{"train_guidance_scale": 1.0, "learning_rate": 3e-4, "weight_decay": 1e-4, "prompts_per_rollout": 32},
+    **{"lora_rank": 64, "lora_alpha": 128, "eval_sampling_steps": 40, "eval_guidance_scale": 1.0, "seed": 42},
+    **{"lora_targets": ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]},
+}
+H3_TASKS: dict[str, dict[str, Any]] = {
+    "t2va-flowgrpo-lora": {
+        **{"samples_per_prompt": 8, "sampler": "cps", "noise_level": 0.8, "micro_batch_per_gpu": 1},
+        **{"sde_window_size": 3, "sde_window_range": [0, 8]},
+    },
+    "t2va-nft-lora": {"samples_per_prompt": 16, "kl_coef": 1e-4, "loss_extra.beta": 0.1, "micro_batch_per_gpu": 16},
+}
+
+
 # What a later reading of the sources added to the list, or took out of it (None).
 READ_LATER: dict[str, dict[str, Any]] = {
     **{f"gardo/{task}": GARDO for task in ("sd3.5-medium/geneval", "sd3.5-medium/ocr", "flux.1-dev/hpsv2")},
@@ -104,6 +120,15 @@ READ_LATER: dict[str, dict[str, Any]] = {
         "max_grad_norm": 1.0,
         "lr_warmup_steps": 0,
         "seed": 1234,
+    },
+    **{f"verl_omni/minimax-h3/{task}": MINIMAX_H3 | more for task, more in H3_TASKS.items()},
+    "miles_diffusion/minimax-h3/t2va-pickscore": {
+        **{"resolution_height": 768, "resolution_width": 1344, "num_frames": 107, "train_sampling_steps": 10},
+        **{"train_guidance_scale": 1.0, "learning_rate": 1e-4, "weight_decay": 1e-4, "adam_eps": 1e-15},
+        **{"ratio_clip_low": 1e-4, "ratio_clip_high": 1e-4, "kl_coef": 0.0, "advantage_scale": "global"},
+        **{"samples_per_prompt": 8, "prompts_per_rollout": 2, "lora_rank": 64, "lora_alpha": 128},
+        **{"sampler": "flow_sde", "noise_level": 0.7, "sde_window_size": 2, "sde_window_range": [1, 4]},
+        **{"eval_sampling_steps": 20, "micro_batch_per_gpu": 1},
     },
     # The trainer's default, which its evaluations take (src/flow_factory/hparams/training_args.py:227-242).
     "flow_factory/sd3.5-medium/crd-ocr": {"ema_enabled": True, "ema_decay": 0.995, "ema_interval": 10},
