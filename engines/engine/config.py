@@ -60,8 +60,10 @@ class EngineConfig:
             product as well.
         checkpointed: Number of blocks that checkpointing is for, the first ones; the others keep all activations. By default
             all blocks.
-        offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
-            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
+        offload: What lies on the host: "always" keeps parameters, gradients and optimizer state there and moves what is
+            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout;
+            "blocks" keeps the frozen weights of all blocks there, or a number those of so many, evenly spread, and brings
+            each to the GPU while the block before it computes (block swap, also of a quantised base).
         fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
             `fluvial plan`, and prints what each saves; see there.
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
@@ -81,14 +83,15 @@ class EngineConfig:
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective", "host"] = "none"
     checkpointed: int | None = None
-    offload: Literal["none", "phases", "always"] = "none"
+    offload: Literal["none", "phases", "blocks", "always"] | int = "none"
     fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "engine", replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
+        counts = dict.fromkeys(("replicas", "context_parallel", "checkpointed", "offload"), (1, math.inf))
+        check_fields(self, "engine", **counts)
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":
@@ -98,7 +101,16 @@ class EngineConfig:
             parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":
             hint = f"`engine.base` is {self.base}, whose weights stay on the device"
-            raise UsageError("engine.offload", "always", "none or phases", hint)
+            raise UsageError("engine.offload", "always", "none, phases, blocks or a number", hint)
+        for name, value in {"comm": "keep", "context_parallel": 1}.items() if self.swaps_blocks else ():
+            if getattr(self, name) != value:
+                hint = f"`engine.offload` is {self.offload}, with which every rank computes with whole weights"
+                raise UsageError(f"engine.{name}", getattr(self, name), str(value), hint)
+
+    @property
+    def swaps_blocks(self) -> bool:
+        """Whether frozen weights of blocks lie on the host."""
+        return self.offload == "blocks" or isinstance(self.offload, int)
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the blocks are compiled on a device."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.parallelize import find_blocks, parallelize
+from fluvial.engines.engine.parallelize import find_blocks, on_host_tensors, parallelize, swapped_blocks
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World, current_world
+from fluvial.models.block_swap import BlockSwap
 from fluvial.models.device import has_values, is_accelerator
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import find_quantised
@@ -244,13 +245,16 @@ class ShardedModule:
         self.units = [part for part in self.parts if part is module or part in {*blocks}]
         self.host = HostOffload(world.device)
         if empty:
-            self.module._apply(self._allocate)
+            stay = on_host_tensors(module, blocks, config)
+            self.module._apply(lambda tensor: _allocate(tensor, "cpu" if id(tensor) in stay else world.device))
         # None if FSDP2 shards the module.
         self.copies = None if isinstance(self.module, FSDPModule) else self._keep_copies()
         self.last_backward = LastBackward(self.units, reshard=config.comm == "reshard")
         _held.update(self.units)
         if empty and weights is not None and has_values(world.device):
             load_weights(self.module, weights, world=world)
+        swapped = swapped_blocks(module, blocks, config)
+        self.swap = BlockSwap(swapped, world.device) if swapped else None
 
     def _keep_copies(self) -> Copies:
         compute, reduce = self.config.compute_dtype(self.world.device), DTYPES[self.config.reduce]
@@ -273,12 +277,6 @@ class ShardedModule:
         self.module.set_is_last_backward(last)
         self.module.set_reshard_after_backward(not keep)
 
-    def _allocate(self, tensor: Tensor) -> Tensor:
-        """Return memory for a tensor without values: parameters on the host with offload="always", buffers on the device."""
-        on_host = self.config.offload == "always" and isinstance(tensor, nn.Parameter)
-        device = torch.device("cpu") if on_host else self.world.device
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
     @contextmanager
     def inference(self, *, keep: bool = False) -> Iterator[nn.Module]:
         """Yield the module for forward passes without gradient, in evaluation mode.
@@ -296,7 +294,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free the gathered parameters."""
         holders: Sequence[Any] = self.units if self.copies is None else [self.copies]
-        for holder in holders:
+        for holder in [*holders, *([] if self.swap is None else [self.swap])]:
             holder.reshard()
 
     def train(self) -> AbstractContextManager[None]:
@@ -314,6 +312,8 @@ class ShardedModule:
 
     def offload(self) -> None:
         """Move this rank's shards of the parameters, and quantised weights, to the host until `onload`."""
+        if self.swap is not None:
+            self.swap.reshard()
         quantised = (tensor for layer in find_quantised(self.module).values() for tensor in layer.quantised)
         self.host.offload([*self.shards().values(), *quantised])
 
@@ -369,6 +369,11 @@ class LastBackward:
         for leaf in optree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(backward)
+
+
+def _allocate(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return memory for a tensor without values."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 @contextmanager

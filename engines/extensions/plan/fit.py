@@ -44,12 +44,9 @@ def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tu
         unit = unit_of(last.need)
         raise RunError(
             f"{name} does not fit into {config.room_in_words}: the least is {unit.of(last.need)} {unit.name}, with "
-            f"{' '.join(turned) or 'the settings as they are'}"
+            f"{' '.join(flags for flags, _ in turned) or 'the settings as they are'}"
         )
-    found = [("as it is", plan(name, config))]
-    for flags in turned:
-        found.append((flags, plan(name, knobs[flags](found[-1][1].config))))
-    return found
+    return [("as it is", plan(name, config)), *((flags, plan(name, each)) for flags, each in turned)]
 
 
 def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
@@ -57,9 +54,9 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     steps = steps_to_fit(name, config)
     console.print(tabulate_savings(name, steps), highlight=False)
     flags = " ".join(flags for flags, _ in steps[1:])
-    console.print(
-        f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}.", highlight=False, soft_wrap=True
-    )
+    fits = f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}."
+    for line in (*steps[-1][1].copies_in_words, fits):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
@@ -96,7 +93,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
     micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
-    pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps)])
+    pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
     if name not in MODELS:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
