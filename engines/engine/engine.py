@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.items import Diagnostics, Numbers, PartNumbers, check_items, micro_batches, split
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
@@ -30,6 +30,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.log.waits import count_parts
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
+from fluvial.models.offload import HostOffload
 from fluvial.models.protocol import Weights
 
 # loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -19,9 +18,9 @@ from fluvial.engines.attention import set_attention, split_tokens
 from fluvial.engines.engine.config import DTYPES, EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.models.block_swap import frozen_tensors
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
+from fluvial.models.offload import frozen_tensors, on_host
 from fluvial.models.quantised import quantise_linear
 from fluvial.models.routing import Routed
 
@@ -234,39 +233,6 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
         return forward(*positional, **named)
 
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
-
-
-class OnHost(NamedTuple):
-    """A tensor that was saved for the backward pass."""
-
-    host: Tensor | None  # None for one of the meta device
-    like: tuple[tuple[int, ...], torch.dtype]  # shape and dtype
-    device: torch.device
-
-
-def on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose saved tensors are copied to the host, and back when the backward pass asks for them.
-
-    Around `checkpoint` these are the inputs of a block. Copies of a GPU's tensors are pinned and do not stop the host. On a
-    CPU they are copies, too, and save nothing.
-    """
-    with saved_tensors_hooks(_pack, _unpack):
-        return forward(*args, **kwargs)
-
-
-def _pack(tensor: Tensor) -> OnHost:
-    if tensor.is_meta:  # its copies back are new tensors, as on a device
-        return OnHost(None, (tuple(tensor.shape), tensor.dtype), tensor.device)
-    pinned = is_accelerator(tensor.device)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return OnHost(host.copy_(tensor, non_blocking=pinned), (tuple(tensor.shape), tensor.dtype), tensor.device)
-
-
-def _unpack(saved: OnHost) -> Tensor:
-    if saved.host is not None:
-        return saved.host.to(saved.device, non_blocking=True, copy=True)
-    shape, dtype = saved.like
-    return torch.empty(shape, dtype=dtype, device=saved.device)
 
 
 def _selective() -> tuple[Any, Any]:

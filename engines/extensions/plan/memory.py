@@ -24,8 +24,8 @@ from fluvial.engines.engine.parallelize import (
 )
 from fluvial.engines.extensions.simulate.operators import attention
 from fluvial.engines.run.passes.storages import LiveStorages
-from fluvial.models.block_swap import copies_per_pass, frozen_tensors
 from fluvial.models.lora import is_adapter
+from fluvial.models.offload import copies_per_pass, frozen_tensors
 from fluvial.models.quantised import FORMATS, frozen_linear
 
 Phase = Literal["update", "rollout"]

@@ -168,8 +168,9 @@ def _has_base(config: PlanConfig) -> bool:
 
 def _can_swap(config: PlanConfig) -> bool:
     """Return whether frozen blocks can lie on the host: every rank computes with whole weights."""
-    engine, whole = config.engine, config.engine.replicas in ("auto", config.gpus)
-    return config.train == "lora" and engine.offload == "none" and engine.comm == "keep" and whole and engine.context_parallel == 1
+    engine = config.engine
+    whole = engine.comm == "keep" and engine.context_parallel == 1 and engine.replicas in ("auto", config.gpus)
+    return whole and config.train == "lora" and engine.offload == "none"
 
 
 def _keeps_blocks(config: PlanConfig) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
@@ -33,6 +33,7 @@ from fluvial.models import add_lora
 from fluvial.models.device import default_device, deterministic, is_accelerator
 from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
+from fluvial.models.offload import HostOffload
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
