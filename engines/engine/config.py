@@ -16,7 +16,7 @@ from fluvial.core.checks import check_fields, check_number
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.models.device import is_accelerator
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "muon", "prodigy", "sgd"]
 # Settings that an optimizer does not have.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {
@@ -45,8 +45,8 @@ class EngineConfig:
             adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
-        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen weights in this dtype.
+        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (the loss is
+            scaled as by torch's GradScaler), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen weights in this dtype.
             Numbers per sample (noise levels, timesteps) keep theirs.
         base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
             bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
@@ -77,7 +77,7 @@ class EngineConfig:
     grad_sync: Literal["last", "every"] = "last"
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
     masters: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"

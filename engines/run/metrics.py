@@ -167,6 +167,7 @@ def update_record(
         "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
         "memory": memory(updates[-1]),
         "skipped_steps": engine.skipped,
+        "loss_scale": engine.scale if config.engine.compute == "float16" else None,
         "seconds": seconds,
         "compiled_programs": compiled,
         "diversity": rest.get("diversity"),

@@ -60,7 +60,7 @@ class Copy:
     ) -> None:
         self.world = world.alone()
         # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
-        compute: Any = "bfloat16" if config.compute_dtype(world.device) == torch.bfloat16 else "float32"
+        compute: Any = str(config.compute_dtype(world.device)).removeprefix("torch.")
         offload = config.offload if config.swaps_blocks else "none"
         own = replace(config, replicas=1, context_parallel=1, offload=offload, compile=False, compute=compute)
         self.sharded = ShardedModule(module, blocks, self.world, own, weights=weights)

@@ -128,7 +128,7 @@ def _text_base(config: TrainConfig, name: str, found: MemoryPlan, *, half: bool)
 
 
 def _is_half(config: TrainConfig, device: torch.device) -> bool:
-    return config.engine.compute_dtype(device) == torch.bfloat16
+    return config.engine.compute_dtype(device).itemsize == 2
 
 
 def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
@@ -166,5 +166,5 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),
         optimizer=config.optimizer,
-        engine=EngineConfig(**{**sharding, "fit": None, "compute": "bfloat16" if _is_half(config, device) else "float32"}),
+        engine=EngineConfig(**{**sharding, "fit": None, "compute": str(config.engine.compute_dtype(device)).removeprefix("torch.")}),
     )
