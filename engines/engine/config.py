@@ -45,9 +45,9 @@ class EngineConfig:
             adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
-        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (the loss is
-            scaled as by torch's GradScaler), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen weights in this dtype.
-            Numbers per sample (noise levels, timesteps) keep theirs.
+        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (with scaled
+            losses), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen
+            weights in this dtype. Numbers per sample (noise levels, timesteps) keep theirs.
         base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
             bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
             are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every rank holds

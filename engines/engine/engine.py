@@ -27,10 +27,10 @@ from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.log.waits import count_parts
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
-from fluvial.models.offload import HostOffload
 from fluvial.models.protocol import Weights
 
 # Of the loss with compute="float16", as torch.amp.GradScaler's: the first scale, and the steps after which it doubles.

@@ -17,8 +17,8 @@ from fluvial.engines.engine.parallelize import find_blocks, on_host_tensors, par
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World, current_world
+from fluvial.engines.offload import BlockSwap, HostOffload
 from fluvial.models.device import has_values
-from fluvial.models.offload import BlockSwap, HostOffload
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import find_quantised
 

@@ -18,9 +18,9 @@ from fluvial.engines.attention import set_attention, split_tokens
 from fluvial.engines.engine.config import DTYPES, EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.offload import frozen_tensors, on_host
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
-from fluvial.models.offload import frozen_tensors, on_host
 from fluvial.models.quantised import quantise_linear
 from fluvial.models.routing import Routed
 

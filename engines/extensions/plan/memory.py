@@ -23,9 +23,9 @@ from fluvial.engines.engine.parallelize import (
     swapped_blocks,
 )
 from fluvial.engines.extensions.simulate.operators import attention
+from fluvial.engines.offload import copies_per_pass, frozen_tensors
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
-from fluvial.models.offload import copies_per_pass, frozen_tensors
 from fluvial.models.quantised import FORMATS, frozen_linear
 
 Phase = Literal["update", "rollout"]

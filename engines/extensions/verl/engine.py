@@ -28,12 +28,12 @@ from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
+from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
 from fluvial.models.device import default_device, deterministic, is_accelerator
 from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
-from fluvial.models.offload import HostOffload
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"

@@ -16,7 +16,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.models.offload import BlockSwap, copies_per_pass, frozen_tensors
+from fluvial.engines.offload import BlockSwap, copies_per_pass, frozen_tensors
 
 PASSES = 3
 

@@ -9,12 +9,12 @@ import torch
 from helpers import tiny_transformers
 from torch import Tensor, nn
 
+from fluvial.engines import offload as host_activations
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.memory import activations
-from fluvial.models import offload as host_activations
 from fluvial.models.handwriting import Handwriting
 
 CPU = torch.device("cpu")

@@ -67,7 +67,9 @@ def test_the_scale_follows_torchs(one: World, monkeypatch: pytest.MonkeyPatch) -
     for number, overflows in enumerate([False, True, True, False, False, False, False, True, False], start=1):
         before = gather_state(engine)
         if overflows:
-            with pytest.warns(UserWarning, match=rf"update {number}: the gradient overflowed, .* scale is {engine.scale / 2:g} now"):
+            with pytest.warns(
+                UserWarning, match=rf"update {number}: the gradient overflowed, .* scale is {engine.scale / 2:g} now"
+            ):
                 info = update(engine, math.inf)
             found = gather_state(engine)
             assert info.skipped

@@ -148,7 +148,7 @@ def test_every_setting_of_the_engine_runs(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("base", ["auto", "int8"])
-def test_blocks_on_the_host_are_copied_beside_the_passes(base: str) -> None:
+def test_blocks_on_the_host_are_copied_beside_the_passes(base: Any) -> None:
     """No copy stops the host, and their bytes are those of the plan, after two blocks to begin with."""
     config = with_values(RECIPES["grpo"](), {"train": "lora", "engine.base": base, "engine.checkpointing": "block"})
     swapped = dry_run(with_values(config, {"engine.offload": "blocks"}), ranks=8)
