@@ -71,7 +71,7 @@ class EvalConfig:
             DMD2 are sampled) or auto (that the model is served with).
         average: Take the moving average of a checkpoint's weights, if it has one.
         micro_batch: Number of samples per forward pass.
-        compute: Dtype of the network's computation: float32, bfloat16, or auto (bfloat16 on CUDA).
+        compute: Dtype of the network's computation: float32, bfloat16, float16, or auto (bfloat16 on CUDA).
         pipeline: Size of the images, and how a pipeline is opened.
     """
 
@@ -90,7 +90,7 @@ class EvalConfig:
     solver: SolverChoice = "auto"
     average: bool = True
     micro_batch: int = 64
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:

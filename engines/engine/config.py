@@ -16,7 +16,7 @@ from fluvial.core.checks import check_fields, check_number
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.models.device import is_accelerator
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "muon", "prodigy", "sgd"]
 # Settings that an optimizer does not have.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {
@@ -45,9 +45,9 @@ class EngineConfig:
             adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
-        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, or auto (bfloat16 on
-            a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen weights in this dtype.
-            Numbers per sample (noise levels, timesteps) keep theirs.
+        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (with scaled
+            losses), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen
+            weights in this dtype. Numbers per sample (noise levels, timesteps) keep theirs.
         base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
             bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
             are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every rank holds
@@ -60,8 +60,10 @@ class EngineConfig:
             product as well.
         checkpointed: Number of blocks that checkpointing is for, the first ones; the others keep all activations. By default
             all blocks.
-        offload: Shards held on the CPU: "always" keeps parameters, gradients and optimizer state there and moves what is
-            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout.
+        offload: What lies on the host: "always" keeps parameters, gradients and optimizer state there and moves what is
+            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout;
+            "blocks" keeps the frozen weights of all blocks there, or a number those of so many, evenly spread, and brings
+            each to the GPU while the block before it computes (block swap, also of a quantised base).
         fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
             `fluvial plan`, and prints what each saves; see there.
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
@@ -75,20 +77,21 @@ class EngineConfig:
     grad_sync: Literal["last", "every"] = "last"
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
     masters: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective", "host"] = "none"
     checkpointed: int | None = None
-    offload: Literal["none", "phases", "always"] = "none"
+    offload: Literal["none", "phases", "blocks", "always"] | int = "none"
     fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "engine", replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
+        counts = dict.fromkeys(("replicas", "context_parallel", "checkpointed", "offload"), (1, math.inf))
+        check_fields(self, "engine", **counts)
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":
@@ -98,7 +101,16 @@ class EngineConfig:
             parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":
             hint = f"`engine.base` is {self.base}, whose weights stay on the device"
-            raise UsageError("engine.offload", "always", "none or phases", hint)
+            raise UsageError("engine.offload", "always", "none, phases, blocks or a number", hint)
+        for name, value in {"comm": "keep", "context_parallel": 1}.items() if self.swaps_blocks else ():
+            if getattr(self, name) != value:
+                hint = f"`engine.offload` is {self.offload}, with which every rank computes with whole weights"
+                raise UsageError(f"engine.{name}", getattr(self, name), str(value), hint)
+
+    @property
+    def swaps_blocks(self) -> bool:
+        """Whether frozen weights of blocks lie on the host."""
+        return self.offload == "blocks" or isinstance(self.offload, int)
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the blocks are compiled on a device."""

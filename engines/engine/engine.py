@@ -21,17 +21,20 @@ from torch.nn.utils import get_total_norm
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.items import Diagnostics, Numbers, PartNumbers, check_items, micro_batches, split
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.offload import HostOffload
 from fluvial.engines.waits import count_parts
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
+# Of the loss with compute="float16", as torch.amp.GradScaler's: the first scale, and the steps after which it doubles.
+SCALE, STEPS = 2.0**16, 2000
 # loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
 
@@ -123,6 +126,8 @@ class Engine:
         self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
         self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
+        self._scales = self.sharding.compute_dtype(self.world.device) == torch.float16
+        self.scale, self.steady = SCALE if self._scales else 1.0, 0  # of the loss; steps since it changed
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
         self._warned = False  # of an eps above the gradients
@@ -221,7 +226,7 @@ class Engine:
                         f"update: loss_fn returned shape {list(losses.shape)}, expected [{size}], one loss per item"
                     )
                 loss = (losses * factor * real[rows]).sum() / total
-                loss.backward()
+                (loss * self.scale).backward()
             diagnostics.add(info, rows, loss, self.flops[shapes])
 
         starts = itertools.accumulate(passes, initial=0)
@@ -233,7 +238,7 @@ class Engine:
         Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone. Each loss
         is a function that makes a forward pass and returns a scalar; there are as many on every rank.
         """
-        self._run([lambda loss=loss: loss().backward() for loss in losses])  # type: ignore[misc]
+        self._run([lambda loss=loss: (loss() * self.scale).backward() for loss in losses])  # type: ignore[misc]
 
     def _run(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
         """Run forward and backward passes; the last one reduces gradients if no more follow."""
@@ -253,8 +258,11 @@ class Engine:
         return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
 
     def _gradient_norm(self) -> Tensor:
-        """Return the norm of the gradients over all parameters and ranks."""
+        """Divide the gradients by the loss scale, and return their norm over all parameters and ranks."""
         self.sharded.reshard()  # then parameters have their gradients
+        for parameter in self.trainable.values() if self.scale != 1 else ():
+            if parameter.grad is not None:
+                local(parameter.grad).div_(self.scale)
         norm = get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -279,7 +287,7 @@ class Engine:
         self.stepping = True
         if skip:
             self.skipped += 1
-            self.skipped_in_a_row += 1
+            self.skipped_in_a_row += self.scale == 1  # else the scale may be the cause
         else:
             problem = None if self._warned else frozen_by_eps(self.config, grad_norm, self.trainable.values(), self.updates)
             if problem is not None and self.world.is_main:
@@ -290,6 +298,7 @@ class Engine:
             self.skipped_in_a_row = 0
             self._follow()
         self.optimizer.zero_grad()
+        self._adapt_scale(overflows=skip)
         self.updates += 1
         self.stepping = False
         if self.skipped_in_a_row >= self.config.max_skipped:
@@ -298,6 +307,17 @@ class Engine:
                 "lower `optimizer.lr`, or look at the reward and the last samples"
             )
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
+
+    def _adapt_scale(self, *, overflows: bool) -> None:
+        """Halve the loss scale, to 1 at least, after an overflow; double it after `STEPS` steps without one."""
+        self.steady = 0 if overflows else self.steady + 1
+        if self._scales and overflows:
+            self.scale = max(self.scale / 2, 1.0)
+            if self.world.is_main:
+                said = f"update {self.updates + 1}: the gradient overflowed, so its step is skipped; the loss scale is"
+                warnings.warn(f"{said} {self.scale:g} now", stacklevel=4)
+        elif self._scales and self.steady == STEPS:
+            self.scale, self.steady = 2 * self.scale, 0
 
     def _follow(self) -> None:
         """Update the moving average after a step, if there is one."""
@@ -404,9 +424,11 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """Return the numbers that go with `state`, as JSON holds them; with compiled blocks every rank must take part.
 
-        They are the updates, the skipped ones and those skipped since the last step, and each rank's counted FLOPs.
+        They are the updates, the skipped ones and those skipped since the last step, the loss scale, and each rank's counted
+        FLOPs.
         """
-        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        names = ("updates", "skipped", "skipped_in_a_row", *(("scale", "steady") if self._scales else ()))
+        counters = {name: getattr(self, name) for name in names}
         return counters | ({"flops": self.world.gather_items([*self.flops.items()])} if self.compiles else {})
 
     def restore(self, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
@@ -416,6 +438,7 @@ class Engine:
         """
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
+        self.scale, self.steady = counters.get("scale", self.scale), counters.get("steady", 0)
         counted = counters.get("flops", [])
         if self.compiles and len(counted) == self.world.size:
             self.flops = {(size, *map(tuple, shapes)): flops for (size, *shapes), flops in counted[self.world.rank]}

@@ -1,7 +1,7 @@
 """A sharded module for forward passes, and its offload: the base of a training engine, and all that a reference needs."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -13,58 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.parallelize import find_blocks, parallelize
+from fluvial.engines.engine.parallelize import find_blocks, on_host_tensors, parallelize, swapped_blocks
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World, current_world
-from fluvial.models.device import has_values, is_accelerator
+from fluvial.engines.offload import BlockSwap, HostOffload
+from fluvial.models.device import has_values
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import find_quantised
 
 # Largest bytes of a bucket, which is a copy. The gradients of most adapters fit into one.
 BUCKET = 2**28
 _held: WeakSet[nn.Module] = WeakSet()  # by a `ShardedModule`
-
-
-class HostOffload:
-    """Moves the storages of tensors to the host and back, to the bit. The tensors themselves stay the same objects.
-
-    Memory: the host holds as many bytes, pinned for a GPU. The device holds none, because the storages are emptied. On a CPU
-    the same happens and saves nothing.
-
-    Args:
-        device: device that the tensors are computed on. Tensors on another device are left alone.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._moved: list[tuple[Tensor, Tensor]] = []  # all of a storage on the device, and its copy on the host
-
-    def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors' storages to the host and empty them on the device. Storages already moved stay so."""
-        pinned = is_accelerator(self.device)
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or tensor.device.type != self.device.type:
-                continue
-            whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=pinned)
-            self._moved.append((whole, host.copy_(whole)))
-            storage.resize_(0)
-
-    def onload(self) -> None:
-        """Copy every storage back to the device."""
-        for whole, host in self._moved:
-            whole.untyped_storage().resize_(host.nbytes)
-            whole.copy_(host, non_blocking=True)
-        if self._moved and is_accelerator(self.device):
-            torch.get_device_module(self.device).current_stream().synchronize()  # before the host's memory is freed
-        self._moved.clear()
-
-    def check_onloaded(self) -> None:
-        """Raise ValueError if any storage is on the host."""
-        if self._moved:
-            raise ValueError("tensors of the engine are offloaded to the host: call onload() first")
 
 
 class Copies:
@@ -244,13 +204,16 @@ class ShardedModule:
         self.units = [part for part in self.parts if part is module or part in {*blocks}]
         self.host = HostOffload(world.device)
         if empty:
-            self.module._apply(self._allocate)
+            stay = on_host_tensors(module, blocks, config)
+            self.module._apply(lambda tensor: _allocate(tensor, "cpu" if id(tensor) in stay else world.device))
         # None if FSDP2 shards the module.
         self.copies = None if isinstance(self.module, FSDPModule) else self._keep_copies()
         self.last_backward = LastBackward(self.units, reshard=config.comm == "reshard")
         _held.update(self.units)
         if empty and weights is not None and has_values(world.device):
             load_weights(self.module, weights, world=world)
+        swapped = swapped_blocks(module, blocks, config)
+        self.swap = BlockSwap(swapped, world.device) if swapped else None
 
     def _keep_copies(self) -> Copies:
         compute, reduce = self.config.compute_dtype(self.world.device), DTYPES[self.config.reduce]
@@ -273,12 +236,6 @@ class ShardedModule:
         self.module.set_is_last_backward(last)
         self.module.set_reshard_after_backward(not keep)
 
-    def _allocate(self, tensor: Tensor) -> Tensor:
-        """Return memory for a tensor without values: parameters on the host with offload="always", buffers on the device."""
-        on_host = self.config.offload == "always" and isinstance(tensor, nn.Parameter)
-        device = torch.device("cpu") if on_host else self.world.device
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
     @contextmanager
     def inference(self, *, keep: bool = False) -> Iterator[nn.Module]:
         """Yield the module for forward passes without gradient, in evaluation mode.
@@ -296,7 +253,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free the gathered parameters."""
         holders: Sequence[Any] = self.units if self.copies is None else [self.copies]
-        for holder in holders:
+        for holder in [*holders, *([] if self.swap is None else [self.swap])]:
             holder.reshard()
 
     def train(self) -> AbstractContextManager[None]:
@@ -314,6 +271,8 @@ class ShardedModule:
 
     def offload(self) -> None:
         """Move this rank's shards of the parameters, and quantised weights, to the host until `onload`."""
+        if self.swap is not None:
+            self.swap.reshard()
         quantised = (tensor for layer in find_quantised(self.module).values() for tensor in layer.quantised)
         self.host.offload([*self.shards().values(), *quantised])
 
@@ -369,6 +328,11 @@ class LastBackward:
         for leaf in optree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(backward)
+
+
+def _allocate(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return memory for a tensor without values."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 @contextmanager

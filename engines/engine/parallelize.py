@@ -2,16 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -19,6 +18,7 @@ from fluvial.engines.attention import set_attention, split_tokens
 from fluvial.engines.engine.config import DTYPES, EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.offload import frozen_tensors, on_host
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import is_adapter
 from fluvial.models.quantised import quantise_linear
@@ -85,7 +85,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         compile_blocks(blocks)
     checkpoint_blocks(blocks, config)
     quantise_base(module, blocks, config, dtype)
-    _move(module, config, world.device, frozen=dtype)
+    _move(module, on_host_tensors(module, blocks, config), config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in module.modules():
@@ -93,6 +93,9 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
             part.ranks = world.size
     if is_whole(module, config, ranks=world.size):
         return module
+    if config.swaps_blocks:
+        hint = f"`engine.offload` is {config.offload}, with which every rank computes with whole weights"
+        raise UsageError("engine.replicas", config.replicas, "auto", hint)
     # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
     # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
     policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
@@ -125,7 +128,7 @@ def replicas(module: nn.Module, config: EngineConfig, *, ranks: int) -> int:
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     adapts = bool(trained) and all(is_adapter(name) for name in trained)
     gathers = config.comm == "keep" and config.context_parallel == 1 and config.offload != "always"
-    return ranks if adapts and gathers else 1
+    return ranks if (adapts and gathers) or config.swaps_blocks else 1
 
 
 def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int) -> bool:
@@ -232,39 +235,6 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
 
 
-class OnHost(NamedTuple):
-    """A tensor that was saved for the backward pass."""
-
-    host: Tensor | None  # None for one of the meta device
-    like: tuple[tuple[int, ...], torch.dtype]  # shape and dtype
-    device: torch.device
-
-
-def on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose saved tensors are copied to the host, and back when the backward pass asks for them.
-
-    Around `checkpoint` these are the inputs of a block. Copies of a GPU's tensors are pinned and do not stop the host. On a
-    CPU they are copies, too, and save nothing.
-    """
-    with saved_tensors_hooks(_pack, _unpack):
-        return forward(*args, **kwargs)
-
-
-def _pack(tensor: Tensor) -> OnHost:
-    if tensor.is_meta:  # its copies back are new tensors, as on a device
-        return OnHost(None, (tuple(tensor.shape), tensor.dtype), tensor.device)
-    pinned = is_accelerator(tensor.device)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return OnHost(host.copy_(tensor, non_blocking=pinned), (tuple(tensor.shape), tensor.dtype), tensor.device)
-
-
-def _unpack(saved: OnHost) -> Tensor:
-    if saved.host is not None:
-        return saved.host.to(saved.device, non_blocking=True, copy=True)
-    shape, dtype = saved.like
-    return torch.empty(shape, dtype=dtype, device=saved.device)
-
-
 def _selective() -> tuple[Any, Any]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     products = {True: 0, False: 0}  # counted separately in the recomputation, so that both passes keep the same ones
@@ -281,8 +251,34 @@ def _selective() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
-    """Move parameters and buffers that have values to the device, unless parameters stay on the CPU.
+def swapped_blocks(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig) -> list[nn.Module]:
+    """Return the blocks whose frozen weights lie on the host: evenly spread, so that much computes beside each copy.
+
+    Raises:
+        UsageError: there are fewer blocks, or they have no frozen weights.
+    """
+    if not config.swaps_blocks:
+        return []
+    number = len(blocks) if config.offload == "blocks" else int(config.offload)
+    if number > len(blocks):
+        raise UsageError("engine.offload", number, f"at most the {len(blocks)} blocks of the network")
+    if not any(frozen_tensors(block) for block in blocks):
+        hint = f"no block of {type(module).__name__} has frozen weights; train adapters, or leave it out"
+        raise UsageError("engine.offload", config.offload, hint=hint)
+    return [blocks[place * len(blocks) // number] for place in range(number)]
+
+
+def on_host_tensors(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig) -> set[int]:
+    """Return the ids of the tensors that stay on the host."""
+    if config.offload == "always":
+        return {id(parameter) for parameter in module.parameters()}
+    return {id(tensor) for block in swapped_blocks(module, blocks, config) for tensor in frozen_tensors(block)}
+
+
+def _move(
+    module: nn.Module, stay: Collection[int], config: EngineConfig, device: torch.device, *, frozen: torch.dtype
+) -> None:
+    """Move parameters and buffers that have values to the device, but those that stay on the host.
 
     Frozen parameters are cast to the dtype `frozen`, trained ones to that of the masters. Adapters keep float32: in bfloat16
     a slow average would never move.
@@ -290,9 +286,4 @@ def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, froz
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and not is_adapter(name):
             parameter.data = parameter.data.to(DTYPES[config.masters] if parameter.requires_grad else frozen)
-    stays = config.offload == "always"
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta or (stays and isinstance(tensor, nn.Parameter)) else tensor.to(device)
-
-    module._apply(move)
+    module._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in stay else tensor.to(device))

@@ -143,6 +143,8 @@ class _Source(NamedTuple):
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
         tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gather(self.weight)
+        beside = self.longer if self.parts is None else next(iter(self.parts.values()))
+        tensor = tensor if beside is None else tensor.to(beside.device)  # of a weight that lies on the host
         if self.longer is not None:
             return (row_norms(tensor) + gather(self.longer)).to(self.dtype(dtype))
         if self.parts is not None:

@@ -187,7 +187,7 @@ class TrainConfig:
             yield UsageError("rollout.servers.weights", "auto", "disk or shared_memory", hint)
         if rollout.ahead and engine.offload == "phases":
             hint = f"with `rollout.ahead` {rollout.ahead}, rollout and update happen at once"
-            yield UsageError("engine.offload", "phases", "none or always", hint)
+            yield UsageError("engine.offload", "phases", "none, blocks or always", hint)
 
     @property
     def checkpoint_folder(self) -> Path | str:

@@ -30,12 +30,16 @@ from fluvial.engines.scoring.advantages import free_weights
 from fluvial.engines.scoring.gather import Rewards
 from fluvial.models.device import is_accelerator
 
+# Bytes/s of 16 lanes of PCI Express, one way: 16 and 32 GT/s per lane, of which 128 of 130 bits are data.
+PCIE4, PCIE5 = 31.5e9, 63.0e9
+
 
 class Peak(NamedTuple):
-    """FLOP/s of a device at its highest clock, dense (without 2:4 sparsity)."""
+    """FLOP/s of a device at its highest clock, dense (without 2:4 sparsity), and bytes/s of its link to the host."""
 
     bfloat16: float  # on its matrix units, accumulated in float32
     float32: float  # in full precision: no TF32
+    link: float = PCIE5  # assumed: 16 lanes of the generation of its cards; half of NVLink-C2C's 900 GB/s
 
 
 # By words of a device's name as CUDA and ROCm spell it; of the rows that fit, the one with the most words counts.
@@ -43,24 +47,24 @@ class Peak(NamedTuple):
 # data sheets (which print most bfloat16 numbers with sparsity: twice these), and the architecture white papers of Ampere
 # GA102, Ada and RTX Blackwell for GeForce. AMD: Instinct MI300X and MI325X data sheets.
 PEAKS: dict[str, Peak] = {
-    "A10": Peak(125e12, 31.2e12),
-    "A40": Peak(149.7e12, 37.4e12),
-    "RTX A6000": Peak(154.8e12, 38.7e12),
-    "A100": Peak(312e12, 19.5e12),
-    "A800": Peak(312e12, 19.5e12),
-    "L4": Peak(121e12, 30.3e12),
-    "L40": Peak(181.05e12, 90.5e12),
-    "L40S": Peak(362.05e12, 91.6e12),
+    "A10": Peak(125e12, 31.2e12, PCIE4),
+    "A40": Peak(149.7e12, 37.4e12, PCIE4),
+    "RTX A6000": Peak(154.8e12, 38.7e12, PCIE4),
+    "A100": Peak(312e12, 19.5e12, PCIE4),
+    "A800": Peak(312e12, 19.5e12, PCIE4),
+    "L4": Peak(121e12, 30.3e12, PCIE4),
+    "L40": Peak(181.05e12, 90.5e12, PCIE4),
+    "L40S": Peak(362.05e12, 91.6e12, PCIE4),
     "H100": Peak(989.4e12, 66.9e12),
     "H100 PCIe": Peak(756e12, 51e12),
     "H100 NVL": Peak(835.5e12, 60e12),
     "H800": Peak(989.4e12, 66.9e12),
     "H200": Peak(989.4e12, 66.9e12),
     "H200 NVL": Peak(835.5e12, 60e12),
-    "GH200": Peak(989.4e12, 66.9e12),
+    "GH200": Peak(989.4e12, 66.9e12, 450e9),
     "B200": Peak(2250e12, 75e12),
-    "RTX 3090": Peak(71e12, 35.6e12),
-    "RTX 4090": Peak(165.2e12, 82.6e12),
+    "RTX 3090": Peak(71e12, 35.6e12, PCIE4),
+    "RTX 4090": Peak(165.2e12, 82.6e12, PCIE4),
     "RTX 5090": Peak(209.5e12, 104.8e12),
     "MI300X": Peak(1307.4e12, 163.4e12),
     "MI325X": Peak(1307.4e12, 163.4e12),
@@ -69,13 +73,20 @@ PEAKS: dict[str, Peak] = {
 OTHERS = {"MIG", "Laptop", "D", "Ti", "Max-Q"}
 
 
-def peak_of(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of the device of this name in a dtype, None if it is not known."""
+def find_peaks(name: str) -> Peak | None:
+    """Return the row of the device of this name, None if it is not known."""
     words = set(re.split(r"[\s-]+", name))
     rows = [row for row in PEAKS if set(row.split()) <= words]
     if not rows or words & OTHERS:
         return None
-    best = PEAKS[max(rows, key=lambda row: len(row.split()))]
+    return PEAKS[max(rows, key=lambda row: len(row.split()))]
+
+
+def peak_of(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak dense FLOP/s of the device of this name in a dtype, None if it is not known."""
+    best = find_peaks(name)
+    if best is None:
+        return None
     return {torch.bfloat16: best.bfloat16, torch.float16: best.bfloat16, torch.float32: best.float32}.get(dtype)
 
 
@@ -156,6 +167,7 @@ def update_record(
         "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
         "memory": memory(updates[-1]),
         "skipped_steps": engine.skipped,
+        "loss_scale": engine.scale if config.engine.compute == "float16" else None,
         "seconds": seconds,
         "compiled_programs": compiled,
         "diversity": rest.get("diversity"),

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cattrs
 
@@ -112,9 +113,10 @@ def _words(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _is_literal(kind: Any) -> bool:
-    origin: Any = get_origin(kind)
-    return origin is Literal
+def _is_worded(kind: Any) -> bool:
+    """Return whether a value is one of some words, or also a number."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return all(part in (int, bool) or get_origin(part) is Literal for part in parts)
 
 
 def _converter() -> cattrs.Converter:
@@ -125,9 +127,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _words(value))
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
-    worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])
-    converter.register_structure_hook_func(lambda kind: kind in worded, lambda value, _: value)
-    converter.register_structure_hook_func(_is_literal, lambda value, _: value)
+    converter.register_structure_hook_func(_is_worded, lambda value, _: value)
     converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _choose_kind)
     converter.register_unstructure_hook_func(is_variant, _with_kind)
     # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.

@@ -43,7 +43,7 @@ class Copy:
     Args:
         module: network with adapters, built as the engine's was.
         world: process group of the engine. Every rank must take part.
-        config: sharding of the engine, of which precision and attention are kept.
+        config: sharding of the engine, of which precision, attention and blocks on the host are kept.
         adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
         weights: folder that parameters on the meta device are read from.
     """
@@ -60,8 +60,9 @@ class Copy:
     ) -> None:
         self.world = world.alone()
         # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
-        compute: Any = "bfloat16" if config.compute_dtype(world.device) == torch.bfloat16 else "float32"
-        own = replace(config, replicas=1, context_parallel=1, offload="none", compile=False, compute=compute)
+        compute: Any = str(config.compute_dtype(world.device)).removeprefix("torch.")
+        offload = config.offload if config.swaps_blocks else "none"
+        own = replace(config, replicas=1, context_parallel=1, offload=offload, compile=False, compute=compute)
         self.sharded = ShardedModule(module, blocks, self.world, own, weights=weights)
         self.module = self.sharded.module
         self.adapter, self.version = adapter, 0

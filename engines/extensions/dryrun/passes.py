@@ -104,7 +104,7 @@ def _again(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _counters(mode: SimulatedMode) -> tuple[Counter[Any], ...]:
-    return mode.waits, mode.calls, mode.sent, mode.flops, mode.operations
+    return mode.waits, mode.calls, mode.sent, mode.flops, mode.operations, mode.copied
 
 
 class ShortUpdates:

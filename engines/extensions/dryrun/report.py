@@ -14,6 +14,7 @@ from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.simulation import Simulation
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.metrics import find_peaks
 
 # Phases in which the samples of a rollout are held.
 HOLDING = ("rollout", "decode", "rewards", "update")
@@ -68,6 +69,7 @@ class PhaseReport:
         waits: where the host waits for the device.
         flops: floating-point operations on this rank, repeated ones of activation checkpointing included.
         operations: number of operations on the device.
+        copied: bytes that are copied from the host.
     """
 
     name: str
@@ -80,6 +82,7 @@ class PhaseReport:
     waits: tuple[HostWait, ...]
     flops: int
     operations: int
+    copied: int
 
     @property
     def sent(self) -> int:
@@ -186,11 +189,12 @@ class Report:
         unit, name = (GIB, "GiB") if self.peak >= GIB else (2**20, "MiB")
         plural = "s" if self.ranks > 1 else ""
         console.print(f"rank 0 of {self.ranks} GPU{plural} ({self.accelerator.name}), simulated", highlight=False)
-        heads = ("peak", "after", "sent", "calls", "TFLOP", "reads", "copies")
+        heads = ("peak", "after", "sent", "calls", "TFLOP", "reads", "copies", "from host")
         rows = {
             phase.name: (
                 f"{phase.peak / unit:.2f}", f"{phase.after / unit:.2f}", f"{phase.sent / unit:.2f}", str(phase.calls),
                 f"{phase.flops / 1e12:.3g}", str(phase.count_waits(*READS)), str(phase.count_waits(COPY)),
+                f"{phase.copied / unit:.2f}",
             )
             for phase in self.phases
         }  # fmt: skip
@@ -226,6 +230,11 @@ class Report:
         if self.concurrent:
             more = f"{self.concurrent / unit:.2f} {name}"
             said.append(f"Rollouts ahead of the updates run beside them, which adds up to {more}.")
+        found = find_peaks(self.accelerator.name)
+        if found is not None:  # fractions of a second are of inputs
+            copies = {each.name: each.copied / found.link for each in self.phases if each.copied >= GIB}
+            listed = ", ".join(f"{seconds:.3g} s in the phase {name}" for name, seconds in copies.items())
+            said += [f"Copies from the host take, at {found.link / 1e9:g} GB/s: {listed}."] if copies else []
         room = f"{self.accelerator.memory / GIB:.0f} GiB with {self.reserve / GIB:g} GiB kept free"
         verdict = f"{'It fits' if self.fits else 'It does not fit'} into {room}: {self.peak / unit:.2f} {name}."
         said.append(verdict if self.error is None else f"The run ended in the phase {self.error}")
@@ -255,7 +264,7 @@ def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
         name, found.before, found.peak + stored, found.after, stored, lines,
         tuple(Communication(kind.name, kind.ranks, kind.line, count, mode.sent[kind]) for kind, count in calls),
         tuple(HostWait(wait.kind, wait.operation, wait.line, times) for wait, times in waits),
-        mode.flops[name], mode.operations[name],
+        mode.flops[name], mode.operations[name], mode.copied[name],
     )  # fmt: skip
 
 

@@ -33,23 +33,23 @@ TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the m
 SIDE = 16  # pixels that a plan's resolution is a multiple of
 
 
-def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
+def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside: int = 0) -> list[tuple[str, MemoryPlan]]:
     """Return the plan as it is, and after each setting that is turned, with the setting's flag.
+
+    Args:
+        name, config, knobs, beside: as for `turns_to_fit`.
 
     Raises:
         RunError: no combination of settings fits.
     """
-    turned, last = turns_to_fit(name, config, knobs)
-    if not last.fits:
+    turned, last = turns_to_fit(name, config, knobs, beside=beside)
+    if not last.fits_beside(beside):
         unit = unit_of(last.need)
         raise RunError(
             f"{name} does not fit into {config.room_in_words}: the least is {unit.of(last.need)} {unit.name}, with "
-            f"{' '.join(turned) or 'the settings as they are'}"
+            f"{' '.join(flags for flags, _ in turned) or 'the settings as they are'}"
         )
-    found = [("as it is", plan(name, config))]
-    for flags in turned:
-        found.append((flags, plan(name, knobs[flags](found[-1][1].config))))
-    return found
+    return [("as it is", plan(name, config)), *((flags, plan(name, each)) for flags, each in turned)]
 
 
 def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
@@ -57,9 +57,9 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     steps = steps_to_fit(name, config)
     console.print(tabulate_savings(name, steps), highlight=False)
     flags = " ".join(flags for flags, _ in steps[1:])
-    console.print(
-        f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}.", highlight=False, soft_wrap=True
-    )
+    fits = f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}."
+    for line in (*steps[-1][1].copies_in_words, fits):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
@@ -93,14 +93,18 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
         return config, None
     name = base_model(config.model)
     asked = plan_of(config, name, ranks, device)
-    steps = steps_to_fit(name, asked, ENGINE_KNOBS)
+    sizes = {} if name in MODELS else _text_sizes(config, name, half=_is_half(config, device))
+    try:
+        steps = steps_to_fit(name, asked, ENGINE_KNOBS, beside=min(sizes.values(), default=0))
+    except RunError:
+        steps = steps_to_fit(name, asked, ENGINE_KNOBS)  # the text encoders are what does not fit, or nothing does
     found = steps[-1][1].config
     micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
-    pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps)])
+    pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
     if name not in MODELS:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
-        pipeline = replace(pipeline, text_base=_text_base(config, name, steps[-1][1], half=_is_half(config, device)))
+        pipeline = replace(pipeline, text_base=_text_base(name, sizes, steps[-1][1]))
         said.append(
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
@@ -111,18 +115,22 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
-def _text_base(config: TrainConfig, name: str, found: MemoryPlan, *, half: bool) -> Any:
-    """Return the format of the text encoders that takes most memory and fits beside the network's weights and moments.
+def _text_sizes(config: TrainConfig, name: str, *, half: bool) -> dict[Any, int]:
+    """Return the bytes of the text encoders in each format that they may have, the most exact first."""
+    dtype = torch.bfloat16 if half or config.pipeline.frozen == "bfloat16" else torch.float32
+    asked = config.pipeline.text_base
+    bases = (asked,) if asked != "auto" else TEXT_BASES
+    return {base: text_encoder_bytes(name, None if base == "auto" else base, dtype) for base in bases}
+
+
+def _text_base(name: str, sizes: dict[Any, int], found: MemoryPlan) -> Any:
+    """Return the most exact format of the text encoders that fits beside the network's weights and moments.
 
     Raises:
         RunError: none does.
     """
-    dtype = torch.bfloat16 if half or config.pipeline.frozen == "bfloat16" else torch.float32
-    held = found.rollout.parameters + found.rollout.buffers + found.rollout.moments
-    asked = config.pipeline.text_base
-    for base in (asked,) if asked != "auto" else TEXT_BASES:
-        size = text_encoder_bytes(name, None if base == "auto" else base, dtype)
-        if held + size <= found.config.room:
+    for base, size in sizes.items():
+        if found.fits_beside(size):
             return base
     raise RunError(
         f"the text encoders of {name} do not fit into {found.config.room_in_words} beside the network: they take "
@@ -131,7 +139,7 @@ def _text_base(config: TrainConfig, name: str, found: MemoryPlan, *, half: bool)
 
 
 def _is_half(config: TrainConfig, device: torch.device) -> bool:
-    return config.engine.compute_dtype(device) == torch.bfloat16
+    return config.engine.compute_dtype(device).itemsize == 2
 
 
 def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
@@ -153,6 +161,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
     size = config.pipeline.size
     side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
     numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
+    compute = str(config.engine.compute_dtype(device)).removeprefix("torch.")
     sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
@@ -169,5 +178,5 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),
         optimizer=config.optimizer,
-        engine=EngineConfig(**{**sharding, "fit": None, "compute": "bfloat16" if _is_half(config, device) else "float32"}),
+        engine=EngineConfig(**{**sharding, "fit": None, "compute": compute}),
     )

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,8 +14,16 @@ from torch.overrides import TorchFunctionMode
 from fluvial.engines.engine.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import largest_bucket
 from fluvial.engines.engine.optimizers import OPTIMIZERS
-from fluvial.engines.engine.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
+from fluvial.engines.engine.parallelize import (
+    cast_samples,
+    checkpoint_blocks,
+    is_whole,
+    quantise_base,
+    replicas,
+    swapped_blocks,
+)
 from fluvial.engines.extensions.simulate.operators import attention
+from fluvial.engines.offload import copies_per_pass, frozen_tensors
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
 from fluvial.models.quantised import FORMATS, frozen_linear
@@ -50,11 +59,12 @@ class Accounting(NamedTuple):
     activations: int  # of one micro-batch
     trajectory: int  # tensors that a rollout stored
     host: int
+    copied: int = 0  # from the host in a pass, with blocks that are swapped
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return sum(self) - self.host
+        return sum(self) - self.host - self.copied
 
 
 def account(
@@ -89,7 +99,7 @@ def account(
     that of the computation; several ranks sum their gradients in buckets.
 
     With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
-    a rollout.
+    a rollout; with "blocks" or a number the frozen weights of blocks, two of which are gathered.
 
     Args:
         module: module to train, with its adapters, on any device and not sharded.
@@ -115,7 +125,12 @@ def account(
     trained = [p for p in module.parameters() if p.requires_grad]
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     codes = _measure_quantised(module, blocks, engine)
-    still = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
+    swapped = [frozen_tensors(block) for block in swapped_blocks(module, blocks, engine)]
+    moving = [sum(codes.get(p, compute * p.numel()) for p in block) for block in swapped]
+    gone = {p for block in swapped for p in block}
+    codes_here = sum(size for p, size in codes.items() if p not in gone)
+    gone |= codes.keys()
+    still = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in gone)]
     sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
     learnt = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained)
     parameters = sum(size * _count_sharded([p], shards) for p, size in sizes_of.items()) + (learners - 1) * learnt
@@ -124,7 +139,7 @@ def account(
     moments = learners * sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = learnt if update else 0
-    base = [p for name, p in module.named_parameters() if not (is_adapter(name) or p in codes)]
+    base = [p for name, p in module.named_parameters() if not (is_adapter(name) or p in gone)]
     held = {
         "parameters": parameters,
         "moments": moments,
@@ -133,7 +148,7 @@ def account(
         "gradients": gradients,
     }
     in_phases = () if update else ("moments", "average", "reference")
-    away = {"none": (), "phases": in_phases, "always": tuple(held)}[engine.offload]
+    away = in_phases if engine.offload == "phases" else tuple(held) if engine.offload == "always" else ()
     here = {kind: 0 if kind in away else size for kind, size in held.items()}
     accumulated = 0
     if update and micro_batches > 1 and engine.grad_sync == "last":
@@ -145,11 +160,12 @@ def account(
         accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
     elif whole:
         accumulated = 0
+    brought = max((sum(pair) for pair in pairwise([*moving, *moving[:1]])), default=0)
     reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
 
     def measure_gathered(stretch: Stretch) -> int:
         if whole:
-            return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute)
+            return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute) + brought
         if engine.comm == "keep":
             return compute * sum(sizes)
         *inside, rest = sizes
@@ -180,10 +196,11 @@ def account(
     return Accounting(
         **here,
         **parts,
-        buffers=sum(buffer.nbytes for buffer in module.buffers()) + (1 + frozen) * sum(codes.values()),
+        buffers=sum(buffer.nbytes for buffer in module.buffers()) + (1 + frozen) * codes_here,
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         trajectory=trajectory,
-        host=sum(held[kind] for kind in away),
+        host=sum(held[kind] for kind in away) + (1 + frozen) * sum(moving),
+        copied=copies_per_pass(moving, backward=update),
     )
 
 

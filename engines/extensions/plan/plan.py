@@ -1,6 +1,7 @@
 """The plan of a training run: its memory from the engine's accounting, and the settings that make it fit."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,6 +19,7 @@ from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.pipelines.base import DECODED
 from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
@@ -47,6 +49,7 @@ class PlanConfig:
         steps: Number of steps that are stored per sample.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
+        gpu: Name of the GPU as its driver has it, for the bandwidth at which blocks on the host are copied to it.
         reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, text encoders,
             reward, and in an update the weights of the VAE.
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
@@ -70,6 +73,7 @@ class PlanConfig:
     steps: int = 3
     fit: str | None = None
     memory_gib: float = 80.0
+    gpu: str = "NVIDIA H100 80GB HBM3"
     reserve_gib: float = 6.0
     table: bool = False
     trace: bool = False
@@ -132,6 +136,27 @@ class MemoryPlan(NamedTuple):
         """Whether they fit beside the reserve."""
         return self.need <= self.config.room
 
+    def fits_beside(self, size: int) -> bool:
+        """Whether they fit, and so do some bytes beside weights and moments alone, such as text encoders before a run."""
+        held = self.rollout.parameters + self.rollout.buffers + self.rollout.moments
+        return self.fits and held + size <= self.config.room
+
+    @property
+    def copies_in_words(self) -> list[str]:
+        """What blocks on the host cost: bytes and seconds of their copies in a pass; nothing without them."""
+        if not self.update.copied:
+            return []
+        found = find_peaks(self.config.gpu)
+        costs = []
+        for kind in (self.rollout, self.update):
+            seconds = "" if found is None else f" ({kind.copied / found.link:.2f} s)"
+            costs.append(f"{kind.copied / GIB:.2f} GiB{seconds}")
+        link = "a link that is not known" if found is None else f"{found.link / 1e9:g} GB/s"
+        return [
+            f"Blocks on the host: a pass of the rollout copies {costs[0]} to the GPU, a forward and backward pass of the "
+            f"update {costs[1]}, over {link} of {self.config.gpu}, beside the computation."
+        ]
+
 
 Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
 
@@ -146,6 +171,13 @@ def _has_base(config: PlanConfig) -> bool:
     return config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
 
 
+def _can_swap(config: PlanConfig) -> bool:
+    """Return whether frozen blocks can lie on the host: every rank computes with whole weights."""
+    engine = config.engine
+    whole = engine.comm == "keep" and engine.context_parallel == 1 and engine.replicas in ("auto", config.gpus)
+    return whole and config.train == "lora" and engine.offload == "none"
+
+
 def _keeps_blocks(config: PlanConfig) -> bool:
     """Return whether the activations of blocks are not checkpointed yet."""
     return config.engine.checkpointing in ("none", "selective")
@@ -158,6 +190,7 @@ def _can_round(config: PlanConfig) -> bool:
 
 # Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
 # rounded, the host's bandwidth, and last the number of trained parameters.
+SWAP = "--engine.offload blocks"
 ENGINE_KNOBS: Knobs = {
     "--engine.checkpointing block": _engine(_keeps_blocks, checkpointing="block"),
     "--engine.checkpointing host": _engine(_keeps_blocks, checkpointing="host"),
@@ -166,9 +199,12 @@ ENGINE_KNOBS: Knobs = {
     "--engine.grad-sync every": _engine(grad_sync="every"),
     "--engine.masters bfloat16": _engine(_can_round, masters="bfloat16"),
     "--engine.base int8": _engine(_has_base, base="int8"),
+    SWAP: _engine(_can_swap, offload="blocks"),
     "--engine.base nf4": _engine(_has_base, base="nf4"),
-    # A quantised base is not sharded, and stays on the device.
-    "--engine.offload always": _engine(lambda config: config.engine.base == "auto", offload="always"),
+    # A quantised base is not sharded.
+    "--engine.offload always": _engine(
+        lambda config: config.engine.base == "auto" and config.engine.offload in ("none", "phases"), offload="always"
+    ),
 }
 KNOBS: Knobs = {  # adapters are held in float32
     **ENGINE_KNOBS,
@@ -248,13 +284,23 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
     Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
     """
     turned, found = turns_to_fit(name, config, knobs)
-    return " ".join(turned), found
+    return " ".join(flags for flags, _ in turned), found
 
 
-def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[list[str], MemoryPlan]:
-    """Return the flags one by one, and the plan with them; see `first_to_fit`."""
+Turned = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
+
+
+def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside: int = 0) -> tuple[Turned, MemoryPlan]:
+    """Return the flags one by one, and the plan with them; see `first_to_fit`.
+
+    Args:
+        name: name of the transformer in the catalogue.
+        config: plan.
+        knobs: settings that may be turned, the cheapest first.
+        beside: bytes that have to fit beside weights and moments.
+    """
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
-    least: tuple[list[str], MemoryPlan] | None = None
+    least: tuple[Turned, MemoryPlan] | None = None
     for choice in product((False, True), repeat=len(left)):
         # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
@@ -263,13 +309,34 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[l
             candidates.append(knobs[flags](candidates[-1]))
         if any(before == after for before, after in pairwise(candidates)):
             continue  # a setting that has no effect beside another one
-        found = plan(name, candidates[-1])
-        if found.fits:
-            return turned, found
+        steps, found = [*zip(turned, candidates[1:], strict=True)], plan(name, candidates[-1])
+        if found.fits_beside(beside):
+            return _swap_fewest(name, steps, found, beside)
         if least is None or found.need <= least[1].need:
-            least = turned, found
+            least = steps, found
     assert least is not None
     return least
+
+
+def _swap_fewest(name: str, steps: Turned, found: MemoryPlan, beside: int) -> tuple[Turned, MemoryPlan]:
+    """Return settings that fit with the fewest blocks on the host, if SWAP is among them."""
+    if SWAP not in [flags for flags, _ in steps]:
+        return steps, found
+
+    def swap(config: PlanConfig, number: int) -> PlanConfig:
+        swaps = config.engine.swaps_blocks
+        return replace(config, engine=replace(config.engine, offload=number)) if swaps else config
+
+    config = found.config
+    number = bisect_left(
+        range(1, len(blocks(find_transformer(name), _module(name, config.train, config.lora)))),
+        True,
+        key=lambda few: plan(name, swap(config, few)).fits_beside(beside),
+    )
+    return (
+        [(flags.replace("blocks", f"{number + 1}"), swap(each, number + 1)) for flags, each in steps],
+        plan(name, swap(config, number + 1)),
+    )
 
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
@@ -280,7 +347,7 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
     rows = {
         kind.replace("_", " "): tuple(map(unit.of, sizes))
         for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
-        if any(sizes) and kind != "host"
+        if any(sizes) and kind not in ("host", "copied")
     }
     rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
     if any(phase.host for phase in phases.values()):
@@ -297,7 +364,9 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
         need = f"{unit.of(mended.need)} {unit.name}"
         line = f"It does not fit into {room}. "
         line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
-    console.print(line, highlight=False, soft_wrap=True)
+        found = mended
+    for each in (*found.copies_in_words, line):
+        console.print(each, highlight=False, soft_wrap=True)
 
 
 def show_table(name: str, config: PlanConfig, *, console: Console) -> None:

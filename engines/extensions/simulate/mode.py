@@ -161,7 +161,7 @@ def same_everywhere(function: Any, args: tuple) -> None:
 
 
 aten, prim = torch.ops.aten, torch.ops.prim
-# Floating-point host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
+# Floating-point or pinned host tensors of this many bytes are fake, too: what offload="always" or "blocks" keeps there.
 LARGE = 2**24
 
 
@@ -193,6 +193,7 @@ class SimulatedMode(TorchDispatchMode):
         calls, sent: number of collectives, and bytes that each rank sends, by kind.
         flops: floating-point operations by phase, those that activation checkpointing repeats included.
         operations: number of operations on the device by phase.
+        copied: bytes that are copied from the host to the device by phase.
         phase: name of the present phase.
     """
 
@@ -206,6 +207,7 @@ class SimulatedMode(TorchDispatchMode):
         self.sent: Counter[Traffic] = Counter()
         self.flops: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
         self.phase = ""
         self._lock = threading.RLock()
 
@@ -253,12 +255,12 @@ class SimulatedMode(TorchDispatchMode):
 
     def _on_host(self, func: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
         """Compute on the host, or only pretend to if the result is large."""
-        if kwargs.get("pin_memory"):
+        if pinned := bool(kwargs.get("pin_memory")):
             kwargs = {**kwargs, "pin_memory": False}
         if func in (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.zeros.default):
             meta = func(*args, **{**kwargs, "device": "meta"})
             device = kwargs.get("device") or (leaves[0].device if leaves else "cpu")
-            if meta.nbytes >= LARGE and meta.is_floating_point() and torch.device(device).type == "cpu":
+            if meta.nbytes >= LARGE and (meta.is_floating_point() or pinned) and torch.device(device).type == "cpu":
                 return self._compute(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -338,7 +340,7 @@ class SimulatedMode(TorchDispatchMode):
             dtype = kwargs.get("dtype") or source.dtype
             return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
         waits = not kwargs.get("non_blocking", False)
-        self._moves(source.device.type, target.type, waits=waits, operation="to")
+        self._moves(source.device.type, target.type, source.nbytes, waits=waits, operation="to")
         options: dict[str, Any] = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
         value = value_of(source)
         if target.type == "cpu":
@@ -355,16 +357,17 @@ class SimulatedMode(TorchDispatchMode):
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if target.device.type == source.device.type:
             return NotImplemented
-        self._moves(source.device.type, target.device.type, waits=waits, operation="copy_")
+        self._moves(source.device.type, target.device.type, source.nbytes, waits=waits, operation="copy_")
         if torch.broadcast_shapes(target.shape, source.shape) != target.shape:
             raise RuntimeError(f"copy_: a tensor of shape {list(source.shape)} does not fit into {list(target.shape)}")
         if isinstance(target, FakeTensor):
             follow(func, args, kwargs, [target])
         return target
 
-    def _moves(self, source: str, target: str, *, waits: bool, operation: str) -> None:
-        """Note a copy between host and device."""
+    def _moves(self, source: str, target: str, size: int, *, waits: bool, operation: str) -> None:
+        """Note a copy of some bytes between host and device."""
         if target == TYPE:
+            self.copied[self.phase] += size
             self.note("blocking copy to the device" if waits else "copy to the device", operation)
         elif source == TYPE and target == "cpu":
             self.note("read" if waits else "copy to the host", operation)

@@ -207,13 +207,14 @@ def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None
     plain = torch._C.TensorBase.data
 
     def write(tensor: Tensor, value: Tensor) -> None:
-        if torch._has_compatible_shallow_copy_type(tensor, value):
+        alike = tensor.device == value.device and isinstance(tensor, FakeTensor) == isinstance(value, FakeTensor)
+        if alike and torch._has_compatible_shallow_copy_type(tensor, value):
             plain.__set__(tensor, value)  # type: ignore[attr-defined]
             return
         made: Tensor = value.detach()
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__dict__.update(tensor.__dict__)
+        made.__dict__.update({**tensor.__dict__, **made.__dict__})  # its own device
         torch.utils.swap_tensors(tensor, made)
 
     return plain.__get__, write  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
@@ -28,6 +28,7 @@ from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
+from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
 from fluvial.models.device import default_device, deterministic, is_accelerator

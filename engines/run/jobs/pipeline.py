@@ -160,7 +160,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
     if config.sizes:
         raise no_effect("pipeline.sizes", "without an adapter, because the pipeline then has one size (height and width)")
-    if config.frozen == "auto" and compute == torch.bfloat16:  # most pipelines mix no dtypes
+    if config.frozen == "auto" and compute.itemsize == 2:  # most pipelines mix no dtypes
         options["dtype"] = compute
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}

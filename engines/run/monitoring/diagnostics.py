@@ -163,7 +163,7 @@ OF_PHASE = {
     "evaluation": "`evaluation.micro_batch`, `engine.micro_batch` or `pipeline.vae_tile`",
 }
 OF_PART = {
-    "weights": "`engine.base` int8 or nf4 with `train` lora, `engine.offload` always, or more ranks",
+    "weights": "`engine.base` int8 or nf4 with `train` lora, `engine.offload` blocks, or more ranks",
     "gradients": "`train` lora, `engine.offload` always, or more ranks",
     "optimizer state": "`optimizer.name` adamw8bit, `train` lora, `engine.offload` phases, or more ranks",
     "moving average": "`optimizer.ema_decay` 0, `train` lora, `engine.offload` phases, or more ranks",
@@ -186,7 +186,7 @@ def hold(engine: Engine) -> dict[str, float]:
     parameters = [*engine.module.parameters()]
     states = engine.optimizer.state.values()
     return {
-        "weights": _bytes(parameters),
+        "weights": _bytes(p for p in parameters if local(p).device.type == engine.world.device.type),
         "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
         "optimizer state": _bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
         "moving average": _bytes(engine.average.values()),

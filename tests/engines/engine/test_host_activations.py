@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_transformers
 from torch import Tensor, nn
 
-from fluvial.engines.engine import parallelize as host_activations
+from fluvial.engines import offload as host_activations
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks

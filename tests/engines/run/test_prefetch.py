@@ -294,7 +294,10 @@ def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path) -> None:
             lambda: clipped(tmp_path, 1, correction=CorrectionConfig()),
             "expected truncate, reject or mask: with rollout.ahead",
         ),
-        (lambda: clipped(tmp_path, 1, **{"engine.offload": "phases"}), "expected none or always: with rollout.ahead 1"),
+        (
+            lambda: clipped(tmp_path, 1, **{"engine.offload": "phases"}),
+            "none, blocks or always: with rollout.ahead 1",
+        ),
         (
             lambda: clipped(tmp_path, 1, **{"rollout.source": "replayed:x"}),
             "ahead has no effect with rollouts that are",

@@ -13,9 +13,11 @@ from helpers.dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
+from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.extensions.dryrun.passes import Repeated
 from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import _complete, dry_run
+from fluvial.engines.extensions.plan.plan import PlanConfig, plan
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
 from fluvial.engines.methods import Distill
@@ -143,6 +145,24 @@ def test_every_setting_of_the_engine_runs(field: str, value: Any) -> None:
     assert report.fits
     if value == "phases":  # the optimizer's state is on the host during the rollout
         assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
+
+
+@pytest.mark.parametrize("base", ["auto", "int8"])
+def test_blocks_on_the_host_are_copied_beside_the_passes(base: Any) -> None:
+    """No copy stops the host, and their bytes are those of the plan, after two blocks to begin with."""
+    config = with_values(RECIPES["grpo"](), {"train": "lora", "engine.base": base, "engine.checkpointing": "block"})
+    swapped = dry_run(with_values(config, {"engine.offload": "blocks"}), ranks=8)
+    check(swapped)
+    plain = dry_run(config, ranks=8)
+    whole, planned = (
+        plan("handwriting", PlanConfig(engine=replace(EngineConfig(), base=base, offload=offload))).update
+        for offload in ("none", "blocks")
+    )
+    more = swapped.phase("update").copied - plain.phase("update").copied
+    passes = min(swapped.micro_batches, 2)
+    assert more == pytest.approx(passes * planned.copied + planned.gathered - whole.gathered, rel=0.05)
+    assert swapped.phase("rollout").copied > more
+    assert swapped.phase("update").peak < plain.phase("update").peak
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])

@@ -1,5 +1,6 @@
 """The closed form of `fluvial plan` against the trace of the program on a simulated GPU."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +19,13 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+SWAPS: list[dict[str, Any]] = [{"offload": "blocks"}, {"offload": 2, "base": "int8", "checkpointing": "block"}]
+
+
 @pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "train"), [*product(ENGINES, ("lora", "full")), *((swap, "lora") for swap in SWAPS)], ids=str
+)
 def test_a_plan_is_held_to_the_trace(engine: dict[str, Any], train: Train, gpus: int) -> None:
     config = PlanConfig(gpus=gpus, train=train, micro_batch=16, engine=EngineConfig(**engine))
     traced, planned = trace("handwriting", config), plan("handwriting", config)
