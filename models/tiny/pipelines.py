@@ -160,6 +160,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
+# First parts of the names of pipelines that scale every image to about a megapixel. At less than the published VAEs' factor of
+# 8, the attention in the VAE and in the network takes minutes on a CPU.
+SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
 LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
 # Of a video, where 5 are not a whole number of the VAE's, or fewer than the pipeline scales its first ones by.
 FRAMES = {"MochiPipeline": 7, "Kandinsky5I2VPipeline": 17}
@@ -363,9 +366,17 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save a tiny random pipeline of a class of diffusers, and return the folder."""
+    """Save a tiny random pipeline of a class of diffusers, and return the folder; for the VAE see `SCALED`."""
+    deep = {"vae": partial(_deep_vae, name)} if name.startswith(SCALED) else {}
     with surroundings(name, 0):
-        return write(random_weights(partial(build, name), 0.2), folder)
+        return write(random_weights(partial(build, name, **deep), 0.2), folder)
+
+
+def _deep_vae(pipeline: str) -> Any:
+    """Return a tiny VAE whose images are 8 times as high and wide as its latents."""
+    if pipeline.startswith("QwenImage"):
+        return build_network("AutoencoderKLQwenImage", dim_mult=[1] * 4, temperal_downsample=[False] * 3)
+    return encoders.vae(**{**IMAGE_VAES.get(pipeline, {}), "blocks": 4})
 
 
 def write(pipeline: Any, folder: Path) -> Path:
