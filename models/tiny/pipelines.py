@@ -160,7 +160,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
-# First parts of the names of pipelines that scale every image to about a megapixel. At less than the published VAEs' factor of
+# First parts of the names of pipelines that scale images to about a megapixel. At less than the published VAEs' factor of
 # 8, the attention in the VAE and in the network takes minutes on a CPU.
 SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
 LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
