@@ -140,8 +140,8 @@ class PipelineConfig:
             Tiles overlap by a quarter and are blended, so images differ slightly.
         vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
-        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
-            export write them; by default those of the model.
+        weights: Base weights to start from: a folder as diffusers saves a network, and as `fluvial pretrain` and a run's
+            export write them, or a safetensors file, also of a whole checkpoint; by default those of the model.
     """
 
     height: int = 512
@@ -164,8 +164,8 @@ class PipelineConfig:
     weights: Path | None = None
 
     def __post_init__(self) -> None:
-        size = {"height": PIXELS, "width": PIXELS, "frames": FRAMES}
-        check_fields(self, **size, text_tokens=BATCH, shift=(1e-6, 1e6), vae_tile=(64, PIXELS[1]))
+        check_fields(self, height=PIXELS, width=PIXELS, frames=FRAMES)
+        check_fields(self, text_tokens=BATCH, shift=(1e-6, 1e6), vae_tile=(64, PIXELS[1]))
         if self.vae_tile is not None and self.vae_tile % 64:
             raise UsageError("pipeline.vae_tile", self.vae_tile, "a multiple of 64")
         if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
