@@ -21,7 +21,7 @@ from fluvial.models.replay.kinds import ARGUMENTS
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
-from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
+from fluvial.models.tiny.networks import BETAS, LATENT, PACKED, WIDTH, XL, network_settings
 
 # Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
 # steps read what its first step has kept of it.
@@ -111,6 +111,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "MotifVideoImage2VideoPipeline": ("feature_extractor",),
     "HunyuanImagePipeline": ("guider", "ocr_guider"),
     "PRXPipeline": ("vae",),
+    **{
+        f"StableDiffusionXL{task}Pipeline": ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+        for task in ("", "Img2Img", "Inpaint")
+    },
 }
 
 # Settings that a pipeline itself is built with.
@@ -397,8 +401,13 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     import transformers
 
     names = [one.__name__ for one in _classes(hint)]
+    if part == "scheduler" and "unet" in hints:
+        return diffusers.DDIMScheduler(**BETAS)
     if part == "scheduler":
         return _scheduler(names, pipeline)
+    if part == "unet":
+        wider = {**(XL if "XL" in pipeline else {}), "in_channels": 9 if "Inpaint" in pipeline else LATENT}
+        return _check_size(_classes(hint)[0], network_settings(_classes(hint)[0], wider))
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
         return _check_size(kind, network_settings(kind, WIDER.get(pipeline, {})))
