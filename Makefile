@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train ddpo --processes auto --out $(RUN) $(ARGS)
+	@printf '\nNext: . $(BIN)/activate && fluvial sample $(RUN)\n'
 
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)

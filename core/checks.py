@@ -13,6 +13,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Intervals of settings for `check_fields`. Beyond them no run makes sense, and some would fill the memory of the machine.
+COUNT, INDEX = (1, 2**31), (0, 2**31)  # of updates, and of what is counted in them
+BATCH = (1, 2**20)  # samples of a rollout or of a pass, GPUs, prompts
+STEPS = (1, 10_000)  # of a schedule; that of DDPM has 1,000
+PIXELS, FRAMES = (8, 2**14), (1, 2**14)  # height or width, and frames of a video
+SCALE = (0, 1e3)  # of guidance
+ETA = (0, 10)  # of a sampler's noise; published ones are 0.2 to 1.5
+RATE = (0, 100)  # learning rate; prodigy's is about 1
+RANK = (1, 2**14)  # of an adapter
+GIBIBYTES = (0, 1e6)
 
 
 class FieldError(ValueError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import ema
-from fluvial.core.checks import FieldError, check_fields
+from fluvial.core.checks import RANK, FieldError, check_fields
 from fluvial.models.lora_layer import PARTS, Product, lighten, merge_weight
 from fluvial.models.quantised import QuantisedLinear
 
@@ -117,7 +117,7 @@ class LoraConfig:
     weights: Path | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))
+        check_fields(self, rank=RANK, alpha=(1e-45, 1e6))
         if self.targets == ():
             raise ValueError("lora.targets is empty, expected at least one name")
         if self.weights is not None and self.targets is not None:

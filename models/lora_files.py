@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ PREFIXES = (
     *("base_model.model.", "lora_transformer_", "diffusion_model.", "lora_unet_", "transformer.", "lycoris_"),
     *("unet.", "model."),
 )
+TEXT_ENCODERS = ("lora_te", "text_encoder")  # before the keys of layers of text encoders
 # Endings of the two factors and of the scale, as the programs spell them.
 FACTORS = re.compile(
     r"[._](?:lora_(?P<a>A|down)|lora_(?P<b>B|up)|lora\.(?P<down>down)|lora\.(?P<up>up)|"
@@ -173,6 +175,11 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]
         text = next((header[key] for key in HEADERS if key in header), None)
         if text is None and beside.is_file():
             text = beside.read_text(encoding="utf-8")
+        if others := [key for key in tensors if key.startswith(TEXT_ENCODERS)]:
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in others}
+            print(
+                f"{file}: {len(others)} tensors of text encoders are left out, which are not adapted here", file=sys.stderr
+            )
         settings = json.loads(text or "{}")
         if not isinstance(settings, dict):
             raise ValueError(f"its settings are a {type(settings).__name__}")

@@ -161,7 +161,7 @@ def model_shape(name: str) -> ModelShape | None:
     """
     if name in MODELS:
         return MODELS[name]
-    if "/" not in name:
+    if "/" not in name and not Path(name).is_dir():
         return None
     folder = configuration(name) or local_folder(name)
     adapter = built_in().get(str(read_index(folder).get("_class_name")))

@@ -24,7 +24,7 @@ from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.plan import check
-from fluvial.engines.extensions.plan.plan import PlanConfig
+from fluvial.engines.extensions.plan.plan import ImageSize, PlanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PEAK = 989e12  # FLOP/s of dense bfloat16 products of an H100 SXM and an H200, by NVIDIA's data sheets
@@ -172,7 +172,7 @@ def time_networks(config: GpuConfig, rows: Rows, until: float) -> None:
             return
         plan = PlanConfig(
             train=trained,  # type: ignore[arg-type]
-            resolution=resolution,
+            pipeline=ImageSize(resolution, resolution),
             micro_batch=micro_batch,
             micro_batches=2,
             engine=EngineConfig(compute="bfloat16", compile=False, checkpointing="block" if trained == "full" else "none"),

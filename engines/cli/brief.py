@@ -38,9 +38,9 @@ TRAIN = Brief(
         *("pipeline.width", "engine.fit", "evaluation.every", "tracker"),
     ),
     (
-        "train grpo --rewards characters --updates 40",
-        "train grpo --model MODEL --rewards pickscore --prompts @drawbench-like --preset 1gpu",
-        "train grpo --resume --out runs/grpo",
+        "train {recipe} --updates 40",
+        "train {recipe} --model MODEL {source} --preset 1gpu",
+        "train {recipe} --resume --out {out}",
     ),
 )
 DRAWING = ("weights", "lora", "steps", "seed", "guidance.scale", "micro_batch", "pipeline.height", "pipeline.width")
@@ -112,6 +112,12 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         default = "" if value in (None, (), "") else f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
         first, *more = textwrap.wrap(text + default, columns - indent, break_on_hyphens=False)
         shown += [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in more)]
+    method = getattr(values, "method", None)
+    rewards = "--rewards pickscore " if method is None or method.is_scored else ""
+    given = method is not None and method.source is not None
+    source = "--data.images FOLDER" if given else f"{rewards}--prompts @drawbench-like"
+    asked = {"recipe": program.rpartition(" ")[2], "source": source, "out": getattr(values, "out", "")}
+    examples = [example.format(**asked) for example in brief.examples]
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n")]
     return [
         f"usage: {program} [--flag value ...]",
@@ -120,7 +126,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         *shown,
         "",
         "Examples",
-        *(line for example in brief.examples for line in wrap(f"fluvial {example}", columns, indent=2, later=6)),
+        *(line for each in examples for line in wrap(f"fluvial {each}", columns, indent=2, later=6)),
         *wrap(f"Every other flag, by group: {program} {HELP_ALL}", columns),
     ]
 

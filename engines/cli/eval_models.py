@@ -1,6 +1,5 @@
 """Settings and subjects of `fluvial eval`: a model, the export of a run or a checkpoint; and the base to compare with."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, SCALE, STEPS, check_fields
 from fluvial.engines.cli.parse import check_pipeline
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.config import EngineConfig
@@ -94,8 +93,7 @@ class EvalConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        some = (1, math.inf)
-        check_fields(self, "", steps=some, micro_batch=some, seeds=some, samples=some, guidance=(0, 1e6))
+        check_fields(self, "", steps=STEPS, micro_batch=BATCH, seeds=BATCH, samples=BATCH, guidance=SCALE)
         if self.seeds is None and self.samples is None:
             raise UsageError("`samples` is None, and `seeds` is None: set one of them to a number")
 

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, table, without
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models.catalogue import KNOWN
 
-MEASURED = "--measured"
+MEASURED, TINY, OUT = "--measured", "--tiny", "--out"
 USAGE = """usage: fluvial models [--json]
+       fluvial models --tiny CLASS --out FOLDER
        fluvial models --measured [CLASS ...] [--json]
 
 List the models that can be trained: by which name (--model), what they make and predict, and the memory of their weights.
 --json prints the same for programs.
+
+--tiny writes a pipeline of random weights and a few megabytes, to try commands with: of any class of diffusers with a
+transformer or of an adapter, e.g. StableDiffusionXLPipeline. It prints the command that trains it.
 
 --measured tries every pipeline of the installed diffusers that has a transformer or is modular, or the named ones, as a tiny
 random one: it is trained for one update, on one rank, on two, and from the samples of a server, and its adapter is opened.
@@ -47,8 +51,11 @@ def run(args: list[str]) -> None:
     if args and args[0] == MEASURED:
         run_measured(args[1:], as_json=as_json)
         return
+    if args and args[0] == TINY:
+        write_tiny(args)
+        return
     if args:
-        raise UsageError(f"models takes --measured only, got {args[0]!r} (fluvial models --help)")
+        raise UsageError(f"models takes --measured or --tiny, got {args[0]!r} (fluvial models --help)")
     if as_json:
         networks = [{**known._asdict(), "gibibytes": known.gibibytes} for known in KNOWN]
         names = ("example", "makes", "prediction", "network")
@@ -60,6 +67,34 @@ def run(args: list[str]) -> None:
     print("", paragraphs(FOOT), sep="\n", end="")
     for name, source in find_installed("models").items():
         print(f"\nAn installed package has an adapter for {name}: {source}")
+
+
+def write_tiny(args: Sequence[str]) -> None:
+    """Write a tiny random pipeline of a class, and print how it is trained."""
+    if len(args) != 4 or args[2] != OUT:
+        raise UsageError(f"models: expected {TINY} CLASS {OUT} FOLDER, got {' '.join(args)} (fluvial models --help)")
+    from fluvial.models.pipelines.folder import quietly
+    from fluvial.models.pipelines.open import built_in
+    from fluvial.models.tiny.modular import find_call, save
+    from fluvial.models.tiny.pipelines import UnknownPart, has_transformer
+
+    name, folder, adapters = args[1], Path(args[3]), built_in()
+    if not (name in adapters or has_transformer(name)):
+        raise UsageError(
+            f"{TINY} is {name!r}, expected a class of diffusers with a transformer or one of {', '.join(adapters)}"
+        )
+    if folder.exists():
+        raise UsageError(f"{OUT} is {folder}, which is there already: name a new folder")
+    with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), quietly():
+        save(name, folder)
+    asked, recipe = find_call(name), "ddpo" if name in adapters and adapters[name].prediction == "epsilon" else "grpo"
+    words = [
+        "prompts.jsonl" if asked.media else "prompts.txt",
+        "--rewards jpeg --updates 2 --sampling.prompts 2 --sampling.group 2",
+    ]
+    size = f"--pipeline.height {asked.size} --pipeline.width {asked.size} --pipeline.frames {asked.frames}"
+    print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(asked.media) or 'none'}")
+    print(f"fluvial train {recipe} --model {folder} --prompts {' '.join(words)} --sampling.steps 4 {size}")
 
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """`fluvial preferences MODEL`: write pairs of samples, the best and the worst of each prompt, for `train dpo`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
@@ -77,8 +76,7 @@ class PreferencesConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        some = (1, math.inf)
-        check_fields(self, "", steps=some, micro_batch=some, count=some, seed=(0, 2**63 - 1))
+        check_fields(self, "", steps=STEPS, micro_batch=BATCH, count=BATCH, seed=(0, 2**63 - 1))
         if self.group < 2:
             raise UsageError("group", self.group, "at least 2", "a preference is between two samples")
 

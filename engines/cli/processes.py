@@ -10,6 +10,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run.process.launch import cores, launch
 
 FLAG = "--processes"
+PER_CORE = 32  # more processes would only fill the memory
 COMMANDS = ("train", "pretrain", "eval")
 
 
@@ -33,8 +34,9 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
             f"{FLAG} is {values[0]}, and this is one of several processes already, e.g. torchrun's: leave it out"
         )
     count = _auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
-    if count < 1:
-        raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1, or auto")
+    most = PER_CORE * cores()
+    if not 1 <= count <= most:
+        raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1 to {most} ({PER_CORE} per core), or auto")
     return count, others
 
 

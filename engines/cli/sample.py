@@ -1,6 +1,5 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
@@ -71,8 +70,7 @@ class SampleConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
-        some = (1, math.inf)
-        check_fields(self, "", each=some, steps=some, micro_batch=some, seed=(0, 2**63 - 1))
+        check_fields(self, "", each=BATCH, steps=STEPS, micro_batch=BATCH, seed=(0, 2**63 - 1))
         if sets := [prompt for prompt in self.prompts if is_set(prompt)]:
             raise UsageError(
                 f"`prompts` holds the prompt set {sets[0]}, expected texts: see fluvial eval --prompts {sets[0]}"

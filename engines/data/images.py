@@ -1,5 +1,8 @@
 """Images with captions: folders and records of them, and image files as tensors."""
 
+import os
+import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -8,14 +11,15 @@ from torch import Tensor
 
 from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.prompts import check_prompts
-from fluvial.engines.data.records import Prompt, parse_prompt
+from fluvial.engines.data.records import MOST_WEIGHT, Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import FileRecord, is_data_set, is_text, read_lines, rows
+from fluvial.engines.data.tables import CAPTION_FILES, FileRecord, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 from fluvial.models import images as files
 from fluvial.models.images import ENDINGS, natural
 
 CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
+REPEATS = re.compile(r"(\d+)_(.+)")  # name of a folder of kohya: how often its images are drawn, and what they show
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # beside images, as in the Hub's imagefolder
 
 
@@ -24,8 +28,9 @@ def read_images(
 ) -> PromptTable:
     """Return the captions of images, each with its image.
 
-    A folder holds images, and their captions either in files of the same name (`fox.png`, `fox.txt`) or in `metadata.jsonl`
-    (or .csv, .parquet) with the columns `file_name` and `text`, as the Hub's imagefolder has it. A file of records, or a
+    A folder holds images, and their captions either in files of the same name (`fox.png`, `fox.txt` or `fox.caption`) or in
+    `metadata.jsonl` (or .csv, .parquet) with the columns `file_name` and `text`, as the Hub's imagefolder has it. Folders of
+    kohya, `10_red fox`, hold images of weight 10, and `red fox` is the caption of those without one. A file of records, or a
     folder that datasets saved to disk, has the columns `image` and `prompt`, `text` or `caption`.
 
     Args:
@@ -85,7 +90,9 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         yield from _pairs(path, source)
         return
     if table is None and path.is_file() and is_text(path):
-        raise UsageError(f"data {path} is text, expected a folder of images, or records: .jsonl, .json, .csv, .parquet")
+        raise UsageError(
+            f"data {path} is text, expected a folder of images, or records: .jsonl, .json, .csv, .tsv, .parquet, .tar"
+        )
     folder = path if path.is_dir() else path.parent
     for row in rows(table or path, "data"):
         columns = dict(row.columns)
@@ -103,15 +110,21 @@ def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     found = sorted((file for file in seen if file.is_file()), key=natural)
     images = [file for file in found if file.suffix.lower() in ENDINGS]
     named = {file.with_suffix("") for file in images}
-    if stray := [file for file in found if file.suffix == ".txt" and file.with_suffix("") not in named]:
+    repeats = {image.parent: REPEATS.fullmatch(image.parent.name) for image in images}
+    of_kohya = all(match is not None and 0 < int(match[1]) <= MOST_WEIGHT for match in repeats.values())
+    if images and of_kohya and os.environ.get("RANK", "0") == "0":
+        weights = ", ".join(f"{match[0]} {match[1]}" for match in repeats.values() if match is not None)
+        print(f"data {folder}: images have the weights of kohya's folders: {weights}", file=sys.stderr)
+    if stray := [file for file in found if file.suffix[1:] in CAPTION_FILES and file.with_suffix("") not in named]:
         raise UsageError(f"data {folder}: the caption {stray[0].name} has no image of the same name")
     for image in images:
-        file = image.with_suffix(".txt")
-        where = f"data {folder}: {image.relative_to(folder)}"
-        if not file.is_file():
-            raise UsageError(f"{where} has no caption: write {file.name} beside it, or {METADATA[0]} for all images")
-        text = " ".join(line for _, line in read_lines(file, f"caption {file}"))
-        if not text:
+        beside = [image.with_suffix(f".{ending}") for ending in CAPTION_FILES]
+        file = next(filter(Path.is_file, beside), None)
+        where, match = f"data {folder}: {image.relative_to(folder)}", repeats[image.parent] if of_kohya else None
+        if file is None and match is None:
+            raise UsageError(f"{where} has no caption: write {beside[0].name} beside it, or {METADATA[0]} for all images")
+        text = match[2] if match is not None else ""
+        if file is not None and not (text := " ".join(line for _, line in read_lines(file, f"caption {file}"))):
             raise UsageError(f"{where} has an empty caption in {file.name}")
-        path = image.absolute()
-        yield where, Prompt(text, image=path, source=source, metadata={"image": str(path)})
+        path, weight = image.absolute(), 1.0 if match is None else float(match[1])
+        yield where, Prompt(text, image=path, source=source, weight=weight, metadata={"image": str(path)})

@@ -1,21 +1,26 @@
-"""Rows of records from files: JSON lines and arrays, CSV, Parquet, TOML, and data sets that `datasets` saved to disk."""
+"""Rows of records from files: JSON, CSV, TSV, Parquet, TOML, tars of webdataset, folders that `datasets` saved to disk."""
 
 import csv
 import io
 import json
 import os
+import tarfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.core.checks import type_of
 from fluvial.engines.errors import UsageError
+from fluvial.models.images import ENDINGS
 
 # In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 TEXT = ".txt"
+CAPTION_FILES = ("txt", "caption")  # endings of the caption of an image
 END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a stream of Arrow
 
 
@@ -40,8 +45,8 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
     """Yield the records of a file in their order; a null is an absent column.
 
     Args:
-        path: file that ends in .jsonl, .json, .csv, .parquet or .toml (tables `[[prompts]]`, as in a suite), or a folder
-            that datasets' `save_to_disk` wrote.
+        path: file that ends in .jsonl, .json, .csv, .tsv, .parquet, .toml (tables `[[prompts]]`, as in a suite) or .tar (of
+            webdataset), or a folder that datasets' `save_to_disk` wrote.
         what: kind of file, which begins each message, e.g. "prompts file".
 
     Raises:
@@ -54,8 +59,8 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
         raise UsageError(f"{label} cannot be read: No such file or directory{text}")
     if read is None:
         raise UsageError(
-            f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .json, .csv, .parquet, or a folder that "
-            "datasets saved to disk"
+            f"{label} ends in {path.suffix or 'nothing'}, expected {', '.join(PROMPT_FILES)}, or a folder that datasets "
+            "saved to disk"
         )
     yield from map(plain_row, read(path, label))
 
@@ -107,13 +112,18 @@ def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
 
 def _json_lines(path: Path, label: str) -> Iterator[FileRecord]:
     for where, line in read_lines(path, label):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
-        yield FileRecord(where, record)
+        yield FileRecord(where, _columns(line, where))
+
+
+def _columns(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the columns of a JSON object."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
+    return record
 
 
 def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
@@ -132,9 +142,9 @@ def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
         yield FileRecord(f"{label}, record {number}", record)
 
 
-def _csv(path: Path, label: str) -> Iterator[FileRecord]:
+def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
     """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
-    lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True)
+    lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True, delimiter=delimiter)
     filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
     try:
         header = next(filled, [])
@@ -159,6 +169,30 @@ def _toml(path: Path, label: str) -> Iterator[FileRecord]:
         raise UsageError(f"{label} holds no tables [[prompts]], expected one per prompt")
     for number, record in enumerate(found, start=1):
         yield FileRecord(f"{label}, table {number}", record)
+
+
+def _tar(path: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the samples of a tar of webdataset: files one after the other whose names are equal up to the first dot.
+
+    The text of a .txt or .caption is the column `prompt`, an image is `image`, a .json holds columns of its own, and any
+    other file is a column by its ending.
+    """
+
+    def key(member: tarfile.TarInfo) -> str:
+        folder, slash, name = member.name.rpartition("/")
+        return f"{folder}{slash}{name.partition('.')[0]}"
+
+    with _file_errors(label), tarfile.open(path) as archive:
+        for name, members in groupby(filter(tarfile.TarInfo.isfile, archive), key):
+            where, columns = f"{label}, sample {name}", dict[str, Any]()
+            for member in members:
+                ending, data = member.name.removeprefix(f"{name}."), archive.extractfile(member).read()  # type: ignore[union-attr]
+                if ending == "json":
+                    columns |= _columns(data, where)
+                else:
+                    column = "image" if f".{ending.lower()}" in ENDINGS else "prompt" if ending in CAPTION_FILES else ending
+                    columns[column] = data.decode().strip() if column == "prompt" else data
+            yield FileRecord(where, columns)
 
 
 def _parquet(path: Path, label: str) -> Iterator[FileRecord]:
@@ -209,8 +243,12 @@ def _file_errors(label: str) -> Iterator[None]:
     """Turn an error of the file system, or of the encoding, into one line."""
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, UnicodeDecodeError, tarfile.TarError) as error:
+        reason = (
+            "it is not UTF-8 text"
+            if isinstance(error, ValueError)
+            else getattr(error, "strerror", None) or " ".join(str(error).split())
+        )
         raise UsageError(f"{label} cannot be read: {reason}") from error
 
 
@@ -228,5 +266,8 @@ def _arrow_errors(label: str) -> Iterator[None]:
         raise UsageError(f"{label} cannot be read: {reason}") from error
 
 
-_FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet, ".toml": _toml}
+_FORMATS: dict[str, Callable[[Path, str], Iterator[FileRecord]]] = {
+    **{".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t")},
+    **{".parquet": _parquet, ".toml": _toml, ".tar": _tar},
+}
 PROMPT_FILES = (TEXT, *_FORMATS)  # endings of files of prompts

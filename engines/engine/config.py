@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from fluvial.core.checks import check_fields, check_number
+from fluvial.core.checks import BATCH, COUNT, INDEX, RATE, check_fields, check_number
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.models.device import is_accelerator
 
@@ -90,7 +90,7 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("replicas", "context_parallel", "checkpointed", "offload"), (1, math.inf))
+        counts = dict.fromkeys(("replicas", "context_parallel", "checkpointed", "offload"), BATCH)
         check_fields(self, "engine", **counts)
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
@@ -171,8 +171,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         shares = dict.fromkeys(("warmup_ratio", "min_lr_ratio", "ema_decay"), (0, 1))
-        sizes = dict.fromkeys(("lr", "weight_decay", "warmup"), (0, math.inf))
-        counts = {"max_skipped": (1, math.inf), "ema_interval": (1, math.inf), "ema_repeats": (1, 2**31)}
+        sizes = {"lr": RATE, "weight_decay": RATE, "warmup": INDEX}
+        counts = dict.fromkeys(("max_skipped", "ema_interval", "ema_repeats"), COUNT)
         check_fields(self, "optimizer", eps=(1e-45, math.inf), max_grad_norm=(1e-12, math.inf), **shares, **sizes, **counts)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise UsageError("optimizer.betas", self.betas, "two numbers")

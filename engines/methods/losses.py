@@ -49,7 +49,7 @@ class KLConfig:
     ema_rise: float = 0.001
 
     def __post_init__(self) -> None:
-        any_size = (0, math.inf)
+        any_size = (0, 1e6)
         check_fields(self, "kl", coef=any_size, ema_coef=any_size, ema_cap=(0, 0.999999), ema_rise=(0, 1), guidance=any_size)
         if not self.ema_coef and (self.ema_cap, self.ema_rise) != (KLConfig.ema_cap, KLConfig.ema_rise):
             name = "kl.ema_rise" if self.ema_cap == KLConfig.ema_cap else "kl.ema_cap"

@@ -364,13 +364,20 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
         with torch.no_grad():
             return job.model.decode(torch.zeros(1, *job.shape))
     (height, width), frames = config.pipeline.size, config.pipeline.frames
-    is_video = frames > 1 or len(job.shape) > 3
-    return torch.zeros(1, 3, frames, height, width) if is_video else torch.zeros(1, 3, height, width)
+    return torch.zeros(1, 3, *([frames] if _is_video(frames, job.shape) else []), height, width)
+
+
+def _is_video(frames: int, shape: tuple[int, ...]) -> bool:
+    return frames > 1 or len(shape) > 3
 
 
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
-    rewards = select(job.rewards, config.rewards) if config.method.is_scored else {}
+    rewards = (
+        select(job.rewards, config.rewards, videos=_is_video(config.pipeline.frames, job.shape))
+        if config.method.is_scored
+        else {}
+    )
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
     if config.method.is_scored and not rewards and config.method.needs.rewards is not None:

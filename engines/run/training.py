@@ -55,7 +55,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
         asked = config if job is not None else jobs.from_run(config)
         config = _resume_restarted(asked, world)
         with world.agreed():
-            trackers.find(config.tracker)  # before anything is written
+            trackers.find_all(config.tracker)  # before anything is written
             for group in ("reports", "curves"):
                 plugins.load_all(group)
             open_store(config.checkpoint_folder)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import correction
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines import plugins
 from fluvial.engines.choices import check_variant
@@ -105,8 +105,7 @@ class ReadingConfig:
     groups: ClassVar[Groups] = AllGroups()
 
     def __post_init__(self) -> None:
-        count = (1, 2**31)
-        check_fields(self, "sampling", prompts=count, group=count, steps=count)
+        check_fields(self, "sampling", prompts=BATCH, group=BATCH, steps=STEPS)
 
     @property
     def batch(self) -> int:

@@ -4,7 +4,6 @@ The noise of a sample depends on its id alone, and every chunk has the same size
 the number of ranks nor on the rank that makes it.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import SCALE, check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unroll, wrap_samples
@@ -65,7 +64,7 @@ class Guidance:
     update: Literal["guided", "conditional"] = "guided"
 
     def __post_init__(self) -> None:
-        check_fields(self, "sampling.guidance", scale=(0, math.inf))
+        check_fields(self, "sampling.guidance", scale=SCALE)
         if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
             hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
             raise UsageError("sampling.guidance.update", "conditional", "guided", hint)

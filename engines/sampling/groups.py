@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 
@@ -71,7 +71,7 @@ class ScoutedGroups:
     steps: int = 6
 
     def __post_init__(self) -> None:
-        check_fields(self, "sampling.groups", scouts=(2, 2**31), steps=(1, 2**31))
+        check_fields(self, "sampling.groups", scouts=(2, BATCH[1]), steps=STEPS)
 
     def problems(self, sampling: Any) -> Iterator[UsageError]:
         """Yield what has no meaning with the other settings of the samples."""

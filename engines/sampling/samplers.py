@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fluvial.core import transitions
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import ETA, check_fields
 from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Sampler
 from fluvial.engines import plugins
@@ -131,7 +131,7 @@ class Stochastic:
     eta: float = 0.8
 
     def __post_init__(self) -> None:
-        check_fields(self, "sampling.sampler", eta=(0, math.inf))
+        check_fields(self, "sampling.sampler", eta=ETA)
         if self.eta == 0:
             hint = f"every step of {self.kind} would be deterministic, without a density, as with sampler ode"
             raise UsageError("sampling.sampler.eta", 0, "a number above 0", hint)
@@ -187,7 +187,7 @@ class SaSolver:
     eta: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "sampling.sampler", eta=(0, math.inf))
+        check_fields(self, "sampling.sampler", eta=ETA)
 
 
 SamplerChoice = Stochastic | Ode | SaSolver

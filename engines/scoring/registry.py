@@ -13,10 +13,11 @@ from fluvial.engines.scoring.pairwise import Pairwise
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import parse_weight
 from fluvial.engines.scoring.signature import CONDITIONS, find_condition, reward_problem, signature_of
+from fluvial.models.rewards.table import REWARD_MODELS
 
 
 def select(
-    rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards"
+    rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards", videos: bool = True
 ) -> dict[str, tuple[Reward, float]]:
     """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
 
@@ -25,6 +26,7 @@ def select(
         names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
             `rewards`, a reward model, a client of a server, an entry point of `fluvial.rewards`, or `module:name`.
         field: setting that names them, for messages.
+        videos: whether samples may be videos; else a reward model of videos is refused before its weights are fetched.
 
     Raises:
         UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, an option is wrong, or a weight
@@ -42,6 +44,8 @@ def select(
                 f"`{field}` is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
             )
         label = f"`{field}` {name!r}"
+        if not videos and name not in rewards and name in REWARD_MODELS and REWARD_MODELS[name].takes == "videos":
+            raise UsageError(f"{label} scores videos, and samples are images: use a reward of these (fluvial rewards)")
         if name in makers and name not in rewards:
             reward = makers[name](label, options)
         else:
@@ -62,7 +66,6 @@ def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, 
     Args:
         rewards: rewards of the job, which others may be made of.
     """
-    from fluvial.models.rewards.table import REWARD_MODELS
 
     def other(make: Callable[..., Any], label: str, options: Mapping[str, str]) -> Any:
         return from_factory(label, make, options)

@@ -1,9 +1,15 @@
 """Weights and adapters from diffusers' layout to the original one of their architecture, and adapters back."""
 
+import atexit
+import shutil
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fluvial.models.lora import linear_layers
@@ -11,6 +17,7 @@ from fluvial.models.lora_files import DORA_SCALE
 from fluvial.models.original.layout import LAYOUTS, Original
 
 KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha", DORA_SCALE: DORA_SCALE}
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.")  # before the names of a network
 LYCORIS = "lycoris_"  # before diffusers' name of a layer, with underscores for dots
 
 
@@ -33,6 +40,60 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
         name: torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
         for name, parts in found.items()
     }
+
+
+def from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a network by diffusers' names: the inverse of `to_original`, which tensors by these names pass.
+
+    Args:
+        pipeline: class of diffusers' pipeline.
+        tensors: tensors of a file, also of one that holds more than the network; `PREFIXES` before their names are known.
+        network: network, for the names and shapes of its tensors.
+
+    Raises:
+        ValueError: the architecture has no original layout, or a tensor is missing.
+    """
+    expected = network.state_dict()
+    prefix = max((each for each in PREFIXES if any(key.startswith(each) for key in tensors)), key=len)
+    held = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    if expected.keys() <= held.keys():
+        return {name: held[name] for name in expected}
+    if pipeline not in LAYOUTS:
+        raise ValueError(f"it lacks {min(expected.keys() - held.keys())}, and {pipeline} has no original layout")
+    original, joined = Original(pipeline, network.config), dict[str, dict[int, str]]()
+    for name in expected:
+        place = original.place(name)
+        joined.setdefault(place.name, {})[place.part] = name
+    found = {}
+    for key, parts in joined.items():
+        if key not in held:
+            raise ValueError(f"it lacks {key}, which is {parts[min(parts)]} of diffusers' {type(network).__name__}")
+        names = [parts[part] for part in sorted(parts)]
+        rows = held[key].split([len(expected[name]) for name in names]) if len(names) > 1 else [held[key]]
+        for name, tensor in zip(names, rows, strict=True):
+            found[name] = swap_halves(tensor) if original.place(name).swapped else tensor.contiguous()
+    return found
+
+
+def unpack_weights(file: Path, pipeline: str, network: nn.Module) -> Path:
+    """Return a temporary folder with the weights of a network, as diffusers saves them, from one safetensors file.
+
+    Args:
+        file: weights in diffusers' layout or in the original one, alone or in a whole checkpoint; see `from_original`.
+        pipeline, network: see `from_original`; the network may be on the meta device.
+
+    Raises:
+        ValueError: it cannot be read, or is not of that network; the message names it.
+    """
+    folder = Path(mkdtemp(prefix="fluvial-weights-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        tensors = from_original(pipeline, load_file(file), network)
+        save_file(tensors, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file} is not a file of weights of {pipeline}: {' '.join(str(error).split())}") from error
+    network.save_config(folder)  # type: ignore[operator]
+    return folder
 
 
 def adapter_to_original(

@@ -26,6 +26,7 @@ from fluvial.core.sigmas import from_scheduler
 from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.digests import digest_file, encoding_code, join_digests
 from fluvial.models.host_values import to_device
+from fluvial.models.original.convert import unpack_weights
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, list_parts, load_network, local_folder, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
@@ -225,7 +226,15 @@ class Pipeline:
         return self.build_part(self.part, empty=empty)
 
     def with_weights(self, folder: Path) -> "Pipeline":
-        """Return the model with the network of another folder, e.g. the export of a run."""
+        """Return the model with the network of another folder, e.g. the export of a run, or of a safetensors file.
+
+        Raises:
+            ValueError: the file is not one of weights of this network, see `unpack_weights`.
+        """
+        if folder.is_file():
+            if not isinstance(self.weights, Path):
+                raise ValueError(f"{folder} is a file, expected a folder with the networks {', '.join(self.weights)}")
+            folder = unpack_weights(folder.absolute(), self.pipeline, self.build(empty=True))
         other = copy.copy(self)
         other.weights = folder if isinstance(self.weights, Path) else {part: folder / part for part in self.weights}
         return other

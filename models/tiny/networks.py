@@ -28,6 +28,16 @@ SD3 = {"joint_attention_dim": 2 * WIDTH, "pooled_projection_dim": 2 * WIDTH, "nu
 
 # Further settings by class, which come before the rules.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "UNet2DConditionModel": {
+        "sample_size": 64,
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": WIDTH,
+        "attention_head_dim": 2,
+    },
     "AuraFlowTransformer2DModel": {},
     "ChromaTransformer2DModel": {"approximator_num_channels": 16},
     "CogView4Transformer2DModel": {"rope_axes_dim": (16, 16)},
@@ -171,6 +181,23 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "face_encoder_num_heads": 2,
         "inject_face_latents_blocks": 1,
     },
+}
+
+# Settings of the UNet of Stable Diffusion XL, whose text encoders are side by side, and of the schedulers of all of them.
+XL = {
+    "cross_attention_dim": 2 * WIDTH,
+    "use_linear_projection": True,
+    "transformer_layers_per_block": (1, 2),
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 6 * 4 + WIDTH,
+}
+BETAS: dict[str, Any] = {
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "steps_offset": 1,
+    "timestep_spacing": "leading",
 }
 
 

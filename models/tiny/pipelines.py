@@ -21,7 +21,7 @@ from fluvial.models.replay.kinds import ARGUMENTS
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
-from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
+from fluvial.models.tiny.networks import BETAS, LATENT, PACKED, WIDTH, XL, network_settings
 
 # Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
 # steps read what its first step has kept of it.
@@ -111,6 +111,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "MotifVideoImage2VideoPipeline": ("feature_extractor",),
     "HunyuanImagePipeline": ("guider", "ocr_guider"),
     "PRXPipeline": ("vae",),
+    **{
+        f"StableDiffusionXL{task}Pipeline": ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+        for task in ("", "Img2Img", "Inpaint")
+    },
 }
 
 # Settings that a pipeline itself is built with.
@@ -160,6 +164,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
+# First parts of the names of pipelines that scale images to about a megapixel. At less than the published VAEs' factor of
+# 8, the attention in the VAE and in the network takes minutes on a CPU.
+SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
 LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
 # Of a video, where 5 are not a whole number of the VAE's, or fewer than the pipeline scales its first ones by.
 FRAMES = {"MochiPipeline": 7, "Kandinsky5I2VPipeline": 17}
@@ -363,9 +370,17 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save a tiny random pipeline of a class of diffusers, and return the folder."""
+    """Save a tiny random pipeline of a class of diffusers, and return the folder; for the VAE see `SCALED`."""
+    deep = {"vae": partial(_deep_vae, name)} if name.startswith(SCALED) else {}
     with surroundings(name, 0):
-        return write(random_weights(partial(build, name), 0.2), folder)
+        return write(random_weights(partial(build, name, **deep), 0.2), folder)
+
+
+def _deep_vae(pipeline: str) -> Any:
+    """Return a tiny VAE whose images are 8 times as high and wide as its latents."""
+    if pipeline.startswith("QwenImage"):
+        return build_network("AutoencoderKLQwenImage", dim_mult=[1] * 4, temperal_downsample=[False] * 3)
+    return encoders.vae(**{**IMAGE_VAES.get(pipeline, {}), "blocks": 4})
 
 
 def write(pipeline: Any, folder: Path) -> Path:
@@ -386,8 +401,13 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     import transformers
 
     names = [one.__name__ for one in _classes(hint)]
+    if part == "scheduler" and "unet" in hints:
+        return diffusers.DDIMScheduler(**BETAS)
     if part == "scheduler":
         return _scheduler(names, pipeline)
+    if part == "unet":
+        wider = {**(XL if "XL" in pipeline else {}), "in_channels": 9 if "Inpaint" in pipeline else LATENT}
+        return _check_size(_classes(hint)[0], network_settings(_classes(hint)[0], wider))
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
         return _check_size(kind, network_settings(kind, WIDER.get(pipeline, {})))

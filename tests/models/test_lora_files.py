@@ -91,8 +91,20 @@ def test_a_converter_is_asked_and_not_believed(tmp_path: Path, monkeypatch: Patc
     refuses("diffusers leaves out layers of an adapter of FluxPipeline", converter("FluxPipeline"), _plain())
 
 
+def test_text_encoders_are_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of files of diffusers and of kohya: the network's own layers are read as they are without them."""
+    save_file(_plain(), tmp_path / "a.safetensors")
+    alone = read_lora(tmp_path, Net())
+    others = {"text_encoder.q.lora_A.weight": torch.ones(2, 4), "lora_te1_mlp_fc1.alpha": torch.ones(())}
+    save_file(_plain() | others, tmp_path / "a.safetensors")
+    both = read_lora(tmp_path, Net())
+    assert both.layers == alone.layers
+    assert all(torch.equal(both.tensors[name], tensor) for name, tensor in alone.tensors.items())
+    assert "2 tensors of text encoders are left out" in capfd.readouterr().err
+
+
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
-    ({"text_encoder.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: text_encoder.q.lora_A.weight"),
+    ({"vae.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: vae.q.lora_A.weight"),
     ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, r"blocks.1.\S+ has no lengths of rows"),
     ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has lengths of \[9\] at .*, expected .* \[6\]"),
     # LyCORIS with wd_on_out=False, and OneTrainer: lengths of columns

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora_files import read_lora
-from fluvial.models.original.convert import adapter_from_original, adapter_to_original, swap_halves, to_original
+from fluvial.models.original.convert import (
+    adapter_from_original,
+    adapter_to_original,
+    from_original,
+    swap_halves,
+    to_original,
+)
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
 from fluvial.models.pipelines.open import built_in
 
@@ -89,6 +95,13 @@ def test_diffusers_converts_the_weights_back_to_the_bit(name: str, networks: dic
     assert set(back) == set(tensors)
     assert all(torch.equal(back[key], tensors[key]) for key in tensors)
     assert (set(original) == set(tensors)) == (name == "qwen-image")
+    for prefix in ("", "model.diffusion_model.") if name != "qwen-image" else ("", "transformer."):
+        file = {prefix + key.removeprefix("model.diffusion_model."): tensor for key, tensor in original.items()}
+        ours = from_original(PIPELINES[name], {**file, "vae.x": tensors[min(tensors)]}, network)
+        assert ours.keys() == tensors.keys()
+        assert all(torch.equal(ours[key], tensors[key]) for key in tensors)
+    with pytest.raises(ValueError, match=r"^it lacks .*, which is .* of diffusers'"):
+        from_original(PIPELINES[name], dict(list(original.items())[1:]), network)
 
 
 @each

@@ -15,7 +15,7 @@ from optree import tree_leaves
 from rich.console import Console
 from torch import Tensor
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, GIBIBYTES, check_fields
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -230,7 +230,7 @@ class DryRunConfig:
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "", as_gpus=(1, 2**20), gpu_memory_gib=(0, 1e6), reserve_gib=(0, 1e6))
+        check_fields(self, "", as_gpus=BATCH, gpu_memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
 
 
 def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:

@@ -109,7 +109,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    whole, larger = (model.inputs(samples, config.resolution or model.resolution or 0) for samples in (count, count + 1))
+    whole, larger = (model.inputs(samples, config.pipeline.side or model.resolution or 0) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}
@@ -222,7 +222,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
         config: plan.
     """
     model, halves = MODELS[name], 2 if config.guidance else 1
-    size, resolution = config.micro_batch or model.micro_batch, config.resolution or model.resolution or 0
+    size, resolution = config.micro_batch or model.micro_batch, config.pipeline.side or model.resolution or 0
     count = size * min(config.micro_batches, 2)
     with simulate(ranks=config.gpus) as simulation:
         engine, others = _engines(model, config, simulation)

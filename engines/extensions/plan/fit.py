@@ -14,6 +14,7 @@ from fluvial.engines.extensions.plan.plan import (
     ENGINE_KNOBS,
     GIB,
     KNOBS,
+    ImageSize,
     Knobs,
     MemoryPlan,
     PlanConfig,
@@ -30,7 +31,6 @@ from fluvial.engines.run.log.progress import table
 from fluvial.models.shapes import FRAMES, text_encoder_bytes
 
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
-SIDE = 16  # pixels that a plan's resolution is a multiple of
 
 
 def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside: int = 0) -> list[tuple[str, MemoryPlan]]:
@@ -159,14 +159,13 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
             f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for {FRAMES} at most: remove engine.fit"
         )
     size = config.pipeline.size
-    side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
     numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
     compute = str(config.engine.compute_dtype(device)).removeprefix("torch.")
     sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
         train=config.train,
-        resolution=None if find_transformer(name).resolution is None else side,
+        pipeline=ImageSize() if find_transformer(name).resolution is None else ImageSize(size.height, size.width),
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),

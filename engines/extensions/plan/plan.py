@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, GIBIBYTES, INDEX, PIXELS, check_fields
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, parse_bytes
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
@@ -27,6 +27,29 @@ from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, mode
 GIB = 2**30
 GPU = torch.device("cuda")
 Train = Literal["full", "lora"]
+SIDE = 16  # pixels that the side of an image is a multiple of
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """Size of the images, which a run has by the same names; by default the model's.
+
+    Args:
+        height: Height of the images, in pixels; by default the width.
+        width: Width of the images, in pixels; by default the height.
+    """
+
+    height: int | None = None
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "pipeline", height=PIXELS, width=PIXELS)
+
+    @property
+    def side(self) -> int | None:
+        """Side of a square with as many pixels, rounded up to a multiple of `SIDE`: memory depends on their number alone."""
+        height, width = self.height or self.width, self.width or self.height
+        return math.ceil(math.sqrt(height * width) / SIDE) * SIDE if height and width else None
 
 
 @dataclass(frozen=True)
@@ -36,8 +59,6 @@ class PlanConfig:
     Args:
         gpus: Number of GPUs in all.
         train: Weights that are trained: full (all of them) or lora.
-        resolution: Height and width of the images, in pixels; by default the model's. Memory depends on the number of pixels
-            alone, so for another shape, or the largest of several sizes, it is the side of a square with as many.
         micro_batch: Number of samples per forward pass; by default the model's.
         micro_batches: Number of micro-batches per update, on each GPU.
         reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
@@ -55,6 +76,7 @@ class PlanConfig:
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
         trace: Compare the plan with a trace of the program on simulated GPUs; see also fluvial train --dry-run.
         check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
+        pipeline: Size of the images; of several, that with the most pixels.
         lora: Low-rank adapter, where that is what is trained.
         optimizer: Optimizer, whose state is counted.
         engine: Sharding, precision, checkpointing and offload.
@@ -62,7 +84,6 @@ class PlanConfig:
 
     gpus: int = 1
     train: Train = "lora"
-    resolution: int | None = None
     micro_batch: int | None = None
     micro_batches: int = 4
     reference: bool = False
@@ -78,15 +99,14 @@ class PlanConfig:
     table: bool = False
     trace: bool = False
     check: bool = False
+    pipeline: ImageSize = ImageSize()
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners"), (1, math.inf))
-        check_fields(self, "", **counts, **dict.fromkeys(("teachers", "memory_gib", "reserve_gib"), (0, math.inf)))
-        if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
-            raise UsageError("resolution", self.resolution, "a multiple of 16")
+        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners"), BATCH)
+        check_fields(self, "", **counts, teachers=INDEX, memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
                 raise UsageError(f"engine.{name}", degree, f"a divisor of the {self.gpus} GPUs")
@@ -224,9 +244,9 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
     """
     model = find_transformer(name)
-    if config.resolution is not None and model.resolution is None:
-        raise UsageError("resolution", config.resolution, hint=f"{name} has images of one size only; leave it out")
-    module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
+    if config.pipeline.side is not None and model.resolution is None:
+        raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
+    module, resolution = _module(name, config.train, config.lora), config.pipeline.side or model.resolution or 0
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, check_fields
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.log.progress import table
 
@@ -61,7 +61,7 @@ class AheadConfig:
 
     def __post_init__(self) -> None:
         seconds = dict.fromkeys(("rollout_seconds", "update_seconds", "push_seconds"), (0, 1e9))
-        counts = dict.fromkeys(("samples", "gpus", "servers", "server_gpus"), (1, 2**20))
+        counts = dict.fromkeys(("samples", "gpus", "servers", "server_gpus"), BATCH)
         shares = {"ahead": (0, 64), "spread": (0, 10), "idle": (0, 0.99), "most_gpus": (2, 2**20)}
         check_fields(self, "", **seconds, **counts, **shares)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, INDEX, PIXELS, SCALE, STEPS, check_fields
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.solvers import SolverChoice
 
@@ -43,10 +43,8 @@ class SuiteConfig:
     average: bool = True
 
     def __post_init__(self) -> None:
-        size, count = (1, 2**20), (1, 2**31)
-        check_fields(
-            self, "evaluation", steps=count, seeds=count, micro_batch=count, guidance=(0, 1e6), height=size, width=size
-        )
+        counts = {"steps": STEPS, "seeds": BATCH, "micro_batch": BATCH}
+        check_fields(self, "evaluation", **counts, guidance=SCALE, height=PIXELS, width=PIXELS)
         if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
             raise UsageError(
                 f"`evaluation.rewards` holds {weighted[0]!r}, and evaluators have no weights, because each is reported "
@@ -84,5 +82,4 @@ class EvaluationConfig(SuiteConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count, not_negative = (1, 2**31), (0, 2**31)
-        check_fields(self, samples=count, final_samples=count, every=not_negative, stop_when_gamed=not_negative)
+        check_fields(self, samples=BATCH, final_samples=BATCH, every=INDEX, stop_when_gamed=INDEX)

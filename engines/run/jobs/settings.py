@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import BATCH, COUNT, FRAMES, INDEX, PIXELS, check_fields
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.kernels import Implementation
-
-COUNT = (1, 2**31)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class MachineConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, "engine", micro_batch=COUNT, update_micro_batch=COUNT, timeout=(1, 1e6))
+        check_fields(self, "engine", micro_batch=BATCH, update_micro_batch=BATCH, timeout=(1, 1e6))
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class ExportConfig:
     format: Literal["auto", "lora", "merged", "full", "comfyui"] = "auto"
 
     def __post_init__(self) -> None:
-        check_fields(self, every=(0, 2**31))
+        check_fields(self, every=INDEX)
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,8 @@ class PipelineConfig:
             Tiles overlap by a quarter and are blended, so images differ slightly.
         vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
-        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
-            export write them; by default those of the model.
+        weights: Base weights to start from: a folder as diffusers saves a network, and as `fluvial pretrain` and a run's
+            export write them, or a safetensors file, also of a whole checkpoint; by default those of the model.
     """
 
     height: int = 512
@@ -166,8 +164,8 @@ class PipelineConfig:
     weights: Path | None = None
 
     def __post_init__(self) -> None:
-        size = (1, 2**20)
-        check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6), vae_tile=(64, 2**20))
+        check_fields(self, height=PIXELS, width=PIXELS, frames=FRAMES)
+        check_fields(self, text_tokens=BATCH, shift=(1e-6, 1e6), vae_tile=(64, PIXELS[1]))
         if self.vae_tile is not None and self.vae_tile % 64:
             raise UsageError("pipeline.vae_tile", self.vae_tile, "a multiple of 64")
         if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):

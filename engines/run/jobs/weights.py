@@ -104,15 +104,15 @@ class OtherWeights:
 
 
 def with_base(job: Job, weights: Path | None) -> Job:
-    """Return the job of a pipeline with the base weights of another folder.
+    """Return the job of a pipeline with the base weights of another folder, or of a safetensors file.
 
     Raises:
-        UsageError: there is no such folder, or it holds another network.
+        UsageError: there are no such weights, or they are of another network.
     """
     if weights is None:
         return job
-    if not weights.is_dir():
-        hint = "there is no such folder, expected a network as diffusers saves one"
+    if not weights.exists():
+        hint = "there is no such folder, expected a network as diffusers saves one, or a safetensors file"
         if is_run(str(weights.parent)):
             run = weights.parent
             hint = f"the run has exported none yet; export a checkpoint: fluvial export {run} --as merged --out {weights}"
@@ -122,7 +122,8 @@ def with_base(job: Job, weights: Path | None) -> Job:
         held = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
         if held not in (None, expected):
             raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
-    return job.with_weights(weights)
+    with convert_errors(UsageError, ValueError, says="`weights`"):
+        return job.with_weights(weights)
 
 
 def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:

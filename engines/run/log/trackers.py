@@ -73,6 +73,12 @@ def find(name: str) -> Maker | None:
     return found
 
 
+def find_all(names: str) -> dict[str, Maker]:
+    """Return the makers of trackers with commas between their names, see `find`; none for "none"."""
+    found = {name: find(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
+    return {name: maker for name, maker in found.items() if maker is not None}
+
+
 class SafeTracker:
     """A tracker whose failures end in one line. After three in a row it is left alone.
 

@@ -239,7 +239,7 @@ class RunFolder:
         out: claimed folder.
         config: configuration of the run, as JSON.
         update: update that the run starts after; later records of an interrupted run are dropped.
-        tracker: tracker that receives numbers and images as well, see `trackers.find`.
+        tracker: trackers that receive numbers and images as well, see `trackers.find_all`.
         say: where the line of a tracker that fails goes, besides warnings.txt.
     """
 
@@ -258,13 +258,12 @@ class RunFolder:
         self.records = [record for record in held if record["update"] <= update]
         write_json(out / CONFIG, config)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
-        self.tracker: SafeTracker | None = None
-        if (maker := trackers.find(tracker)) is not None:
-            run = TrackedRun(out, finite(config), self._tracker_id(kept=tracker != trackers.DEFAULT), update)
-            self.tracker = SafeTracker(tracker, maker, run, self.warn)
+        makers = trackers.find_all(tracker)
+        run = TrackedRun(out, finite(config), self._tracker_id(kept=bool({*makers} - {trackers.DEFAULT})), update)
+        self.trackers = [SafeTracker(name, maker, run, self.warn) for name, maker in makers.items()]
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and the tracker."""
+        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and the trackers."""
         record = finite(record)
         if record in self.records:  # a finished run that is resumed evaluates again
             return
@@ -272,8 +271,8 @@ class RunFolder:
         problem = convert_errors(RunError, OSError, says=f"{self.metrics} cannot be written")
         with problem, self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
-        if self.tracker:
-            self.tracker.log(numbers(record), record["update"])
+        for tracker in self.trackers:
+            tracker.log(numbers(record), record["update"])
 
     def samples(
         self,
@@ -287,7 +286,7 @@ class RunFolder:
     ) -> Path:
         """Write images as a captioned grid to samples/NAME.png, and return its path.
 
-        Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The tracker gets them too.
+        Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The trackers get them too.
         A score above that of the same image before training is green, one below it is red.
 
         Args:
@@ -308,8 +307,8 @@ class RunFolder:
             for i, prompt in enumerate(prompts)
         ]
         write_json(path.with_suffix(".json"), rows)
-        if self.tracker:
-            self.tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
+        for tracker in self.trackers:
+            tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
 
     def sounds(self, name: str, sounds: Sounds) -> None:
@@ -369,9 +368,9 @@ class RunFolder:
         return [write(self.out) for write in plugins.load_all("reports")]
 
     def close(self) -> None:
-        """Flush the buffered records, and end the tracker."""
-        if self.tracker:
-            self.tracker.finish()
+        """Flush the buffered records, and end the trackers."""
+        for tracker in self.trackers:
+            tracker.finish()
 
     def _keep(self, line: str) -> None:
         # What cannot be kept must not stop training.

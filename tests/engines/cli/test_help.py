@@ -82,6 +82,7 @@ def test_a_help_is_short_and_fits_the_terminal(command: str, monkeypatch: pytest
     assert "--help-all" in " ".join(shown)
     short = getattr(brief, command.split()[0].upper())
     assert len(short.examples) == 3
+    assert " ".join(shown).count(f"  fluvial {command} ") == 3
     flags = [line.split()[0] for line in shown if line.startswith("  --")]
     if command == "train grpo":
         assert len(flags) == len(short.fields) == 20

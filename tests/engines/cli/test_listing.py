@@ -4,6 +4,7 @@ import inspect
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from fluvial.engines.cli import listing
 from fluvial.engines.cli import main as cli
 from fluvial.engines.named_models import MODELS
 from fluvial.models import check_model
+from fluvial.models.pipelines.open import built_in, has_adapter
 
 
 def install(folder: Path, entries: str) -> None:
@@ -54,3 +56,25 @@ def test_installed_recipes_and_adapters_are_listed_without_importing_them(
     assert "ToyPipeline" in (shown := capsys.readouterr().out)
     assert "from toypackage (toypackage:Toy)" in shown
     assert "toypackage" not in sys.modules
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+@pytest.mark.parametrize("name", [*built_in(), "FluxKontextPipeline", "Krea2ModularPipeline"])
+def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
+) -> None:
+    """With every part that it needs, and the command that trains it, which is run for those of text alone."""
+    monkeypatch.chdir(tmp_path)
+    said, command = fluvial("models", "--tiny", name, "--out", "tiny").splitlines()
+    assert (name in built_in()) == has_adapter(tmp_path / "tiny")
+    assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
+    Path("prompts.txt").write_text("a fox\ntwo cats\nan owl\n")
+    if said.endswith(": none"):
+        few = "--evaluation.every 0 --evaluation.samples 2 --evaluation.final-samples 2 --engine.micro-batch 2"
+        assert "2 updates, 4 samples" in fluvial(*command.split()[1:], *few.split())
+
+
+@pytest.mark.parametrize("typed", ["--tiny", "--tiny NoPipeline --out x", "--tiny FluxPipeline --to x"])
+def test_what_has_no_tiny_pipeline_is_one_line(typed: str, fluvial: Any) -> None:
+    assert "--tiny" in fluvial("models", *typed.split(), code=2)

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,17 +65,29 @@ def parquet(folder: Path) -> Path:
     return folder / "all.parquet"
 
 
-@pytest.mark.parametrize("make", [painted, imagefolder, parquet])
+def webdataset(folder: Path) -> Path:
+    """Write a tar with an image, a caption and columns per sample; a stem may have dots in its folder."""
+    with tarfile.open(painted(folder) / "all.tar", "w") as archive:
+        for name in COLOURS:
+            (folder / f"{name}.json").write_text(json.dumps({"width": 6}))
+            for ending in ("json", "png", "txt"):
+                archive.add(folder / f"{name}.{ending}", f"v1.0/{name}.{ending}")
+    return folder / "all.tar"
+
+
+@pytest.mark.parametrize("make", [painted, imagefolder, parquet, webdataset])
 def test_captions_know_their_images(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """Whether they lie beside them, in a table, or in one file with them."""
     found = read_images(make(tmp_path / "all"), check=anything)
-    assert texts(found) == ["image a", "image b", "image c"]
+    assert [" ".join(text.split()) for text in texts(found)] == ["image a", "image b", "image c"]
     assert {prompt.source for prompt in found} == {"all"}
     for prompt, colour in zip(found, COLOURS.values(), strict=True):
         assert prompt.image is not None
         pixels = read_image(prompt.image)
         assert pixels.shape == (3, 4, 6)
         assert (pixels * 255).round()[:, 0, 0].tolist() == list(colour)
+    if make is webdataset:
+        assert found[0].metadata == {"width": 6}
     if make is imagefolder:
         assert found[0].metadata == {"width": 6, "image": str(tmp_path / "all" / "a.png")}
 
@@ -187,6 +200,19 @@ def test_a_folder_is_read_as_people_see_it(tmp_path: Path) -> None:
     assert found == [tmp_path / f"{name}.png" for name in names[:5]]
     assert [frame.getpixel((0, 0)) for frame in kinds.read_video(tmp_path)] == [(number,) * 3 for number in range(3)]
     assert kinds.count_frames(tmp_path) == 3
+
+
+def test_folders_of_kohya_have_weights_and_captions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By their names, if all have such ones; a file .caption beside an image comes first."""
+    for name in ("10_red fox", "2_owl"):
+        painted(tmp_path / name, captions=False)
+    (tmp_path / "2_owl" / "b.caption").write_text("an owl")
+    found = {(prompt.text, prompt.weight) for prompt in read_images(tmp_path, check=anything)}
+    assert found == {("red fox", 10.0), ("owl", 2.0), ("an owl", 2.0)}
+    assert "the weights of kohya's folders: 2_owl 2, 10_red fox 10" in capfd.readouterr().err
+    painted(tmp_path / "others")
+    with pytest.raises(UsageError, match=r"2_owl.a\.png has no caption"):
+        read_images(tmp_path, check=anything)
 
 
 def written(name: str, text: str | None) -> Callable[[Path], Path]:

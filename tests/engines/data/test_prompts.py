@@ -192,6 +192,7 @@ TEXT_FILES: dict[str, Callable[[list[str]], str]] = {
     "prompts.jsonl": as_json_lines,
     "prompts.json": as_json,
     "prompts.csv": as_csv,
+    "prompts.tsv": lambda prompts: as_csv(prompts).replace(",", "\t"),
     "prompts.toml": as_toml,
     "metadata.jsonl": as_metadata,
     "preferences.jsonl": lambda prompts: as_json_lines(prompts, win="a.png", lose="a.png"),
@@ -294,9 +295,10 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("empty.txt", "\n \n"), "empty.txt is empty, expected one prompt per line"),
     (text("long.txt", "a fox\n\na very red fox\n"), "long.txt, line 3: prompt 'a very red fox' has more than 3 words"),
     (text("held.txt", "a fox\na cow\n"), "held.txt, line 2: 'a cow' is held out for evaluation, never trained on"),
-    (text("a.tsv", "prompt\na fox"), "a.tsv ends in .tsv, expected .txt, .jsonl, .json, .csv, .parquet"),
+    (text("a.tar", "prompt"), "a.tar cannot be read: file could not be opened successfully"),
+    (text("a.tsv", "prompt\ttag\na fox\n"), "a.tsv, line 2 has 1 cells, expected 2"),
     *(
-        (text(name, "import torch\n"), f"{name} ends in {ending}, expected .txt, .jsonl, .json, .csv, .parquet")
+        (text(name, "import torch\n"), f"{name} ends in {ending}, expected .txt, .jsonl, .json, .csv, .tsv, .parquet")
         for name, ending in (("mine.py", ".py"), ("notes.md", ".md"), ("run.yaml", ".yaml"), ("prompts", "nothing"))
     ),
     (text("a.json", '{"prompt": "a fox"}\n{"prompt": "a dog"}'), "(a file with a record per line ends in .jsonl)"),

@@ -23,6 +23,8 @@ from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import base_model, from_run
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora
 from fluvial.models.lora_files import read_lora
+from fluvial.models.original.convert import to_original
+from fluvial.models.original.layout import Original
 from fluvial.models.pipelines.open import open_model
 
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
@@ -100,6 +102,11 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     )
     assert all(torch.equal(built[name], given[name]) for name in given)
     assert any(not torch.equal(built[name], base[name]) for name in given)
+    original = to_original(Original("StableDiffusion3Pipeline", jobs.of_run(config).model.config), given)
+    save_file(original | {"first_stage_model.x": torch.zeros(1)}, tmp_path / "whole.safetensors")
+    asked[asked.index(weights)] = f"--transformer={tmp_path / 'whole.safetensors'}"
+    single = jobs.of_run(parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)).model.build().state_dict()
+    assert all(torch.equal(single[name], given[name]) for name in given)
 
 
 def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, train: Any, fluvial: Any) -> None:
@@ -107,7 +114,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, train: Any,
     adapter, text, other, unet = folder / "sft" / "lora", *(tmp_path / name for name in ("text.st", "other.st", "unet"))
     tensors = load_file(adapter / LORA)
     text, other = text.with_suffix(".safetensors"), other.with_suffix(".safetensors")
-    save_file({f"text_encoder.{name}": tensor for name, tensor in tensors.items()}, text)
+    save_file({f"text.{name}": tensor for name, tensor in tensors.items()}, text)
     cut = {name: tensor[:, :-1].contiguous() if ".lora_A." in name else tensor for name, tensor in tensors.items()}
     save_file(cut, other)
     unet.mkdir()
@@ -126,6 +133,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, train: Any,
         ("sd3", "--lora", adapter, "--lora.targets", "to_q"): "--lora.targets has no effect with lora.weights",
         ("sd3", "--transformer", "nowhere"): "there is no such folder",
         ("sd3", "--transformer", unet): "holds a UNet2DConditionModel, expected a SD3Transformer2DModel",
+        ("sd3", "--transformer", text): "is not a file of weights of StableDiffusion3Pipeline: it lacks ",
         ("sft", "--transformer", unet): "is a run with its own; leave one out",
     }
     for (model, *typed), says in wrong.items():

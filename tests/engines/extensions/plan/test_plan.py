@@ -18,7 +18,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
 from fluvial.engines.extensions.plan.memory import Stretch, account
-from fluvial.engines.extensions.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.engines.extensions.plan.plan import GIB, KNOBS, ImageSize, PlanConfig, Train, first_to_fit, plan
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
@@ -79,7 +79,7 @@ def test_a_published_network_can_be_compared(
     small = f"small-{name}"  # a name of its own, because a plan keeps the networks that it has built
     monkeypatch.setitem(MODELS, small, MODELS[name]._replace(build=lambda: network.from_config(values)))
     engine = EngineConfig(compute="bfloat16")
-    case = build_case(small, PlanConfig(micro_batch=2, micro_batches=2, resolution=64, engine=engine), one)
+    case = build_case(small, PlanConfig(micro_batch=2, micro_batches=2, pipeline=ImageSize(64, 64), engine=engine), one)
     assert torch.get_default_dtype() == torch.float32
     rows = compare(case)
     assert [row for row in rows if not row.agrees and row.kind != "allocated at the peak"] == []
@@ -228,7 +228,7 @@ def test_a_pipelines_folder_is_planned_too(tmp_path: Path) -> None:
     """Its network has the number of parameters of the loaded one, and takes inputs of its widths."""
     for name in ("sd3", "flux"):
         folder = tiny_pipelines.save(tiny_pipelines.ROWS[name], tmp_path / name)
-        found = plan(str(folder), PlanConfig(train="full", resolution=64, reserve_gib=0))
+        found = plan(str(folder), PlanConfig(train="full", pipeline=ImageSize(64, 64), reserve_gib=0))
         held = open_model(folder).build(empty=True).parameters()
         assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
         assert found.update.activations > 0
@@ -262,13 +262,13 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
     with pytest.raises(UsageError, match="images of one size only"):
-        plan("handwriting", PlanConfig(resolution=64))
+        plan("handwriting", PlanConfig(pipeline=ImageSize(64, 64)))
 
 
 @pytest.mark.long
 def test_decoding_is_beside_the_gathered_parameters() -> None:
     """The plan's third phase: the rollout's, with the VAE and its images in place of the network's activations."""
-    config = PlanConfig(train="full", gpus=8, resolution=64)
+    config = PlanConfig(train="full", gpus=8, pipeline=ImageSize(64, 64))
     keep = plan("sd3.5-medium", config)
     reshard = plan("sd3.5-medium", replace(config, engine=EngineConfig(comm="reshard")))
     for found in (keep, reshard):
@@ -286,7 +286,7 @@ def test_a_decoder_takes_what_is_measured() -> None:
     """Of images of 64 pixels, with real tensors; four images are decoded at a time, whatever the pass."""
     from diffusers import AutoencoderKL
 
-    config = PlanConfig(resolution=64, micro_batch=4)
+    config = PlanConfig(pipeline=ImageSize(64, 64), micro_batch=4)
     expected = plan("sd3.5-medium", config).decode
     assert expected is not None
     assert plan("sd3.5-medium", replace(config, micro_batch=8)).decode == expected

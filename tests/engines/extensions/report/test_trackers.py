@@ -150,7 +150,7 @@ def test_tensorboard_gets_images_and_settings(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"update", "reward/mean"}
     assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     none = folder(tmp_path / "none", "none")
-    assert none.tracker is None
+    assert none.trackers == []
     assert not (tmp_path / "none" / "tensorboard").exists()
 
 
@@ -208,17 +208,18 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failur
 
 
 def test_a_run_with_a_broken_tracker_of_ones_own_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its report has the warning. The tracker is named by its module."""
+    """Its report has the warning. The tracker is named by its module; another beside it gets every number."""
     monkeypatch.setattr(Broken, "works", ("start",))
     name = f"{Broken.__module__}:Broken"
     few = {"evaluation.samples": 2, "evaluation.final_samples": 4}
-    summary = train(tiny.config(tmp_path / "run", tracker=name, **few), tiny.job())
+    summary = train(tiny.config(tmp_path / "run", tracker=f"{name}, tensorboard", **few), tiny.job())
     assert summary["updates"] == 1
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"tracker {name} failed (ConnectionError: no network)" in report
     assert "Best samples" in report
     assert report.count("<img") == 4 * 2 + 2 + 2  # before and after, best, worst
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["tracker"] == name
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["tracker"] == f"{name}, tensorboard"
 
 
 def test_a_tracker_that_cannot_be_had_is_one_line(
