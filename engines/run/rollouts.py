@@ -288,7 +288,8 @@ class Rollouts:
                 prompts = samples.prompts[i : i + size]
                 with torch.no_grad():
                     images = decoded(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
-                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1))
+                # a copy: the function may fill one buffer in each call
+                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
             found = torch.cat(parts).to(self.world.device)
         assert found is not None
         return self.world.gather_data(found.contiguous())[: batch.share.batch].cpu()[batch.kept]
