@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,15 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
     Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1][0], compress_level=0)
     cache(tmp_path, again).fill(images, one)
     assert again.count in (1, 2)  # the damaged file may be that of the image that changed
+
+
+def test_an_encoder_that_encloses_another_number_is_another(tmp_path: Path, one: World) -> None:
+    """Where the settings do not say all, an image that is there is encoded again and compared."""
+    images = images_of(tmp_path)
+    for factor, says in ((2.0, None), (2.0, None), (3.0, r"cache holds another sample of .*a\.png than encode returns")):
+        made = cache(tmp_path, lambda images, factor=factor: images[:, :, ::2, ::2] * factor, compare=True)
+        with nullcontext() if says is None else pytest.raises(UsageError, match=says):
+            made.fill(images, one)
 
 
 def test_an_image_is_known_by_its_bytes(tmp_path: Path, one: World) -> None:
