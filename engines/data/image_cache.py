@@ -194,7 +194,9 @@ class ImageCache:
                 if not torch.allclose(sample, self.sample(image, size), rtol=1e-2, atol=1e-2):
                     hint = "set it to another folder"
                     name = describe_file(image)
-                    raise UsageError(f"`data.cache` {self.folder} holds another sample of {name} than encode returns: {hint}")
+                    raise UsageError(
+                        f"`data.cache` {self.folder} holds another sample of {name} than encode returns: {hint}"
+                    )
                 return
 
     def _claim(self) -> None:

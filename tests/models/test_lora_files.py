@@ -107,7 +107,10 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"blocks.0.to_q.alpha": torch.ones(2)}, r"has the alpha \[2\] at blocks.0.to_q, expected a finite number above 0"),
     ({"blocks.0.to_out.0.alpha": torch.tensor(1.0)}, "is incomplete: blocks.0.to_out.0 has no factor A"),
     ({"blocks.0.to_q.lora_B.weight": torch.full((6, 2), torch.inf)}, "not finite: blocks.0.to_q.lora_B.weight"),
-    ({"blocks.0.to_q.lora_A.weight": torch.ones(2, 4).char()}, "has numbers of torch.int8, expected real ones: blocks.0.to_q"),
+    (
+        {"blocks.0.to_q.lora_A.weight": torch.ones(2, 4).char()},
+        "has numbers of torch.int8, expected real ones: blocks.0.to_q",
+    ),
     ({"transformer.blocks.0.to_q.lora_B.weight": torch.zeros(6, 2)}, "has several keys for one part of blocks.0.to_q"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)}, "has the rank 0"),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),

@@ -81,7 +81,10 @@ def ranked(**changes: Any) -> str:
 def test_two_images_with_a_label(tmp_path: Path) -> None:
     """Pick-a-Pic: the label says which is preferred; ties and pairs without a label are left out."""
     write_preferences(tmp_path, chosen(1))
-    rows = [json.loads(rated(**{"has_label": True, **row})) for row in ({}, {"label_0": 0}, {"label_0": 0.5}, {"has_label": False})]
+    rows = [
+        json.loads(rated(**{"has_label": True, **row}))
+        for row in ({}, {"label_0": 0}, {"label_0": 0.5}, {"has_label": False})
+    ]
     (tmp_path / PREFERENCES).write_text("\n".join(map(json.dumps, rows)))
     text = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
     (tmp_path / "pairs.csv").write_text("\n".join(text))
