@@ -73,8 +73,8 @@ class Pairwise:
 
     Args:
         judge: Function `(first, second, prompts)` that returns 1 for each pair whose first image is better, 0 for the
-            second, 0.5 for neither and NaN or None for no verdict: itself, or module:name, or a reward of the job by its name,
-            whose higher score wins.
+            second, 0.5 for neither and NaN or None for no verdict: itself, or module:name, or a reward of the job by its
+            name, whose higher score wins.
     """
 
     def __init__(self, judge: str | Judge, rewards: Mapping[str, Reward] | None = None) -> None:
