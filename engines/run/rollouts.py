@@ -15,12 +15,7 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import (
-    Batch,
-    RolloutPlan,
-    make_batch,
-    replace_groups,
-)
+from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch, replace_groups
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job

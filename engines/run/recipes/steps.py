@@ -19,24 +19,11 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.method import Method
-from fluvial.engines.run.recipes.base import (
-    BATCH,
-    HANDWRITING,
-    ONE_UPDATE,
-    TWO,
-    UNET,
-    of_model,
-    of_published,
-)
+from fluvial.engines.run.recipes.base import BATCH, HANDWRITING, ONE_UPDATE, TWO, UNET, of_model, of_published
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import (
-    Candidates,
-    RandomWindow,
-    Splits,
-    StratifiedRecorded,
-)
+from fluvial.engines.sampling.window import Candidates, RandomWindow, Splits, StratifiedRecorded
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
 
