@@ -53,13 +53,7 @@ LOADS_OF_SUMS = {"residual_sums": 2 * 8, "error_sums": 4 * 8, "draw": 8}
 ROLLED = frozenset({"error_sums"})  # kernels whose loop over blocks is not unrolled
 ROW = 8192  # elements per sample: two chunks, all aligned
 SHORT = 1024  # one chunk
-TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
 
 class Launch(NamedTuple):

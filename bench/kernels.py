@@ -151,9 +151,7 @@ def _work(
             return operation.call(provider, samples, numbers)
         alone = [
             operation.call(
-                "reference",
-                {n: t[i : i + 1] for n, t in samples.items()},
-                {n: t[i : i + 1] for n, t in numbers.items()},
+                "reference", {n: t[i : i + 1] for n, t in samples.items()}, {n: t[i : i + 1] for n, t in numbers.items()}
             )
             for i in range(len(numbers["a"]))
         ]

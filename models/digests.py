@@ -1,11 +1,13 @@
 """Digests of files and tensors, from all their bytes: what keys of caches and fingerprints are made of."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch import uint8 as byte
@@ -47,6 +49,16 @@ def read_bytes(tensor: Tensor) -> memoryview:
 def join_digests(digests: Mapping[str, str]) -> str:
     """Return one digest of several, which does not depend on their order, in 16 digits."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_code(thing: Any) -> str:
+    """Return the name of a function or a class, with a digest of its source where Python has it."""
+    inner = inspect.unwrap(thing)
+    name = f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+    try:
+        return f"{name} {digest_file(inspect.getsource(inner).encode())}"
+    except (OSError, TypeError):
+        return name
 
 
 @cache

@@ -21,7 +21,7 @@ ENDINGS = frozenset(
 READING = "2"  # version of `read_image`, for the keys of caches: raise it when any file gets other pixels
 GREY = ("1", "L", "LA")
 BITS, PHOTOMETRIC = 258, 262  # tags of TIFF
-ON_SIDE = 5  # first EXIF orientation of an image that lies on its side
+ON_SIDE = range(5, 9)  # EXIF orientations of an image that lies on its side
 
 
 def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) -> Image.Image:
@@ -45,7 +45,7 @@ def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) ->
 def image_size(file: Path | bytes) -> tuple[int, int]:
     """Return (height, width) of an image file as it is seen; for the error see `read_image`."""
     with open_image(file) as image:
-        on_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= ON_SIDE
+        on_side = image.getexif().get(ExifTags.Base.Orientation) in ON_SIDE
         # PIL swaps the sides of a TIFF itself.
         return image.size if on_side and image.format != "TIFF" else (image.height, image.width)
 

@@ -38,6 +38,7 @@ FURTHER = re.compile(
 UP = re.compile(r"(?:up|lora_B)(?:\.default)?\.weight$")
 DOWN = re.compile(r"(?:down|lora_A)(?:\.default)?\.weight$")
 HEADERS = ("lora_adapter_metadata", "lora_config")  # keys of PEFT's settings in a file's header
+PATTERNS = "rank_pattern", "alpha_pattern"  # settings of PEFT that are mappings from names of layers
 ALPHAS = ("lora_alpha", "alpha", "ss_network_alpha")  # keys of one alpha in a header
 # In the header of a DoRA for ComfyUI: it divides `dora_scale` by the norms of W, other programs by those of W + s B A.
 COMFY_DORA = "dora_scale_of_frozen_norms"
@@ -174,7 +175,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]
         beside = file.parent / SETTINGS
         text = next((header[key] for key in HEADERS if key in header), None)
         if text is None and beside.is_file():
-            text = beside.read_text(encoding="utf-8")
+            text = beside.read_text(encoding="utf-8-sig")
         if others := [key for key in tensors if key.startswith(TEXT_ENCODERS)]:
             tensors = {key: tensor for key, tensor in tensors.items() if key not in others}
             print(
@@ -186,6 +187,10 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an adapter: {' '.join(str(error).split())}") from error
     settings = {name.removeprefix("transformer.").removeprefix("unet."): value for name, value in settings.items()}
+    if wrong := [name for name in PATTERNS if not isinstance(settings.get(name) or {}, dict)]:
+        raise ValueError(f"{file} has the setting {wrong[0]}, which is no mapping from names of layers")
+    if settings.get("use_dora") and not any(MAGNITUDE in key or DORA_SCALE in key for key in tensors):
+        raise ValueError(f"{file} is incomplete: its settings say use_dora, and no layer has lengths of rows ({MAGNITUDE})")
     if variant := next((name for name in VARIANTS if settings.get(name)), None):
         raise ValueError(f"{file} has the setting {variant}, with which a layer is no W + s B A: merge it with PEFT")
     if str(settings.get("init_lora_weights")).startswith(CHANGED_BASE):
@@ -258,6 +263,8 @@ def _match(
             tensor = tensor.flatten(2).squeeze(2) if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) else tensor
         if part in found.setdefault(layer, {}):
             raise ValueError(f"{file} has several keys for one part of {layer}: {key}")
+        if part != "alpha" and not tensor.is_floating_point():
+            raise ValueError(f"{file} has numbers of {tensor.dtype}, expected real ones: {key}")
         found[layer][part] = widen(tensor)
         if not found[layer][part].isfinite().all():
             raise ValueError(f"{file} has numbers that are not finite: {key}")
@@ -281,22 +288,24 @@ def _scale(layer: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any],
     divisor: Any = rank  # None of a LoKr of whole factors, where LyCORIS takes a scale of 1 whatever alpha is
     if alpha is not None:
         alpha = alpha.item() if alpha.numel() == 1 else list(alpha.shape)
-    elif settings.get("r") is not None:
+    elif {"r", *ALPHAS} & {*settings}:
         from peft.utils.other import get_pattern_key
 
         ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
-        divisor = ranks.get(get_pattern_key(ranks, layer), settings["r"])
+        divisor = ranks.get(get_pattern_key(ranks, layer), settings.get("r", rank))
         alpha = alphas.get(get_pattern_key(alphas, layer), settings.get("lora_alpha", settings.get("alpha", divisor)))
         if rank not in (None, divisor):
             raise ValueError(f"{file} has rank {rank} at {layer}, and its settings (header or {SETTINGS}) say {divisor}")
     else:
         alpha = rank
+    if alpha is None and divisor is None:
+        return 1.0
     for each in (rank, divisor):
         if each is not None and not (isinstance(each, int) and each > 0):
             raise ValueError(f"{file} has the rank {each} at {layer}, expected at least 1")
-    if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
+    if not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
         raise ValueError(f"{file} has the alpha {alpha} at {layer}, expected a finite number above 0")
-    if alpha is None or divisor is None:
+    if divisor is None:
         return 1.0
     return float(alpha / (math.sqrt(divisor) if settings.get("use_rslora") and "alpha" not in parts else divisor))
 

@@ -35,10 +35,7 @@ TINY_RUN = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 4 --sampling.window.size 2 --sampling.window.high 3 "
     "--micro-batch 4 --passes.minibatches 1 --updates 1 --final-samples 4"
 )
-RUNS = {
-    "float32": "--engine.compute float32 --engine.compile False",
-    "bfloat16": "--engine.compile False",
-}
+RUNS = {"float32": "--engine.compute float32 --engine.compile False", "bfloat16": "--engine.compile False"}
 COMPILED = "bfloat16, compiled"
 # (network, resolution, weights that are trained, samples per pass)
 NETWORKS = (

@@ -177,15 +177,7 @@ class Ours:
             return self._update(parts.run, items)
         if pairs not in self.runs:
             config, run = with_values(parts.config, {"engine.update_micro_batch": pairs}), parts.run
-            self.runs[pairs] = Run(
-                config,
-                parts.job,
-                run.networks,
-                run.sampler,
-                parts.rewards,
-                parts.runners,
-                run.memory,
-            )
+            self.runs[pairs] = Run(config, parts.job, run.networks, run.sampler, parts.rewards, parts.runners, run.memory)
         return self._update(self.runs[pairs], items)
 
     def _update(self, run: Run, items: Items) -> UpdateInfo:

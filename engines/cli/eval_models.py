@@ -363,10 +363,7 @@ def _of_checkpoint(
         with trainer.engine.inference(average=config.average) as module:
             yield module
 
-    return (
-        Subject(name, trainer.evaluated, network),
-        Subject(START, trainer.evaluated, lambda: trainer.engine.inference()),
-    )
+    return (Subject(name, trainer.evaluated, network), Subject(START, trainer.evaluated, lambda: trainer.engine.inference()))
 
 
 def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:

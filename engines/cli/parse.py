@@ -83,7 +83,9 @@ def parse_config(
             for flag in map(_flag, form.names):
                 if find_values(words, flag)[-1:] == [""] and _at(filled, flag) == Path():
                     raise UsageError(f"{flag} is '', expected a path; the current folder is .")
-            config: Config = form.fill(filled)
+            from fluvial.engines.run.record import expand_home
+
+            config: Config = expand_home(form.fill(filled))
             return config
     except SystemExit:
         raise HelpPrintedError from None

@@ -98,10 +98,7 @@ def list_lines() -> str:
         for name, found in runs.items()
     ]
     lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
-    lines += [
-        "",
-        f"{len(runs)} runs. fluvial runs|plan|train NAME prints, plans or trains one.",
-    ]
+    lines += ["", f"{len(runs)} runs. fluvial runs|plan|train NAME prints, plans or trains one."]
     return "\n".join(lines)
 
 

@@ -41,6 +41,8 @@ class ImageCache:
             The size None takes images as they are.
         skip: whether images that cannot be read, or that no size takes, are left out, instead of an error; `left_out.txt`
             in the folder names them then.
+        compare: whether an image that is in the folder is encoded again and compared, because the settings do not say all
+            that `encode` depends on, such as what a function encloses.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class ImageCache:
         encode: Callable[[Tensor], Tensor],
         shapes: Mapping[Size, tuple[int, ...]] | Mapping[None, tuple[int, ...]],
         skip: bool = False,
+        compare: bool = False,
     ) -> None:
-        self.folder, self.encode, self.skip = folder, encode, skip
+        self.folder, self.encode, self.skip, self.compare = folder, encode, skip, compare
         self.shapes: dict[Size | None, tuple[int, ...]] = {size: tuple(shape) for size, shape in shapes.items()}
         self.settings = {
             **settings,
@@ -95,6 +98,8 @@ class ImageCache:
         wanted = list(dict.fromkeys((image, size) for group, size in sizes.items() for image in group))
         bad: list[int] = []
         with world.agreed():
+            if self.compare and world.is_main:
+                self._compare(wanted)
             missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
             with wait_for("encoding", len(missing), "images") as wait:
                 for part in self._readable(wanted, missing, bad):
@@ -180,6 +185,19 @@ class ImageCache:
                 raise RunError(
                     f"{self.folder} cannot be written: {reason}; what is encoded is kept, start again to go on"
                 ) from error
+
+    def _compare(self, wanted: Sequence[tuple[Image, Size | None]]) -> None:
+        """Raise UsageError if the first image that the folder holds has another sample than `encode` returns."""
+        for image, size in wanted:
+            if self._holds(image, size):
+                sample = self.encode(read_image(image, size)[None])[0].float().cpu()
+                if not torch.allclose(sample, self.sample(image, size), rtol=1e-2, atol=1e-2):
+                    hint = "set it to another folder"
+                    name = describe_file(image)
+                    raise UsageError(
+                        f"`data.cache` {self.folder} holds another sample of {name} than encode returns: {hint}"
+                    )
+                return
 
     def _claim(self) -> None:
         """Write the settings into the folder, or check them against those that are there."""

@@ -183,10 +183,10 @@ def preference_records(
     found: list[PreferenceRecord] = []
     for row in rows(file, "preferences"):
         text = row.columns.get("prompt", row.columns.get("caption"))
-        if not isinstance(text, str):
+        if not isinstance(text, str) or not text.strip():
             raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
-        [prompt] = check_prompts([(row.where, Prompt(text))], check=check, heldout=apart)
-        if text not in left_out:
+        [prompt] = check_prompts([(row.where, Prompt(text.strip()))], check=check, heldout=apart)
+        if prompt.text not in left_out:
             found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
     if not found:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
@@ -202,10 +202,10 @@ def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path |
 
     for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
         if {first, second, "label_0"} <= set(columns):
-            label = columns["label_0"]
+            label = _of_cell(columns["label_0"])
             if label not in (0, 0.5, 1):
                 raise UsageError(f"{row.where}, column label_0 is {label!r}, expected 0, 0.5 or 1")
-            if label != 0.5 and columns.get("has_label", True):
+            if label != 0.5 and _of_cell(columns.get("has_label", True)):
                 win, lose = (first, second) if label == 1 else (second, first)
                 yield image(columns[win], win), image(columns[lose], lose)
             return
@@ -221,6 +221,14 @@ def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path |
             f"{row.where}: expected the columns win and lose, or path1 and path2, or image_0, image_1 and label_0, or "
             f"images and rank, got {', '.join(columns)}"
         )
+
+
+def _of_cell(value: Any) -> Any:
+    """Return the number or bool that a cell of a table of text stands for; other values as they are."""
+    try:
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _pair_ranked(

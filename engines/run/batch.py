@@ -17,7 +17,7 @@ from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import step_coefficients
 from fluvial.core.transitions import Transition
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, copy_prompts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling import items as rows_of
@@ -78,8 +78,8 @@ class Batch:
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Prompt of each sample of this rank."""
-        return self.made.result().prompts
+        """Prompt of each sample of this rank, which may be changed."""
+        return copy_prompts(self.made.result().prompts)
 
     @property
     def cond(self) -> Cond:
@@ -111,8 +111,8 @@ class Batch:
         return first_row(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
 
     def prompt(self, number: int) -> Prompt:
-        """Return the prompt of a sample of any rank, by its index in the batch."""
-        return self.plan.asked[number * len(self.plan.asked) // self.share.batch]
+        """Return the prompt of a sample of any rank, by its index in the batch; it may be changed."""
+        return copy_prompts([self.plan.asked[number * len(self.plan.asked) // self.share.batch]])[0]
 
     def spread(self, values: Tensor) -> Tensor:
         """Return numbers of the samples that are learnt from as those of the batch, `[N, ...] -> [B, ...]`, 0 for others."""

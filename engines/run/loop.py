@@ -106,7 +106,8 @@ class Loop:
         """
         rollouts = self.engine.updates // self.config.updates_per_rollout
         with self.engine.gathered_once(), naming_errors(self.method, "learn"):
-            updates = list(self.method.learn(self.run, batch, root))
+            # what a method does to the rewards of its batch changes no record
+            updates = list(self.method.learn(self.run, replace(batch, rewards=copy.deepcopy(batch.rewards)), root))
         if len(updates) != self.config.updates_per_rollout:  # keys, prompts and learning rate are counted by them
             raise UsageError(
                 f"method {self.method.method_name} yielded {len(updates)} updates of a batch, expected epochs x minibatches "

@@ -187,6 +187,15 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return _move_paths(config, move, lambda path: Path(_absolute(str(path))))
 
 
+def expand_home(config: Config) -> Config:
+    """Return settings whose paths that begin with `~` start from the home folder, as a shell has most of them."""
+
+    def move(text: str) -> str | None:
+        return os.path.expanduser(text) if text.startswith("~") else None
+
+    return _move_paths(config, move, lambda path: Path(os.path.expanduser(path)))
+
+
 def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
     """Return the configuration that a run folder records, with paths that hold from the current folder.
 

@@ -15,12 +15,7 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import (
-    Batch,
-    RolloutPlan,
-    make_batch,
-    replace_groups,
-)
+from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch, replace_groups
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job
@@ -288,7 +283,8 @@ class Rollouts:
                 prompts = samples.prompts[i : i + size]
                 with torch.no_grad():
                     images = decoded(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
-                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1))
+                # a copy: the function may fill one buffer in each call
+                parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
             found = torch.cat(parts).to(self.world.device)
         assert found is not None
         return self.world.gather_data(found.contiguous())[: batch.share.batch].cpu()[batch.kept]

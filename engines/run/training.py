@@ -12,7 +12,7 @@ from rich.console import Console
 from fluvial.engines import plugins
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World, collective, init_world
-from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, convert_errors, is_out_of_memory
+from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError, convert_errors, is_out_of_memory
 from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -267,7 +267,7 @@ class Training:
         done = self.trainer.engine.updates
         return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
 
-    def _evaluate(self, name: str, samples: int, probe: Probe, *, extremes: int = 0) -> Evaluation:
+    def _evaluate(self, name: str, samples: int, probe: Probe | None, *, extremes: int = 0) -> Evaluation:
         kept = KeptImages() if extremes and self.trainer.evaluated.evaluators else None
         with wait_for(f"evaluation {name}"):
             result = self.trainer.evaluate(samples, keep=kept, probe=probe)
@@ -293,20 +293,25 @@ class Training:
                 title = f"{kind} of {result.samples} samples, by {result.scores.evaluators[-1]}"
                 self.folder.samples(kind, *chosen, title=title, update=self.trainer.engine.updates)
 
-    def _probe(self) -> Probe:
-        """Return the probe of the model that training began with: taken now, or read where the run is resumed."""
-        trainer, path = self.trainer, self.config.out / "probe.safetensors"
-        with trainer.world.agreed():
-            known = Probe.load(path, trainer.world.device) if trainer.progress.before is not None else None
-        if known is not None:
-            return known
+    def _probe(self) -> Probe | None:
+        """Return the probe of the model that training began with: taken now, or read where the run is resumed.
+
+        None if it cannot be read: the drift is not measured any more.
+        """
+        trainer, path, known = self.trainer, self.config.out / "probe.safetensors", None
+        if trainer.progress.before is not None:
+            try:
+                known = Probe.load(path, trainer.world.device)
+            except RunError as error:
+                self.progress.say(f"{error}; no further evaluation measures it")
+            return known if all(trainer.world.gather_items(known is not None)) else None
         with trainer.engine.inference(average=True) as module:
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)
         if trainer.world.is_main:
             probe.save(path)
         return probe
 
-    def _finish(self, probe: Probe, end: str) -> dict[str, Any]:
+    def _finish(self, probe: Probe | None, end: str) -> dict[str, Any]:
         """Evaluate, export, draw, and return the summary; `end` says why the run stopped early, if it did."""
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)

@@ -17,7 +17,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import read_scores
-from fluvial.engines.scoring.signature import Samples, signature_of
+from fluvial.engines.scoring.signature import KNOWN, Samples, signature_of
 
 TOLERANCE = 1e-10  # relative change of a strength at which the iteration has converged
 MOST_ITERATIONS = 100_000
@@ -60,8 +60,8 @@ def bradley_terry(wins: Tensor, *, prior: float = 0.5) -> Tensor:
     return torch.from_numpy(np.log(p))
 
 
+SHOWN = "images", "videos", "prompts"  # what a judge sees of samples
 # (first images [P, ...], second images [P, ...], prompts) -> 1 where the first is better, 0 the second, 0.5 neither, [P]
-RECORD = "metadata", "condition_images", "latents", "audio"
 Judge = Callable[[Tensor, Tensor, Sequence[str]], Any]
 
 
@@ -73,16 +73,17 @@ class Pairwise:
 
     Args:
         judge: Function `(first, second, prompts)` that returns 1 for each pair whose first image is better, 0 for the
-            second, 0.5 for neither and NaN for no verdict: itself, or module:name, or a reward of the job by its name,
-            whose higher score wins.
+            second, 0.5 for neither and NaN or None for no verdict: itself, or module:name, or a reward of the job by its
+            name, whose higher score wins.
     """
 
     def __init__(self, judge: str | Judge, rewards: Mapping[str, Reward] | None = None) -> None:
         expected = plugins.callable_with("first", "second", "prompts")
         self.reward = (rewards or {}).get(judge) if isinstance(judge, str) else None
-        lacking = [name for name in RECORD if self.reward is not None and signature_of(self.reward).takes(name)]
+        hidden = {*KNOWN} - {*SHOWN}
+        lacking = [] if self.reward is None else [name for name in hidden if signature_of(self.reward).takes(name)]
         if lacking:
-            hint = f"{judge} needs {' and '.join(lacking)}, which are not shown to a judge"
+            hint = f"{judge} needs {' and '.join(sorted(lacking))}, which are not shown to a judge"
             raise UsageError("pairwise:judge", judge, "a reward of images and prompts alone", hint)
         self.judge: Any = judge
         if isinstance(judge, str) and self.reward is None:
@@ -101,8 +102,12 @@ class Pairwise:
             better, worse = scores[first], scores[second]
             won = torch.where(better.isnan() | worse.isnan(), torch.nan, ((better - worse).sign() + 1) / 2)
         else:
-            won = self.judge(images[first], images[second], [prompts[place] for place in first])
-        return win_rates(torch.as_tensor(won).cpu(), len(images))
+            asked = [prompts[place] for place in first]
+            returned = self.judge(images[first], images[second], list(asked))
+            won = read_scores(returned, asked, label="pairwise: the judge").scores
+            if len(wrong := won[(won < 0) | (won > 1)]):
+                raise RunError(f"pairwise: the judge returned {wrong[0]:g}, expected a number from 0 to 1 per pair")
+        return win_rates(won, len(images))
 
 
 def win_rates(won: Tensor, count: int) -> Tensor:

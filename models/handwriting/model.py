@@ -139,10 +139,7 @@ class HandwritingUNet(Codes, PixelModel):
     ) -> Tensor:
         """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers level `[B]`."""
         return module(
-            x,
-            find_timestep(level) if timestep is None else timestep,
-            encoder_hidden_states=cond.tokens,
-            return_dict=False,
+            x, find_timestep(level) if timestep is None else timestep, encoder_hidden_states=cond.tokens, return_dict=False
         )[0]
 
 

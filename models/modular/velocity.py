@@ -105,11 +105,7 @@ class ModularVelocity:
 
 
 def find_velocity(
-    pipe: Any,
-    blocks: Blocks,
-    entered: Entered,
-    parts: tuple[str, ...],
-    compute: torch.dtype,
+    pipe: Any, blocks: Blocks, entered: Entered, parts: tuple[str, ...], compute: torch.dtype
 ) -> ModularVelocity:
     """Return the velocity of a pipeline, found by probes with noise in place of its trained network.
 

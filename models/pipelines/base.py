@@ -24,7 +24,7 @@ from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.device import default_device, has_values, is_accelerator
-from fluvial.models.digests import digest_file, encoding_code, join_digests
+from fluvial.models.digests import describe_code, digest_file, encoding_code, join_digests
 from fluvial.models.host_values import to_device
 from fluvial.models.original.convert import unpack_weights
 from fluvial.models.pipelines import unfilled
@@ -483,6 +483,8 @@ class Pipeline:
 
     def _compute_fingerprint(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
         """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
+        own = [describe_code(kind) for kind in type(self).__mro__[:-1] if not kind.__module__.startswith("fluvial.")]
+        settings = " ".join([settings, *own])  # an adapter outside fluvial is known by its source
         parts = [name for name in self.parts if name.startswith(kinds)]
         every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]
         digests = {str(file.relative_to(self.folder)): digest_file(file) for file in every if file.is_file()}

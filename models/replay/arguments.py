@@ -103,11 +103,7 @@ def arguments(
     if "prompt" not in takes:
         raise ValueError(f"{pipeline} takes no prompt, it takes {', '.join(list(takes)[1:])}")
     height, width, frames = size
-    asked: dict[str, Any] = {
-        "num_inference_steps": steps,
-        "output_type": "latent",
-        "return_dict": False,
-    }
+    asked: dict[str, Any] = {"num_inference_steps": steps, "output_type": "latent", "return_dict": False}
     # A pipeline that takes no size makes images of the size of those that it is given.
     asked |= {name: pixels for name, pixels in (("height", height), ("width", width)) if name in takes}
     if AREA in takes:
@@ -144,13 +140,7 @@ class CallForm(NamedTuple):
 
 
 def forms(
-    takes: Collection[str],
-    prompt: TextPrompt,
-    number: int,
-    *,
-    steps: Sequence[int],
-    rate: int | None = None,
-    crf: int = 0,
+    takes: Collection[str], prompt: TextPrompt, number: int, *, steps: Sequence[int], rate: int | None = None, crf: int = 0
 ) -> list[CallForm]:
     """Return the forms of a call that may make several samples of a prompt, to be tried in order.
 

@@ -170,8 +170,7 @@ class Capture:
         for group in self._groups:
             if len(group.combinations) > 1:
                 raise self._refusal(
-                    None,
-                    "several combinations of the outputs give its velocity; use prompts other than the negative one",
+                    None, "several combinations of the outputs give its velocity; use prompts other than the negative one"
                 )
             each_step = [any(row is not first for row in others) for first, *others in zip(*group.rows, strict=True)]
             flags = iter(each_step)

@@ -288,12 +288,7 @@ def rounding(model: RecordedModel) -> float:
 
 
 def check_replay(
-    module: nn.Module,
-    recording: Recording,
-    *,
-    micro_batch: int,
-    chunks: int | None = None,
-    tolerance: float | None = None,
+    module: nn.Module, recording: Recording, *, micro_batch: int, chunks: int | None = None, tolerance: float | None = None
 ) -> float:
     """Return the largest relative error, in root mean square, of replayed velocities against recorded ones.
 

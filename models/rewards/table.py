@@ -142,14 +142,7 @@ REWARD_MODELS: dict[str, RewardModel] = {
             gradients=True,
         ),
         RewardModel(
-            "clipscore",
-            "clip:ClipScore",
-            "cos(f(x), g(p))",
-            "arXiv 2104.08718",
-            "MIT",
-            *VIT_L,
-            427.6,
-            gradients=True,
+            "clipscore", "clip:ClipScore", "cos(f(x), g(p))", "arXiv 2104.08718", "MIT", *VIT_L, 427.6, gradients=True
         ),
         RewardModel(
             "siglip",

@@ -167,13 +167,9 @@ def _rows() -> dict[str, TinyModular]:
                 "t5_tokenizer": encoders.t5_tokenizer,
                 "text_encoder": encoders.qwen3_encoder,
                 "transformer": partial(
-                    _network,
-                    "CosmosTransformer3DModel",
-                    in_channels=LATENT,
-                    concat_padding_mask=False,
-                    max_size=(8, 32, 32),
+                    _network, "CosmosTransformer3DModel", in_channels=LATENT, concat_padding_mask=False, max_size=(8, 32, 32)
                 ),
-            },
+            }
         ),
         "Cosmos3Distilled": TinyModular(
             {
@@ -195,12 +191,7 @@ def _rows() -> dict[str, TinyModular]:
             **video,
         ),
         "ErnieImage": TinyModular(
-            {
-                "text_encoder": partial(_language, "Mistral3Model"),
-                "tokenizer": _tokenizer,
-                "transformer": _ernie,
-            },
-            size=32,
+            {"text_encoder": partial(_language, "Mistral3Model"), "tokenizer": _tokenizer, "transformer": _ernie}, size=32
         ),
         "Flux2": TinyModular(
             {

@@ -119,6 +119,10 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"blocks.0.to_q.alpha": torch.ones(2)}, r"has the alpha \[2\] at blocks.0.to_q, expected a finite number above 0"),
     ({"blocks.0.to_out.0.alpha": torch.tensor(1.0)}, "is incomplete: blocks.0.to_out.0 has no factor A"),
     ({"blocks.0.to_q.lora_B.weight": torch.full((6, 2), torch.inf)}, "not finite: blocks.0.to_q.lora_B.weight"),
+    (
+        {"blocks.0.to_q.lora_A.weight": torch.ones(2, 4).char()},
+        "has numbers of torch.int8, expected real ones: blocks.0.to_q",
+    ),
     ({"transformer.blocks.0.to_q.lora_B.weight": torch.zeros(6, 2)}, "has several keys for one part of blocks.0.to_q"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)}, "has the rank 0"),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),
@@ -155,6 +159,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": 0}, "has the alpha 0 at blocks.0.to_q, expected a finite number above 0"),
     ({"lora_alpha": float("nan")}, "has the alpha nan at blocks.0.to_q"),
     ({"lora_alpha": "16"}, "has the alpha 16 at blocks.0.to_q"),
+    ({"lora_alpha": None}, "has the alpha None at blocks.0.to_q"),
+    ({"r": None}, "has rank 2 at blocks.0.to_q, and its settings .* say None"),
+    ({"rank_pattern": ["to_q"]}, "has the setting rank_pattern, which is no mapping"),
+    ({"use_dora": True}, "is incomplete: its settings say use_dora, and no layer has lengths of rows"),
     ({"r": 8}, r"has rank 2 at blocks.0.to_q, and its settings \(header or adapter_config.json\) say 8"),
     ({"rank_pattern": {"to_q": 4}}, "has rank 2 at blocks.0.to_q, and its settings .* say 4"),
     ({"init_lora_weights": "pissa_niter_4"}, "is drawn by pissa_niter_4, which changes the base weights"),
@@ -167,6 +175,7 @@ HEADERS = [
     ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
     ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
     ({"ss_network_alpha": "16"}, "has rank 2 and the ss_network_alpha 16 in its header"),
+    ({"lora_adapter_metadata": '{"lora_alpha": 0}'}, "has the alpha 0 at blocks.0.to_q, expected a finite number above 0"),
     ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
 ]
 

@@ -54,7 +54,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
     and unsharded tensors, must be within the plan, which may exceed them by a fifth.
 
     Raises:
-        UsageError: the transformer is not the built-in one, or the number of ranks is not the plan's number of GPUs.
+        UsageError: the transformer is too large for a CPU, or the number of ranks is not the plan's number of GPUs.
         RunError: plan and measurement do not agree.
     """
     if name != "handwriting" and not is_accelerator(default_device()):

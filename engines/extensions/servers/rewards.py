@@ -181,8 +181,12 @@ def _outcomes(name: str, reward: Reward, samples: Sequence[SampleToScore]) -> li
         if len(samples) > 1:
             return [outcome for sample in samples for outcome in _outcomes(name, reward, [sample])]
         return [Outcome(math.nan, {}, f"raised {type(error).__name__} ({one_line(error)})", raised=True)]
-    problem = found.problems[0] if found.problems else ""
+    problems = iter(found.problems)  # one for each score that is NaN
     return [
-        Outcome(score, {part: float(values[number]) for part, values in found.parts.items()}, problem)
+        Outcome(
+            score,
+            {part: float(values[number]) for part, values in found.parts.items()},
+            next(problems) if math.isnan(score) else "",
+        )
         for number, score in enumerate(found.scores.tolist())
     ]

@@ -115,7 +115,8 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         prompt, negative_prompt: texts; None takes the server's negative prompt.
         seed: seed of the first sample; sample i takes seed + i. None lets the server draw one.
         generator_device: device that sglang draws noise on; fluvial's noise is the same on every device.
-        width, height, num_frames, fps: size of a sample; None takes the server's.
+        width, height, num_frames: size of a sample; None takes the server's.
+        fps: frames per second; only a pipeline without an adapter may compute with it, whose own it must be.
         num_inference_steps: steps of the schedule; None takes the server's.
         num_outputs_per_prompt: samples of the prompt.
         guidance_scale, true_cfg_scale: scale of classifier-free guidance, whichever the model has.

@@ -278,12 +278,12 @@ def open_store(folder: Path | str) -> CheckpointStore:
     """Return the storage at a path or an fsspec URL.
 
     Raises:
-        UsageError: fsspec does not know the URL's protocol, or a package for it is missing.
+        UsageError: fsspec does not know the URL's protocol, a package for it is missing, or its host does not answer.
     """
     if isinstance(folder, Path) or "://" not in folder:
         return LocalStore(LocalFileSystem(), str(Path(folder).absolute()), f"{Path(folder) / 'x'}"[:-1])
     spelling = folder if folder.endswith("/") else f"{folder}/"
-    with convert_errors(UsageError, ValueError, ImportError, says=f"{folder.rstrip('/')} cannot be used"):
+    with convert_errors(UsageError, ValueError, ImportError, OSError, says=f"{folder.rstrip('/')} cannot be used"):
         fs, path = url_to_fs(spelling)
     return (LocalStore if isinstance(fs, LocalFileSystem) else RemoteStore)(fs, path, spelling)
 

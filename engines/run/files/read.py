@@ -28,7 +28,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         UsageError: it cannot be read, or is no table.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         found = _parse(text, path.suffix)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error

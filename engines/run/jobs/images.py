@@ -1,7 +1,6 @@
 """Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
 
 import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import Preferences
-from fluvial.models.digests import digest_file
+from fluvial.models.digests import describe_code
 
 
 def with_images(job: Job, config: TrainConfig) -> Job:
@@ -41,6 +40,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         encode=encode,
         shapes=shapes if job.encode is None else {None: job.shape},
         skip=config.data.errors == "skip",
+        compare=_fingerprint(job) is None,
     )
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
@@ -103,19 +103,12 @@ def _keys(images: Tensor) -> Key:
 
 def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
     """Return what an encoded image depends on besides its file and its size."""
-    fingerprint: Any = getattr(job.model, "image_encoder", None)
-    if job.encode is not None or fingerprint is None:
-        known = f"{config.model} {_code_of(job.encode or cast(Any, job.model).encode_images)}"
-    else:
-        known = fingerprint()
+    fingerprint = _fingerprint(job)
+    code = None if fingerprint is not None else describe_code(job.encode or cast(Any, job.model).encode_images)
+    known = f"{config.model} {code}" if fingerprint is None else fingerprint()
     return {"encoder": f"{type(job.model).__name__} {known}", "latents": config.pipeline.latents}
 
 
-def _code_of(function: Any) -> str:
-    """Return the name of a function, with a digest of its source where Python has it."""
-    inner = inspect.unwrap(function)
-    name = f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
-    try:
-        return f"{name} {digest_file(inspect.getsource(inner).encode())}"
-    except (OSError, TypeError):
-        return name
+def _fingerprint(job: Job) -> Callable[[], str] | None:
+    """Return the model's function that names all that its encoded images depend on; None of a user-defined encoder."""
+    return None if job.encode is not None else getattr(job.model, "image_encoder", None)

@@ -89,6 +89,9 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, every=COUNT, keep=COUNT)
+        for name in ("folder", "resume_from"):
+            if getattr(self, name) == "":
+                raise UsageError(f"checkpoint.{name}", "", "a folder or a URL", "the current folder is .")
 
 
 @dataclass(frozen=True)

@@ -181,10 +181,7 @@ def _free_on_host() -> int:
 
 def _free_in_container(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that the control group of this process still allows."""
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for most, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
         try:
             return max(int((root / most).read_text(encoding="utf-8")) - int((root / used).read_text(encoding="utf-8")), 0)
         except (OSError, ValueError):  # no such file, or no limit

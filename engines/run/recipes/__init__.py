@@ -405,10 +405,7 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
     return of_model(
         model,
         Raft(sampling=SamplingConfig(prompts=48, group=24, sampler=Ode())),
-        tuned={
-            **ONE_UPDATE,
-            "method": Raft(sampling=replace(ODE, sampler=Ode("dpmpp_2m")), kl=KLConfig(coef=1.0)),
-        },
+        tuned={**ONE_UPDATE, "method": Raft(sampling=replace(ODE, sampler=Ode("dpmpp_2m")), kl=KLConfig(coef=1.0))},
     )
 
 

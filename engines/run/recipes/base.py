@@ -14,9 +14,7 @@ from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, Pipelin
 from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import (
-    RandomWindow,
-)
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 

@@ -33,12 +33,7 @@ from fluvial.engines.run.recipes.base import (
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import (
-    Candidates,
-    RandomWindow,
-    Splits,
-    StratifiedRecorded,
-)
+from fluvial.engines.sampling.window import Candidates, RandomWindow, Splits, StratifiedRecorded
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ SEEN: dict[str, tuple[bytes, Any]] = {
     **{
         f"{kind} turned by EXIF {number}": (turned(kind, number), np.rot90(COLOUR, times))
         for kind in ("PNG", "TIFF", "WEBP")
-        for number, times in ((3, 2), (6, 3), (8, 1))
+        for number, times in ((3, 2), (6, 3), (8, 1), (9, 0))  # there are 8
     },
 }
 
@@ -292,6 +293,15 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
     Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1][0], compress_level=0)
     cache(tmp_path, again).fill(images, one)
     assert again.count in (1, 2)  # the damaged file may be that of the image that changed
+
+
+def test_an_encoder_that_encloses_another_number_is_another(tmp_path: Path, one: World) -> None:
+    """Where the settings do not say all, an image that is there is encoded again and compared."""
+    images = images_of(tmp_path)
+    for factor, says in ((2.0, None), (2.0, None), (3.0, r"cache holds another sample of .*a\.png than encode returns")):
+        made = cache(tmp_path, lambda images, factor=factor: images[:, :, ::2, ::2] * factor, compare=True)
+        with nullcontext() if says is None else pytest.raises(UsageError, match=says):
+            made.fill(images, one)
 
 
 def test_an_image_is_known_by_its_bytes(tmp_path: Path, one: World) -> None:

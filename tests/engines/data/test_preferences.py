@@ -81,11 +81,17 @@ def ranked(**changes: Any) -> str:
 def test_two_images_with_a_label(tmp_path: Path) -> None:
     """Pick-a-Pic: the label says which is preferred; ties and pairs without a label are left out."""
     write_preferences(tmp_path, chosen(1))
-    lines = [rated(), rated(label_0=0), rated(label_0=0.5), rated(has_label=False)]
-    (tmp_path / PREFERENCES).write_text("\n".join(lines))
-    first, second = preference_records(tmp_path, check=tiny.Tiny().check_prompt)
-    assert (first.win, first.lose) == (tmp_path / "000000-win.png", tmp_path / "000000-lose.png")
-    assert (second.win, second.lose) == (first.lose, first.win)
+    rows = [
+        json.loads(rated(**{"has_label": True, **row}))
+        for row in ({}, {"label_0": 0}, {"label_0": 0.5}, {"has_label": False})
+    ]
+    (tmp_path / PREFERENCES).write_text("\n".join(map(json.dumps, rows)))
+    text = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+    (tmp_path / "pairs.csv").write_text("\n".join(text))
+    for path in (tmp_path, tmp_path / "pairs.csv"):  # a table of text has no numbers
+        first, second = preference_records(path, check=tiny.Tiny().check_prompt)
+        assert (first.win, first.lose) == (tmp_path / "000000-win.png", tmp_path / "000000-lose.png")
+        assert (second.win, second.lose) == (first.lose, first.win)
 
 
 def test_several_ranked_images(tmp_path: Path) -> None:
@@ -153,7 +159,8 @@ def other(size: int, *sides: str) -> Callable[[Path], str]:
         (lambda folder: '{"prompt": "1", "win": "a.png"}', "line 1: expected the columns win and lose, .*, got prompt, win"),
         (lambda folder: line(prompt="x"), "line 1: prompt 'x' is no digit"),
         (lambda folder: line(prompt=3), "line 1: expected a column prompt or caption of text"),
-        (lambda folder: line() + "\n" + line(prompt="4"), "line 2: '4' is held out for evaluation, never trained on"),
+        (lambda folder: line(prompt=" "), "line 1: expected a column prompt or caption of text"),
+        (lambda folder: line() + "\n" + line(prompt="4 "), "line 2: '4' is held out for evaluation, never trained on"),
         (
             lambda folder: line() + "\n" + line(lose="gone.png"),
             r"line 2, column lose names gone\.png, and there is no such file",

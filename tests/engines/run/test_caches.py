@@ -1,5 +1,7 @@
 """Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_pipelines
+from helpers.marks import Patch
 from PIL import Image
 
 from fluvial.engines.engine.world import World
@@ -64,6 +67,21 @@ def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_pat
     asked = job(folder, tmp_path)
     settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions]
     assert len({each["encoder"] for each in settings}) == 3
+
+
+def test_an_adapter_outside_fluvial_is_known_by_its_source(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """What it encodes, of prompts and of images, is encoded again after a change."""
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for number in (1, 2):
+        text = f"from fluvial.models.pipelines.sd3 import SD3\n\n\nclass Own(SD3):\n    number = {number}\n"
+        (tmp_path / f"own{number}.py").write_text(text)
+        kind = importlib.import_module(f"own{number}").Own
+        kind.__module__ = "own"
+        monkeypatch.setitem(sys.modules, "own", sys.modules[f"own{number}"])
+        adapter = kind(folder / "sd3")
+        found += [(adapter.image_encoder(), adapter._encoders())]
+    assert {*found[0]}.isdisjoint(found[1])
 
 
 def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:

@@ -1,6 +1,7 @@
 """Diagnostics: how far the samples of a group lie apart, and how far a model has gone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.training import Training
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.diversity import diversity, thumbnails
 from fluvial.engines.sampling.generate import on_device
@@ -117,3 +119,15 @@ def test_a_probe_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"probe\.safetensors, the probe that drift is measured with, cannot be") as error:
             Probe.load(path, CPU)
         assert "\n" not in str(error.value)
+
+
+def test_a_run_goes_on_without_a_probe(one: World, tmp_path: Path) -> None:
+    """Drift is not measured any more, as a line says."""
+    lines: list[str] = []
+    trainer = SimpleNamespace(progress=SimpleNamespace(before={}), world=one)
+    resumed: Any = SimpleNamespace(
+        trainer=trainer, config=SimpleNamespace(out=tmp_path), progress=SimpleNamespace(say=lines.append)
+    )
+    assert Training._probe(resumed) is None
+    assert "probe.safetensors" in lines[0]
+    assert lines[0].endswith("no further evaluation measures it")

@@ -12,6 +12,8 @@ from helpers import handwriting_jobs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fluvial.engines.cli.train import configure
+from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
@@ -140,6 +142,26 @@ def test_it_is_known_of_every_text_whether_it_is_a_path() -> None:
         if {str, tuple[str, ...]} & {kind, *get_args(kind)}
     }
     assert texts == NAMES | set(TEXTS)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In settings as in a shell, which leaves `--out=~/run` as it is; other texts stay, and a path may not be empty."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [
+        "--model=~/m",
+        "--out=~/run",
+        "--checkpoint.folder=~/c",
+        "--prompts",
+        "~/a.txt=2",
+        "b~.txt",
+        "--rewards",
+        "x:weights=~/w",
+    ]
+    found = configure("train", ["grpo", *words])
+    assert (found.model, found.out, found.checkpoint.folder) == (f"{tmp_path}/m", tmp_path / "run", f"{tmp_path}/c")
+    assert (found.prompts, found.rewards) == ((f"{tmp_path}/a.txt=2", "b~.txt"), (f"x:weights={tmp_path}/w",))
+    with pytest.raises(UsageError, match=r"checkpoint\.folder is '', expected a folder or a URL"):
+        configure("train", ["grpo", "--checkpoint.folder", ""])
 
 
 def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def objective(name: str, wrap: Wrap) -> Any:
         record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))
         for part in run.minibatches(record(run.grade(batch)), key, self.passes):
             yield run.update(part, self.loss)
+        wrap(lambda *held: None)([*batch.prompts, batch.prompt(0)], batch.rewards)
 
     space = {name: method(name) for name in ("loss", "implicit_reward", "centre") if hasattr(row, name)}
     space |= {"learn": learn} if name == "clipped" else {}
@@ -147,6 +148,8 @@ KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
     "sampler": lambda wrap: ({"sampling": sampler(wrap, rule=False)}, {}),
     "rule of a sampler": lambda wrap: ({"sampling": sampler(wrap, rule=True)}, {}),
     **{name: lambda wrap, name=name: ({"method": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
+    # its batch has prompts whose records the evaluator reads
+    "clipped": lambda wrap: ({"method": objective("clipped", wrap)}, {"evaluators": {"first": scored}}),
 }
 
 

@@ -54,6 +54,20 @@ def test_a_transitive_judge_ranks_the_group() -> None:
     assert float(first.mean()) == 0.5
 
 
+def shown(images: Tensor, prompts: Sequence[str], condition_videos: Any, model_inputs: Any) -> Tensor:
+    return images.mean((1, 2, 3))
+
+
+def test_a_missing_verdict_costs_one_comparison() -> None:
+    """None is no verdict, as NaN; a number that is no verdict is an error."""
+    values = images(0.1, 0.9, 0.3)
+    for missing in (None, float("nan")):
+        assert Pairwise(lambda *pairs, missing=missing: [0, missing, 1.0])(values, PROMPTS[:3], 0).tolist() == [0, 1, 0]
+    for wrong, line in ([-1, 1, 1], "the judge returned -1, expected"), ([1, 1], r"returned shape \[2\] for 3 images"):
+        with pytest.raises(RunError, match=line):
+            Pairwise(lambda *pairs, wrong=wrong: wrong)(values, PROMPTS[:3], 0)
+
+
 def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
     """A reward of the job, or a function; a run learns from the rates of whole groups."""
     by_score = select({"brightness": tiny.brightness}, ["pairwise:judge=brightness=0.5"])["pairwise"]
@@ -66,6 +80,8 @@ def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
         select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
     with pytest.raises(UsageError, match="a reward of images and prompts alone: told needs metadata"):
         select({"told": lambda images, prompts, metadata: images.mean((1, 2, 3))}, ["pairwise:judge=told"])
+    with pytest.raises(UsageError, match="told needs condition_videos and model_inputs"):
+        select({"told": shown}, ["pairwise:judge=told"])
     mapped = {"mapped": lambda images, prompts: {"score": tiny.brightness(images, prompts)}}
     judged: Any = select(mapped, ["pairwise:judge=mapped"])["pairwise"][0]
     assert torch.equal(judged(values, PROMPTS, group=0), found)

@@ -176,6 +176,7 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
     _check_texts(request, guidance, policy)
     prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
     policy.check_guidance(guidance)
+    policy.check_rate(request.fps)
     shape = policy.latent_shape(request.height, request.width, request.num_frames)
     steps = request.num_inference_steps or policy.steps
     check_steps(request, steps)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from fluvial.models.host_values import fresh_copy
 from fluvial.models.protocol import Weights
 
 Result = TypeVar("Result")
+RATES = "frame_rate", "fps"  # arguments of a pipeline's call
 
 
 class ServedPolicy:
@@ -107,6 +108,15 @@ class ServedPolicy:
                 f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
                 f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened"
             )
+
+    def check_rate(self, fps: int | None) -> None:
+        """Raise RequestError for another frame rate than that of a recorded pipeline whose call takes one."""
+        model: Any = self.model
+        asked, takes = getattr(model, "asked", {}), getattr(model, "takes", {})
+        for name in RATES if fps is not None and is_recorded(model) else ():
+            own = asked.get(name, takes[name].default) if name in takes else fps
+            if own != fps:
+                raise RequestError(f"fps is {fps}, and this pipeline was opened with {name} {own}: leave fps out")
 
     def check_resumed(self) -> None:
         """Raise RequestError if the weights are released."""

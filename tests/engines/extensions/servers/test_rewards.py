@@ -102,9 +102,9 @@ def test_flow_factorys_client_is_served() -> None:
 
 def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
     return {
-        "score": [1.0, float("nan"), 3.0],
+        "score": [1.0, float("nan"), 3.0, None][: len(prompts)],
         "length": [float(len(prompt)) for prompt in prompts],
-        "odd": [float("nan")] * 3,
+        "odd": [float("nan")] * len(prompts),
     }
 
 
@@ -112,12 +112,13 @@ def test_all_numbers_of_a_reward_are_sent() -> None:
     """UniRL's format has a place for them; a score that is no number is null, or an error with its reason."""
     served = app(several)
     assert FlowFactory(client(served))(IMAGES[:3], PROMPTS[:3]).nan_to_num(-1).tolist() == [1, -1, 3]
-    image = FlowFactory(client(None))._payload(IMAGES[:3], list(PROMPTS[:3]))["image"]
-    turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:3], image, strict=True)]
+    image = FlowFactory(client(None))._payload(IMAGES[:4], list(PROMPTS[:4]))["image"]
+    turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:4], image, strict=True)]
     body = {"requests": [{"history": turn, "required_rewards": ["several"]} for turn in turns]}
     found = asyncio.run(asgi.call(served, "/score", body)).value
-    assert found["results"] == [{"several": {"score": 1, "length": 1}}, {}, {"several": {"score": 3, "length": 3}}]
+    assert found["results"] == [{"several": {"score": 1, "length": 1}}, {}, {"several": {"score": 3, "length": 3}}, {}]
     assert "reward 'several' is nan for prompt 'bb'" in found["errors"][1]["several"]
+    assert f"reward 'several' is None for prompt '{PROMPTS[3]}'" in found["errors"][3]["several"]
 
 
 def test_the_image_of_a_prompt_reaches_the_reward() -> None:

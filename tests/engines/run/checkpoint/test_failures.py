@@ -20,12 +20,13 @@ from fluvial.engines.run.checkpoint import checkpoint, storage
     [
         ("tape://deck/run", "tape://deck/run cannot be used: Protocol not known: tape"),
         ("s3://bucket/run", "s3://bucket/run cannot be used: Install s3fs"),
+        ("ftp://127.0.0.1:9/run", "ftp://127.0.0.1:9/run cannot be used: Connection refused"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_a_usage_error(
     one: World, behind: World, monkeypatch: pytest.MonkeyPatch, url: str, says: str
 ) -> None:
-    """An unknown protocol, and one whose package is not installed; in one line."""
+    """An unknown protocol, one whose package is not installed, and a host that does not answer; in one line."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     calls: list[Callable[[], Any]] = [
         lambda: save(url, one, update=1),

@@ -57,6 +57,8 @@ def test_a_file_stands_over_its_recipe_and_below_the_flags(tmp_path: Path) -> No
     """YAML, TOML and JSON say the same; a recipe may be typed or stand in the file."""
     yaml = written(tmp_path, YAML.replace("lora-rank", "lora.rank"))
     base, found = recipes.grpo(), configure("train", [str(yaml)])
+    yaml.write_text(yaml.read_text(), encoding="utf-8-sig")  # as editors of Windows write it
+    assert configure("train", [str(yaml)]) == found
     assert (found.optimizer.lr, found.method.sampling.group, found.lora.rank) == (1e-4, 4, 3)
     assert (found.rewards, found.prompts, found.lora.targets) == (("characters",), ("a.txt", "0427"), None)
     assert found.method.kl.coef == 0.1  # type: ignore[attr-defined]

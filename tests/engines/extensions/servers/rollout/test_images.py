@@ -5,7 +5,9 @@ import io
 import json
 import os
 from collections.abc import Callable
+from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits, check_file
-from fluvial.engines.extensions.servers.rollout.policy import open_policy
+from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
 from fluvial.engines.extensions.wire.request import RequestLimits
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
@@ -129,6 +131,17 @@ def test_videos_and_sounds_are_bounded() -> None:
     assert check_file(wave, "audio", 1) == wave
     with pytest.raises(RequestError, match="image_path: audio cannot be read as WAV"):
         check_file(b"fLaC", "audio", 500)
+
+
+def test_a_frame_rate_that_the_pipeline_does_not_use_is_refused() -> None:
+    """It is an argument of the calls that are recorded; nothing else depends on it."""
+    takes = {"frame_rate": Parameter("frame_rate", Parameter.KEYWORD_ONLY, default=24)}
+    recorded = SimpleNamespace(recorded=True, takes=takes, asked={})
+    for model in (recorded, SimpleNamespace(recorded=True, takes={}, asked={}), SimpleNamespace()):
+        ServedPolicy.check_rate(SimpleNamespace(model=model), 24)  # type: ignore[arg-type]
+    recorded.asked["frame_rate"] = 25
+    with pytest.raises(RequestError, match="fps is 24, and this pipeline was opened with frame_rate 25"):
+        ServedPolicy.check_rate(SimpleNamespace(model=recorded), 24)  # type: ignore[arg-type]
 
 
 def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server, folder: Path) -> None:
