@@ -147,7 +147,7 @@ def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
     lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True, delimiter=delimiter)
     filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
     try:
-        header = next(filled, [])
+        header, cells = next(filled, []), None
         if repeated := [name for name in header if header.count(name) > 1]:
             raise UsageError(f"{label}, line 1 names the column {repeated[0]!r} twice")
         for cells in filled:
@@ -155,6 +155,8 @@ def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
             if len(cells) != len(header):
                 raise UsageError(f"{where} has {len(cells)} cells, expected {len(header)} as in the header")
             yield FileRecord(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
+        if header and cells is None:
+            raise UsageError(f"{label} has one line, {','.join(header)!r}, expected a header with rows below it")
     except csv.Error as error:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
 

@@ -324,6 +324,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.csv", "prompt,tag\na fox\n"), "a.csv, line 2 has 1 cells, expected 2"),
     (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1 names the column 'prompt' twice"),
     (text("a.csv", 'prompt\n"a fox"x\n'), "a.csv, line 2 is not CSV"),
+    (text("a.csv", "a fox, red\n\n"), "a.csv has one line, 'a fox, red', expected a header with rows below it"),
     (text("a.csv", "text\na fox\n"), "a.csv, line 2 has no column prompt, it has text"),
     (damaged_parquet, "a.parquet cannot be read: "),
     (damaged_data_set, "a cannot be read: data-00001-of-00002.arrow is truncated"),
