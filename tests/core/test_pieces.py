@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_objectives_on_noised_samples_take_a_level_per_row() -> None:
     # Both know the velocity times the level alone.
     scaled = level[..., None] * v, level[..., None] * v_old
     prob = torch.tensor([0.2, 0.9], dtype=torch.float64)
-    numbers = {"beta": 0.3, "adv_clip": 5.0}
+    numbers: dict[str, Any] = {"beta": 0.3, "adv_clip": 5.0}
     assert_close(nft_loss(v, v_old, x0, x, level, prob, **numbers), nft_loss(*scaled, x0, x, 1.0, prob, **numbers))
     assert_close(scaled_mse(v, v_old, level), scaled_mse(*scaled, 1.0))
     error = prob + 1
