@@ -240,7 +240,7 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
         RunError: the run does not fit, or an error ended it.
     """
     register()  # before the backward passes of the closed form
-    config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"))
+    config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"), gpu=asked.gpu)
     if saved is not None:
         console.print(saved, highlight=False)
     gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))

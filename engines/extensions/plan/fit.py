@@ -73,7 +73,7 @@ def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
     return table(f"{name}: {unit.name} on each GPU", ("update", "rollout", "saves"), rows)
 
 
-def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[TrainConfig, Any]:
+def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: str | None = None) -> tuple[TrainConfig, Any]:
     """Return a run with the settings that fit into `engine.fit`, and a table of what each saves; None without `fit`.
 
     Text encoders run once and go, into a cache in the run's folder, unless a cache is named; they are quantised if they do
@@ -84,6 +84,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
         config: run.
         ranks: number of GPUs.
         device: device of the computation, which decides compute="auto".
+        gpu: name of the GPU, by default that of this machine.
 
     Raises:
         UsageError: the network's inputs are not known.
@@ -92,7 +93,8 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     if config.engine.fit is None:
         return config, None
     name = base_model(config.model)
-    asked = plan_of(config, name, ranks, device)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
+    asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
     sizes = {} if name in MODELS else _text_sizes(config, name, half=_is_half(config, device))
     try:
         steps = steps_to_fit(name, asked, ENGINE_KNOBS, beside=min(sizes.values(), default=0))

@@ -59,8 +59,8 @@ def counted(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 @pytest.mark.parametrize(
     ("offload", "sharding"),
     [
-        ("blocks", {"base": "int8", "checkpointing": "block"}),
         (3, {"compute": "bfloat16"}),
+        pytest.param("blocks", {"base": "int8", "checkpointing": "block"}, marks=pytest.mark.long),
         pytest.param("blocks", {"checkpointing": "host"}, marks=pytest.mark.long),
         pytest.param(3, {"base": "nf4", "checkpointing": "selective"}, marks=pytest.mark.long),
     ],
@@ -121,6 +121,7 @@ def test_blocks_with_two_streams_called_by_keyword(name: str) -> None:
         assert torch.equal(plain, swapped)
 
 
+@pytest.mark.long
 def test_a_pass_that_ends_halfway_leaves_nothing(one: World) -> None:
     """The next update is as if it had not been."""
     plain, swapped = engine(one), engine(one, offload="blocks")

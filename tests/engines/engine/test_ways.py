@@ -30,7 +30,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shards, reshard": ({}, {"offload": "always", "comm": "reshard", "checkpointing": "block"}),
     **{base: ({}, {"base": base}) for base in get_args(Base)},
 }
-QUICK = [name if name == "nf4" or name not in get_args(Base) else long(name) for name in WAYS]
+QUICK = [long(name) if name in get_args(Base) else name for name in WAYS]
 
 
 @contextmanager
