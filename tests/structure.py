@@ -4,7 +4,8 @@
     python -P tests/structure.py --bounds   those of an update that are bounded, as JSON
 
 Functions are those that the second update calls, on the built-in model. Folders that do not exist count nothing, so that the
-numbers of two trees can be set side by side. test_structure.py holds the tree to `BOUNDS`, which only fall, but for the lines of what an issue asks for.
+numbers of two trees can be set side by side. test_structure.py holds the tree to `BOUNDS`, which may only fall; lines
+may rise for what an issue asks for.
 """
 
 import ast

@@ -373,11 +373,8 @@ def _is_video(frames: int, shape: tuple[int, ...]) -> bool:
 
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
-    rewards = (
-        select(job.rewards, config.rewards, videos=_is_video(config.pipeline.frames, job.shape))
-        if config.method.is_scored
-        else {}
-    )
+    videos = _is_video(config.pipeline.frames, job.shape)
+    rewards = select(job.rewards, config.rewards, videos=videos) if config.method.is_scored else {}
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
     if config.method.is_scored and not rewards and config.method.needs.rewards is not None:

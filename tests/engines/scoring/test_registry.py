@@ -170,6 +170,13 @@ def test_what_is_no_reward_is_refused(names: Sequence[str], says: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_reward_of_videos_is_refused_where_samples_are_images() -> None:
+    """Before its weights are asked for; one of the job by that name is taken."""
+    with pytest.raises(UsageError, match=r"^rewards 'videoreward' scores videos, and samples are images"):
+        select({}, ("videoreward",), videos=False)
+    assert select({"videoreward": tiny.brightness}, ("videoreward",), videos=False)
+
+
 def test_evaluators_are_checked_too() -> None:
     """The message names the evaluator."""
 
