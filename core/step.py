@@ -119,23 +119,15 @@ def policy_loss(
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
-    return add_kl(loss, info, kl, kl_coef, scale, transition, v, v_ref, reduction)
+    if kl is None or v_ref is None:
+        return loss, info
+    return add_kl(loss, info, kl, weigh_kl(kl, scale, transition, v, v_ref, reduction), kl_coef)
 
 
 def add_kl(
-    loss: PerSample,
-    info: PolicyInfo,
-    kl: PerSample | None,
-    kl_coef: Scalar,
-    scale: Tensor | float,
-    transition: Transition,
-    v: Samples,
-    v_ref: Samples | None,
-    reduction: Reduction,
+    loss: PerSample, info: PolicyInfo, kl: PerSample, weighed: PerSample, kl_coef: Scalar
 ) -> tuple[PerSample, PolicyInfo]:
-    """Return a surrogate with its KL term, kl_coef scale KL, and its diagnostics; both as they are where kl is None."""
-    if kl is None or v_ref is None:
-        return loss, info
+    """Return a surrogate with its KL term, kl_coef times what `weigh_kl` makes of the KL, and its diagnostics."""
     kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
     return loss + kl_coef * weigh_kl(kl, scale, transition, v, v_ref, reduction), PolicyInfo(
         *info[:-1], kl_ref=kl.detach()

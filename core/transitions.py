@@ -283,7 +283,9 @@ def _scalars(
     batched = [value for value in tensors_given.values() if value.ndim > 0]
     device = next((value.device for value in [*batched, *tensors_given.values()]), torch.device("cpu"))
     tensors = {name: to_device(torch.as_tensor(value, dtype=dtype), device) for name, value in scalars.items()}
-    shape = max((value.shape for value in batched), key=len, default=torch.Size([1]))
+    shape = batched[0].shape if batched else torch.Size([1])
+    for value in batched:
+        shape = value.shape if value.ndim > len(shape) else shape
     if len(shape) == 2 and tensors.get("sigma_max", tensors[next(iter(tensors))]).shape == shape[1:]:
         tensors["sigma_max"] = tensors["sigma_max"].expand(shape)
     batch = shape[0]

@@ -220,8 +220,11 @@ def policy_loss(
             v, v_ref, v_uncond = samples["v"], samples.get("v_ref"), samples.get("v_uncond")
             log_prob, kl = _score_rows(transition, samples, scale, form, reduction)
             clipped = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+            if kl is None or v_ref is None:
+                return clipped
             guided = step.apply_guidance(name, v, v_uncond, scale)
-            return step.add_kl(*clipped, kl, kl_coef, kl_scale, transition, guided, v_ref, reduction)
+            weighed = step.weigh_kl(kl, kl_scale, transition, guided, v_ref, reduction)
+            return step.add_kl(*clipped, kl, weighed, kl_coef)
         *coefficients, g, old, weight, factor = _float32(
             v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
         )

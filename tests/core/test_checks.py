@@ -134,7 +134,7 @@ CASES: list[Case] = [
     (lambda: gaussian.log_prob(STEP, X, X, X, reduction="none"), ValueError, "log_prob: reduction is 'none'"),
     (lambda: gaussian.kl(STEP, X, X, reduction="max"), ValueError, "kl: reduction is 'max'"),
     (lambda: transitions.ode(S, S[:2]), ValueError, r"ode: sigma_next has shape \[2\], expected \[\] or \[3\]"),
-    (lambda: transitions.cps(S[:, None], S, eta=0.5), ValueError, r"cps: sigma has shape \[3, 1\]"),
+    (lambda: transitions.cps(S[:, None], S, eta=0.5), ValueError, r"cps: sigma_next has shape \[3\]"),
     (lambda: transitions.ode(GROUP, S), TypeError, "ode: sigma is torch.int64"),
     (lambda: transitions.flow_sde(S, S, eta=0.5, sigma_max=S[:2]), ValueError, r"flow_sde: sigma_max has shape \[2\]"),
     *(

@@ -148,6 +148,12 @@ def sampled(sigma_next: Tensor, *, name: str = "flow_sde", eta: Tensor | float =
     return floats(run(**{"key": random.key(3), **options}))
 
 
+def _added(t: Tensor) -> Tensor:
+    """Return a loss with a KL, both in the dtype that a surrogate computes in."""
+    wide = t if t.dtype == torch.float64 else t.float()
+    return step.add_kl(wide, policy.PolicyInfo(wide, wide, wide, wide, wide), wide, wide, 0.1)[0]
+
+
 def planned(window: Any = None, **options: Any) -> table.StepPlan:
     sampler = transitions.bind("flow_sde", 0.7, GRID)
     return table.plan(GRID, sampler, batch=BATCH, window=window, **options)
@@ -510,10 +516,14 @@ ROWS = (
         "std v dt",
         still="std v",
     ),
+    FunctionCall("step.add_kl", _added, "t"),
     FunctionCall("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
     FunctionCall("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
     FunctionCall("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
     FunctionCall("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
+    FunctionCall(
+        "table.step_coefficients", lambda x: x * table.step_coefficients(transitions.ode, sigmas.linear(4)).b.sum(), "x"
+    ),
     FunctionCall("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), "x"),
     FunctionCall(
         "transitions.bind", lambda eta, **levels: transitions.bind("cps", eta, GRID)(*levels.values()), LEVELS, {"eta": 0.6}
@@ -549,6 +559,7 @@ ROWS = (
     FunctionCall("checks.type_of", host(lambda: len(checks.type_of(3))), "x"),
     FunctionCall("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
     FunctionCall("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
+    FunctionCall("checks.first_row", lambda t, x: checks.per_sample(checks.first_row(t), x) * x, "t x"),
     FunctionCall("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, "t x"),
 )
 
