@@ -129,9 +129,7 @@ def add_kl(
 ) -> tuple[PerSample, PolicyInfo]:
     """Return a surrogate with its KL term, kl_coef times what `weigh_kl` makes of the KL, and its diagnostics."""
     kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
-    return loss + kl_coef * weigh_kl(kl, scale, transition, v, v_ref, reduction), PolicyInfo(
-        *info[:-1], kl_ref=kl.detach()
-    )  # torch 2.11 compiles no _replace
+    return loss + kl_coef * weighed, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
 def kl_scale(
