@@ -7,6 +7,7 @@ import pytest
 from helpers import launch, tiny_modular
 from helpers.marks import long
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 SHORT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 2 "
     "--passes.minibatches 1 --final-samples 2 --evaluation.every 0 --rewards jpeg"
