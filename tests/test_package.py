@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_pinned_versions_satisfy_the_ranges() -> None:
         optional = marker is not None and "extra ==" in str(marker) and not marker.evaluate({"extra": "test"})
         if not optional or importlib.util.find_spec(name.replace("-", "_")):
             assert importlib.metadata.version(name).split("+")[0] == pins[name], name
+
+
+def test_the_container_has_the_pinned_torch_before_fluvial() -> None:
+    """A layer of its own, so that a change of fluvial downloads no torch; every copied file and named extra is there."""
+    text = (ROOT / "engines" / "run" / "process" / "Dockerfile").read_text(encoding="utf-8")
+    steps = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert [line.split()[0] for line in steps] == "FROM ARG RUN COPY RUN COPY RUN WORKDIR ENTRYPOINT".split()
+    constraints, torch, tree, package = steps[3:7]
+    assert "grep '^torch==' /fluvial/constraints.txt | xargs pip install" in torch
+    assert any(line.startswith("torch==") for line in (ROOT / constraints.split()[1]).read_text().splitlines())
+    assert tree == "COPY . /fluvial"
+    assert "-c /fluvial/constraints.txt '/fluvial[" in package
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(package.split("[")[1].split("]")[0].split(",")) <= set(known)
+    assert "torchvision" not in text
 
 
 def test_the_oldest_torch_has_all_that_is_used_of_it() -> None:

@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
     "sample": ("MODEL", "Draw images of prompts into one PNG."),
     "export": ("RUN", "Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as)."),
+    "push": ("FOLDER NAME", "Upload exported weights with their model card to the Hub; without --upload only list them."),
     "preferences": ("MODEL", "Draw samples and write the best and the worst of each prompt to a folder, for train dpo."),
     "serve": ("MODEL", "Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000."),
     "serve-rewards": ("NAME", "Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000."),
