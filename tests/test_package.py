@@ -126,7 +126,7 @@ def test_the_container_has_the_pinned_torch_before_fluvial() -> None:
     """A layer of its own, so that a change of fluvial downloads no torch; every copied file and named extra is there."""
     text = (ROOT / "engines" / "run" / "process" / "Dockerfile").read_text(encoding="utf-8")
     steps = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert [line.split()[0] for line in steps] == "FROM ARG RUN COPY RUN COPY RUN WORKDIR ENTRYPOINT".split()
+    assert " ".join(line.split()[0] for line in steps) == "FROM ARG RUN COPY RUN COPY RUN WORKDIR ENTRYPOINT"
     constraints, torch, tree, package = steps[3:7]
     assert "grep '^torch==' /fluvial/constraints.txt | xargs pip install" in torch
     assert any(line.startswith("torch==") for line in (ROOT / constraints.split()[1]).read_text().splitlines())
