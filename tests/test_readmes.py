@@ -90,6 +90,8 @@ OTHERS = (
     "--import-mode",
     "--device",
     "--only",
+    "--upload",
+    "--public",
 )
 
 
@@ -175,7 +177,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench.trial import pipelines as trial
     from fluvial.engines import run as training
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
+    from fluvial.engines.cli import preferences, processes, push, sample, serve, serve_rewards
     from fluvial.engines.extensions.dryrun import run as dry_runs
     from fluvial.engines.extensions.plan import check, fit, plan, simulate
     from fluvial.engines.run import exports
@@ -206,6 +208,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (check, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
+        (push, "find_weights", Path()),
         (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
         (bench, "update", None),

@@ -27,7 +27,7 @@ def run(args: Sequence[str]) -> None:
         raise UsageError(f"unknown flag {unknown[0]} (fluvial push --help)")
     if len(words) != 2:
         raise UsageError(f"push takes a folder and OWNER/NAME, got {' '.join(words) or 'nothing'} (fluvial push --help)")
-    folder, name = _find_weights(Path(words[0])), words[1]
+    folder, name = find_weights(Path(words[0])), words[1]
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -46,7 +46,7 @@ def run(args: Sequence[str]) -> None:
         print(api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Weights trained with fluvial: {folder}"))
 
 
-def _find_weights(folder: Path) -> Path:
+def find_weights(folder: Path) -> Path:
     """Return the folder of weights with a card: itself, or those of a run; UsageError if there are none."""
     for found in (folder, folder / "lora", folder / "weights"):
         if (found / CARD).is_file() and any(found.rglob("*.safetensors")):
