@@ -34,10 +34,10 @@ EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
 
 # What the tree has today at most.
 BOUNDS = {
-    "files of the control layer of an update": 15,
-    "functions of the control layer of an update": 91,
-    "files of an update": 65,
-    "functions of an update": 368,
+    "files of the control layer of an update": 14,
+    "functions of the control layer of an update": 89,
+    "files of an update": 66,
+    "functions of an update": 374,
     "functions that take the configuration": 103,
     "names of several classes": 13,
     "files of engines/engine": 10,

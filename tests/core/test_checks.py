@@ -162,7 +162,11 @@ CASES: list[Case] = [
         )
         for name, sampler in SDES
         for level, level_next, message in (
-            (1000.0, 980.0, r"sigma is 1000 at index 1, expected a noise level in \[0, 1\]: .* divide it by 1000"),
+            (
+                1000.0,
+                980.0,
+                r"sigma is 1000 at index 1, expected a noise level in \[0, 1\]: divide timesteps of 0 to 1000 by 1000",
+            ),
             (0.5, -0.1, "sigma_next is -0.1 at index 1"),
             (float("nan"), 0.1, "sigma is nan at index 1"),
             (0.5, 0.8, "the noise level goes from 0.5 to 0.8 at index 1, expected falling levels, .*: flip the schedule"),

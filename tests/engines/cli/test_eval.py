@@ -241,7 +241,7 @@ WRONG = [
     ("{tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "did you mean 'jpeg'?"),
     ("{tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
     (f"{PROMPTED}=2", "evaluators have no weights"),
-    (f"{PROMPTED} --seeds 0", "--seeds is 0, expected an integer >= 1"),
+    (f"{PROMPTED} --seeds 0", "--seeds is 0, expected an integer in [1, 1048576]"),
     (f"{PROMPTED} --base start", "--weights is None and --lora is None"),
     (f"{PROMPTED} --lora {{tmp}}/no", "no is neither a file nor a folder"),
     (f"{PROMPTED} --weights {{tmp}}/no", "no: there is no such folder"),
