@@ -121,15 +121,12 @@ def policy_loss(
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None or v_ref is None:
         return loss, info
-    return add_kl(loss, info, kl, weigh_kl(kl, scale, transition, v, v_ref, reduction), kl_coef)
+    return add_kl(loss, info, kl, weigh_kl(kl, kl_coef, scale, transition, v, v_ref, reduction))
 
 
-def add_kl(
-    loss: PerSample, info: PolicyInfo, kl: PerSample, weighed: PerSample, kl_coef: Scalar
-) -> tuple[PerSample, PolicyInfo]:
-    """Return a surrogate with its KL term, kl_coef times what `weigh_kl` makes of the KL, and its diagnostics."""
-    kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
-    return loss + kl_coef * weighed, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
+def add_kl(loss: PerSample, info: PolicyInfo, kl: PerSample, weighed: PerSample) -> tuple[PerSample, PolicyInfo]:
+    """Return a surrogate with its KL term, which `weigh_kl` makes of the KL, and its diagnostics."""
+    return loss + weighed, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
 def kl_scale(
@@ -164,17 +161,26 @@ def kl_factor(transition: Transition, dt: Level | None, kl_weight: KLWeight) -> 
 
 
 def weigh_kl(
-    kl: PerSample, factor: Tensor | float, transition: Transition, v: Samples, v_ref: Samples, reduction: Reduction
+    kl: PerSample,
+    coef: Scalar,
+    factor: Tensor | float,
+    transition: Transition,
+    v: Samples,
+    v_ref: Samples,
+    reduction: Reduction,
 ) -> PerSample:
-    """Return the KL of steps times its factor, `[B]`; rows with levels of their own have each its own factor.
+    """Return the KL of steps times coef and factor, `[B]`; rows with levels of their own have each its own factor.
 
     Args:
         kl: `gaussian.kl(transition, v, v_ref, reduction=reduction)`.
+        coef: weight of the term in the loss, >= 0, `[B]`, 0-d or float.
         factor: by `kl_factor`, `[B]`, `[B, R]`, 0-d or float.
     """
+    kl = kl.to(compute_dtype("weigh_kl", kl=kl))
+    coef = number("policy_loss", "kl_coef", coef, kl, low=0)
     if not isinstance(factor, Tensor) or factor.ndim < 2:
-        return factor * kl.to(compute_dtype("weigh_kl", kl=kl))
-    return gaussian.kl(transition._replace(std=transition.std / factor.sqrt()), v, v_ref, reduction=reduction)
+        return coef * factor * kl
+    return coef * gaussian.kl(transition._replace(std=transition.std / factor.sqrt()), v, v_ref, reduction=reduction)
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:

@@ -223,8 +223,7 @@ def policy_loss(
             if kl is None or v_ref is None:
                 return clipped
             guided = step.apply_guidance(name, v, v_uncond, scale)
-            weighed = step.weigh_kl(kl, kl_scale, transition, guided, v_ref, reduction)
-            return step.add_kl(*clipped, kl, weighed, kl_coef)
+            return step.add_kl(*clipped, kl, step.weigh_kl(kl, kl_coef, kl_scale, transition, guided, v_ref, reduction))
         *coefficients, g, old, weight, factor = _float32(
             v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
         )

@@ -122,7 +122,7 @@ class StepKLConfig(KLConfig):
             kl: KL of each step to the reference's, `[P]`.
         """
         if kl is not None:
-            loss = loss + self.coef * self._weigh(kl, v, rows.predictions["ref"], rows, sampler, reduction)
+            loss = loss + self._weigh(kl, self.coef, v, rows.predictions["ref"], rows, sampler, reduction)
             info = info._replace(kl_ref=kl.detach())
         return self.add_ema_of_steps(loss, v, rows, sampler, reduction), info
 
@@ -134,13 +134,20 @@ class StepKLConfig(KLConfig):
         if v_ema is None:
             return loss
         kl = gaussian.kl(rows.transition, v, v_ema, reduction=reduction)
-        return loss + self.ema_coef * self._weigh(kl, v, v_ema, rows, sampler, reduction)
+        return loss + self._weigh(kl, self.ema_coef, v, v_ema, rows, sampler, reduction)
 
     def _weigh(
-        self, kl: Tensor, v: Tensor, other: Tensor, rows: RecordedSteps, sampler: SamplerRule, reduction: Reduction
+        self,
+        kl: Tensor,
+        coef: float,
+        v: Tensor,
+        other: Tensor,
+        rows: RecordedSteps,
+        sampler: SamplerRule,
+        reduction: Reduction,
     ) -> Tensor:
         factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
-        return weigh_kl(kl, factor, rows.transition, v, other, reduction)
+        return weigh_kl(kl, coef, factor, rows.transition, v, other, reduction)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_pieces_together_are_the_pieces_apart(
     assert torch.equal(x_next, gaussian.sample(together, x, v, noise))
     kl = gaussian.kl(together, v, v_ref, reduction=reduction)
     dt = torch.cat([(pair[1] - pair[0]).expand(batch, count) for pair, count in zip(pairs, counts, strict=True)], dim=1)
-    weighed = [weigh_kl(kl, kl_factor(together, dt, each), together, v, v_ref, reduction) for each in WEIGHED]
+    weighed = [weigh_kl(kl, 0.5, kl_factor(together, dt, each), together, v, v_ref, reduction) for each in WEIGHED]
     assert log_prob.shape == kl.shape == (batch,)
     share = [1.0 if reduction == "sum" else count / sum(counts) for count in counts]
     parts = zip(*(tensor.split(counts, dim=1) for tensor in (x, v, v_ref, noise, x_next)), strict=True)
@@ -67,7 +67,7 @@ def test_pieces_together_are_the_pieces_apart(
         kls.append(gaussian.kl(step, v_k, ref_k, reduction=reduction))
         for found, each in zip(parts_weighed, WEIGHED, strict=True):
             dt_k = pairs[len(kls) - 1][1] - pairs[len(kls) - 1][0]
-            found.append(weigh_kl(kls[-1], kl_factor(step, dt_k, each), step, v_k, ref_k, reduction))
+            found.append(weigh_kl(kls[-1], 0.5, kl_factor(step, dt_k, each), step, v_k, ref_k, reduction))
     limit = tolerance("coefficients", torch.float64, condition=1e3)
     for mine, theirs in ((log_prob, scores), (kl, kls), *zip(weighed, parts_weighed, strict=True)):
         assert_close(mine, sum(weight * each for weight, each in zip(share, theirs, strict=True)), **limit)

@@ -151,7 +151,7 @@ def sampled(sigma_next: Tensor, *, name: str = "flow_sde", eta: Tensor | float =
 def _added(t: Tensor) -> Tensor:
     """Return a loss with a KL, both in the dtype that a surrogate computes in."""
     wide = t if t.dtype == torch.float64 else t.float()
-    return step.add_kl(wide, policy.PolicyInfo(wide, wide, wide, wide, wide), wide, wide, 0.1)[0]
+    return step.add_kl(wide, policy.PolicyInfo(wide, wide, wide, wide, wide), wide, wide)[0]
 
 
 def planned(window: Any = None, **options: Any) -> table.StepPlan:
@@ -512,7 +512,7 @@ ROWS = (
     FunctionCall("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
     FunctionCall(
         "step.weigh_kl",
-        lambda std, v, dt: step.weigh_kl(dt, dt.abs(), Transition(std, std, std), v, v, "mean"),
+        lambda std, v, dt: step.weigh_kl(dt, 0.5, dt.abs(), Transition(std, std, std), v, v, "mean"),
         "std v dt",
         still="std v",
     ),
