@@ -28,8 +28,8 @@ from fluvial.core.types import Grid, Level, Scalar, to_device
 
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-# Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
 Bound = Float[Tensor, "..."] | float  # a schedule's second level, that of all samples or of each row `[R]`
+# Largest eta of each sampler. With more, cps and ddim would replace more noise than there is; ode draws none.
 MAX_ETA: dict[str, float] = {**dict.fromkeys(SAMPLERS, math.inf), "cps": 1.0, "ddim": 1.0, "ode": 0.0}
 
 
@@ -286,7 +286,7 @@ def _scalars(
     shape = batched[0].shape if batched else torch.Size([1])
     for value in batched:
         shape = value.shape if value.ndim > len(shape) else shape
-    if len(shape) == 2 and tensors.get("sigma_max", tensors[next(iter(tensors))]).shape == shape[1:]:
+    if len(shape) == 2 and "sigma_max" in tensors and tensors["sigma_max"].shape == shape[1:]:
         tensors["sigma_max"] = tensors["sigma_max"].expand(shape)
     batch = shape[0]
     check_per_sample(function, shape, **tensors)

@@ -1,4 +1,4 @@
-"""What lies on the host while it is not needed: storages between phases, saved activations, and frozen blocks."""
+"""Hold tensors on the host while they are not needed: storages between phases, saved activations, frozen blocks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -215,7 +215,7 @@ def policy_loss(
         from fluvial.kernels.fused.policy_loss import function
 
         if transition.std.ndim == 2:
-            # In float32, because the gradient of v is the sum of two terms, each of which would be rounded.
+            # In float32: the gradient of v is a sum of two terms, which would be rounded one by one.
             samples = {each: tensor.float() for each, tensor in samples.items()}
             v, v_ref, v_uncond = samples["v"], samples.get("v_ref"), samples.get("v_uncond")
             log_prob, kl = _score_rows(transition, samples, scale, form, reduction)

@@ -43,7 +43,7 @@ def run(args: Sequence[str]) -> None:
     with convert_errors(RunError, HfHubHTTPError, LocalTokenNotFoundError, OSError, says=f"{name} took no files"):
         api = HfApi()
         api.create_repo(name, private="--public" not in flags, exist_ok=True)
-        print(api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Weights trained with fluvial: {folder}"))
+        print(api.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights trained with fluvial"))
 
 
 def find_weights(folder: Path) -> Path:

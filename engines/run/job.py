@@ -220,8 +220,8 @@ def to_sample(
         if prompts:
             raise no_effect("prompts", f"with model {name}, which is sampled from any")
         return build_job(name, weights=weights)
-    given: Any = {"prompts": prompts, "data": (), "preferences": None, "given": None}
-    read = partial(_with_prompts, settings=settings, **given) if prompts else None
+    no_data: Any = {"prompts": prompts, "data": (), "preferences": None, "given": None}
+    read = partial(_with_prompts, settings=settings, **no_data) if prompts else None
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     if prompts and not is_recorded(model):

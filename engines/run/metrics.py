@@ -30,7 +30,7 @@ from fluvial.engines.scoring.advantages import free_weights
 from fluvial.engines.scoring.gather import Rewards
 from fluvial.models.device import is_accelerator
 
-# Bytes/s of 16 lanes of PCI Express, one way: 16 and 32 GT/s per lane, of which 128 of 130 bits are data.
+# Bytes/s of 16 lanes of PCI Express, one way: 16 and 32 GT/s per lane, 128 bits of data in 130.
 PCIE4, PCIE5 = 31.5e9, 63.0e9
 
 

@@ -64,9 +64,8 @@ def _line(error: BaseException, kind: type | None) -> str:
 
 def _name_method(method: Any) -> dict[str, Any]:
     known = method.method_name in plugins.names("methods", METHODS) or ":" in method.method_name
-    name = (
-        method.method_name if known else plugins.spec_of(type(method))
-    )  # a name that no entry point declares loads nothing
+    # A name that nothing declares could not be read again.
+    name = method.method_name if known else plugins.spec_of(type(method))
     return {"name": name, **CONVERTER.unstructure(method, type(method))}
 
 

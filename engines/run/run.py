@@ -206,9 +206,9 @@ class Run(Rollouts):
 
     def reward_gradient(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
-        final, found, size = batch.trajectory.final, list[Tensor](), batch.plan.per_pass
+        final, found, size, every = batch.trajectory.final, list[Tensor](), batch.plan.per_pass, batch.prompts
         for start in range(0, len(final), size):
-            part, prompts = final[start : start + size].detach().clone(), batch.prompts[start : start + size]
+            part, prompts = final[start : start + size].detach().clone(), every[start : start + size]
             with torch.enable_grad():
                 total = self._rewards_of(part.requires_grad_(), prompts)[0].sum()
             found.append(torch.autograd.grad(total, part)[0].float())

@@ -43,7 +43,7 @@ class Copy:
     Args:
         module: network with adapters, built as the engine's was.
         world: process group of the engine. Every rank must take part.
-        config: sharding of the engine, of which precision, attention and blocks on the host are kept.
+        config: settings of the engine; its precision, attention and blocks on the host are taken over.
         adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
         weights: folder that parameters on the meta device are read from.
     """

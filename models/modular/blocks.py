@@ -95,7 +95,7 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
 def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, with lists of images as those of the class that the blocks take in their place.
 
-    MiniMax-H3 takes a list of references, of which those of images have one field, `image`.
+    MiniMax-H3 takes a list of references; a reference that is an image has one field, `image`.
     """
     wrapped = dict(asked)
     for entry in blocks.inputs:

@@ -64,7 +64,7 @@ class ModularVelocity:
         Args:
             module: the trained network, possibly sharded and with adapters.
             x: samples, `[P, *event]`.
-            sigma: their noise levels, `[P]`, or those of each row, `[P, R]`, of which the first tells the step.
+            sigma: their noise levels, `[P]`, or those of each row, `[P, R]`; the first row's tells the step.
             cond: rows of `Form`'s tensors, `[P, ...]`, then their sizes and numbers, `[P, n]`.
             timestep: not used: the pipeline makes its own.
 

@@ -99,7 +99,7 @@ def account(
     that of the computation; several ranks sum their gradients in buckets.
 
     With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
-    a rollout; with "blocks" or a number the frozen weights of blocks, two of which are gathered.
+    a rollout; with "blocks" or a number the frozen weights of blocks, except for two on the device.
 
     Args:
         module: module to train, with its adapters, on any device and not sharded.

@@ -163,7 +163,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def copies_in_words(self) -> list[str]:
-        """What blocks on the host cost: bytes and seconds of their copies in a pass; nothing without them."""
+        """Bytes and seconds that a pass copies of blocks on the host, in a line; no line without such blocks."""
         if not self.update.copied:
             return []
         found = find_peaks(self.config.gpu)
