@@ -11,9 +11,10 @@ from helpers.objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods import grpo
+from fluvial.engines.methods import ChunkGrpo, grpo
 from fluvial.engines.methods.table import (
     METHODS,
     AlignProp,
@@ -37,7 +38,7 @@ from fluvial.engines.methods.table import (
 )
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
-from fluvial.engines.run.method import Method
+from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -363,3 +364,22 @@ def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
         tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), **{"engine.implementation": "triton"}), one)
     assert "\n" not in str(refused.value)
+
+
+def test_the_ratio_of_a_chunk_is_that_of_its_steps(one: World, tmp_path: Path) -> None:
+    """With chunks of one step the run is GRPO's; longer ones change the second update of a batch, and not the first."""
+    sampling = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+    numbers: Any = {"sampling": sampling, "clip_low": 0.5, "clip_high": 0.5, "passes": PassesConfig(epochs=2)}
+    runs = dict[str, tuple[list[float], list[float]]]()
+    for name, method in {
+        "grpo": Grpo(**numbers),
+        **{str(size): ChunkGrpo(chunk=size, **numbers) for size in (1, 2, None)},
+    }.items():
+        run = tiny.Run(tiny.config(tmp_path / name, method=method, updates=2, optimizer=OptimizerConfig(lr=0.02)), one)
+        run.rollout()
+        runs[name] = [info.mean["log_ratio"] for info in run.infos], [info.grad_norm for info in run.infos]
+    assert runs["1"][0] == pytest.approx(runs["grpo"][0], abs=1e-6)
+    assert runs["1"][1] == pytest.approx(runs["grpo"][1], rel=1e-5)
+    firsts, seconds = zip(*(norms for _, norms in runs.values()), strict=True)
+    assert firsts == pytest.approx([firsts[0]] * 4, rel=1e-5)
+    assert len({round(norm / seconds[0], 4) for norm in seconds}) == 3  # GRPO's and that of chunks of one are the same
