@@ -104,13 +104,19 @@ def check(operation: Operation, samples: Samples, scalars: Numbers, **options: A
     total = torch.stack([(result * weight).sum() for result, weight in zip(want, weights, strict=True)]).sum()
     needed = [name for name in wide if name not in operation.data]
     grads = torch.autograd.grad(total, [wide[name] for name in needed], create_graph=True)
-    # A policy's ratio turns the log-prob's error into a relative one.
-    shift = condition(want[0], list(wide.values())) if "policy" in operation.name else torch.zeros(batch).double()
+    # A policy's ratio turns the log-prob's error into a relative one, of what passes through it: all but the KL.
+    through_ratio = {name: tensor for name, tensor in wide.items() if "policy" in operation.name and name != "v_ref"}
+    parts = dict.fromkeys(needed, torch.zeros(()).double())
+    if through_ratio:
+        (loss,) = operation.call("reference", through_ratio, exact, **options)
+        shift = condition(loss, list(through_ratio.values())) / loss.detach().abs()
+        found = torch.autograd.grad((loss * weights[0] * shift).sum(), list(through_ratio.values()))
+        parts |= {name: part.abs() for name, part in zip(through_ratio, found, strict=True)}
     for name, theirs in zip(needed, grads, strict=True):
         mine = got_grads[name]
         assert mine.dtype == samples[name].dtype
         curved = torch.autograd.grad(theirs.sum(), list(wide.values()), retain_graph=True, allow_unused=True)
-        bound = theirs.abs() * (1 + shift.reshape(-1, *[1] * (theirs.ndim - 1)))
+        bound = theirs.abs() + parts[name]
         for leaf, second in zip(wide.values(), curved, strict=True):
             if second is not None:
                 bound = bound + (leaf * second).abs()
