@@ -150,6 +150,42 @@ def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Sca
     return -x / per_sample(1 - s, x) + noise * per_sample(factor, x)
 
 
+def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0) -> Tensor:
+    """Return the weight of the error of a model that is fitted to `ambient_velocity`, min(1, largest beta^2).
+
+    beta is that of `renoise`: where little noise is added, the target's own noise is large, and the weight falls. It is
+    `[B]`, or 0-d as the levels are.
+
+    Args:
+        sigma, sigma_noisy: levels s and t, as in `renoise`.
+        largest: bound of 1 / beta^2, > 0.
+
+    Source: AC-DMD's code, arXiv 2605.26108, whose loss is mean |beta (v - u)|^2 times min(1 / beta^2, largest).
+    """
+    t = torch.as_tensor(sigma_noisy)
+    t = t if t.dtype == torch.float64 else t.float()
+    beta = _renoising("ambient_weight", t.reshape(-1), sigma, t)[3]
+    return (number("ambient_weight", "largest", largest, t.reshape(-1), low=1e-12) * beta**2).clamp(max=1)
+
+
+def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerSample:
+    """Return how far a model's clean sample is from the mean of its own clean samples at a lower level, `[B]`.
+
+        loss = mean (h_1 - h) (h_2 - h)
+
+    h is the clean sample that is predicted at a noisy one, h_1 and h_2 those after two steps of the model from there to the
+    same lower level with independent noise. The product has the expectation |E h_1 - h|^2 per element, which is 0 for the
+    mean of the clean samples behind a noisy one, so it may be negative. Gradients flow to all three.
+
+    Args:
+        x0, x0_first, x0_second: h, h_1 and h_2, `[B, *event]`.
+
+    Source: AC-DMD, arXiv 2605.26108.
+    """
+    h, first, second = match_tensors("consistency_loss", x0=x0, x0_first=x0_first, x0_second=x0_second)
+    return _mean((first - h) * (second - h))
+
+
 def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:
     """Return how likely the noise of a renoised sample is beside that of a noised clean one, `[B]`.
 

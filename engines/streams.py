@@ -4,8 +4,8 @@ Randomness is drawn from explicit keys (`core.random`). A key is split by foldin
 drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
 
     rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION,
-                                                          RENOISING, BACKPROP, REFILL; the round is folded into REFILL, and
-                                                          PROMPTS, SAMPLES into that
+                                                          RENOISING, STEPPING, BACKPROP, REFILL; the round is folded
+                                                          into REFILL, and PROMPTS, SAMPLES into that
       sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
       noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
     evaluation    key(evaluate.SEED)                      EVALUATION_*
@@ -51,6 +51,7 @@ class Stream(IntEnum):
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
     RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
+    STEPPING = "rollout", 15  # noise of steps back from there; the number of the draw and the place are folded in
     REFILL = "rollout", 14  # samples in place of others
     BACKPROP = "rollout", 20  # where the gradient of a reward flows: through how many of the last steps, or at which levels
     INITIAL = "sample", 0  # initial noise

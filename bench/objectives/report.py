@@ -130,7 +130,9 @@ def table(points: Sequence[CurvePoint]) -> str:
         right = [point.heldout for point in found]
         before = [starts[name, point.seed].heldout for point in found if (name, point.seed) in starts]
         kept = [
-            point.diversity / first_diversity[name, point.seed] for point in found if (name, point.seed) in first_diversity
+            point.diversity / first
+            for point in found
+            if (first := first_diversity.get((name, point.seed)))  # 0: one sample per prompt
         ]
         line = {
             "recipe": name,

@@ -1,5 +1,6 @@
 """Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
+from fluvial.engines.methods.ac_dmd import AcDmd
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
@@ -45,6 +46,7 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 
 __all__ = [
     "METHODS",
+    "AcDmd",
     "AdjointMatching",
     "AdvantageConfig",
     "AlignProp",

@@ -6,14 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import RewardTermConfig
-from fluvial.engines.methods.matching import Matching
-from fluvial.engines.run.method import Needs, PassesConfig
+from fluvial.engines.methods.matching import Matching, clean
+from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import Levels, UniformLevels
 from fluvial.engines.sampling.samplers import Stochastic
@@ -48,6 +46,7 @@ class Dmd2(Matching, name="dmd2"):
     """
 
     serving_solver = "consistency"
+    shares = True
     sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=1.0))
     trained: TrainedSteps = OneRecorded("rollout")
     teacher: Path | None = None
@@ -65,21 +64,10 @@ class Dmd2(Matching, name="dmd2"):
         """Learn from no reward but that of the term."""
         return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else None)
 
-    def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
-        yield from super().problems()
-        if self.sampling.batch % self.fake_updates:
-            yield UsageError(
-                "fake_updates", self.fake_updates, f"a divisor of the {self.sampling.batch} samples of a rollout"
-            )
-
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the student's samples; then move the student on the last of them, before the fake learns these."""
-        steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
-        parts = run.minibatches(steps, key, PassesConfig(minibatches=self.fake_updates))
-        for number, part in enumerate(parts, start=1):
-            x0 = part.rows.x - per_sample(part.rows.level, part.rows.x) * part.rows.predictions["old"]
-            zero = part.rows.level * 0
+        for number, part in enumerate(self.split(run, batch, key, self.fake_updates), start=1):
+            x0, zero = clean(part.rows, part.rows.predictions["old"]), part.rows.level * 0
             if number == self.fake_updates:
                 noisy = run.renoise(part, x0, zero, self.levels, key)
                 yield run.update(self.correct(run, part, noisy), partial(self.loss, reward=self.reward_term.bind(run, part)))

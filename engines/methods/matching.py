@@ -9,16 +9,17 @@ from torch import Tensor
 
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
+from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
-from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
+from fluvial.engines.run.method import EpochsConfig, Method, Needs, PassesConfig, RecordedRows
 from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
 from fluvial.engines.sampling.window import AllRecorded
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Items
+    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
 
 
@@ -41,6 +42,7 @@ class Matching(Method):
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
     follows_ode: ClassVar[bool] = False  # whether the steps have no noise but what the student predicts
+    shares: ClassVar[bool] = False  # whether each update of the fake takes a share of the samples
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
     teacher: Path | None
     guidance: float
@@ -55,6 +57,8 @@ class Matching(Method):
             yield no_effect("huber", f"with `form` {self.form}")
         if self.follows_ode and self.sampling.sampler.kind != "ode":
             yield UsageError("sampling.sampler", self.sampling.sampler.kind, "ode", f"{self.method_name} follows the ODE")
+        if self.shares and (total := self.sampling.batch) % (shares := getattr(self, "fake_updates", 1)):
+            yield UsageError("fake_updates", shares, f"a divisor of the {total} samples of a rollout")
 
     @property
     def rows(self) -> RecordedRows:
@@ -66,17 +70,22 @@ class Matching(Method):
         real = Base(self.guidance) if self.teacher is None else Teacher(self.teacher, self.guidance)
         return {"real": real, "fake": Trained(self.fake)}
 
+    def split(self, run: "Run", batch: "Batch", key: Key, count: int) -> "Iterator[Items]":
+        """Yield the recorded steps of each of `count` shares of the samples."""
+        steps = run.record_steps(batch, key, trained=self.rows.trained, keep=run.grade(batch).keep)
+        return run.minibatches(steps, key, PassesConfig(minibatches=count))
+
     def correct(self, run: "Run", part: "Items", noisy: "Items") -> "Items":
         """Return the steps with what the teacher would change in their clean sample, and what it predicts."""
         rows: RenoisedSamples = run.predict(noisy, "real", "fake").rows
         level, real, fake = per_sample(rows.level, rows.x), rows.predictions["real"], rows.predictions["fake"]
-        return part.with_predictions(correction=level * (fake - real), reference=rows.x - level * real)
+        return part.with_predictions(correction=level * (fake - real), reference=clean(rows, real))
 
     def loss(
         self, v: Tensor, rows: RecordedSteps, reward: Any = lambda rows, x0: 0.0, coef: float = 1.0
     ) -> tuple[Tensor, MatchInfo]:
         """Return `core.distill.matching_loss` of the clean sample that the student predicts, and its reward's term."""
-        x0 = rows.x - per_sample(rows.level, rows.x) * v
+        x0 = clean(rows, v)
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
         loss = matching_loss(x0, d, reference, form=self.form, huber=self.huber)
         return coef * loss + reward(rows, x0), MatchInfo((d**2).flatten(1).mean(1))
@@ -85,3 +94,8 @@ class Matching(Method):
         """Return the error of flow matching on the student's samples."""
         error = velocity_error(v, rows.target)
         return error, FakeInfo(error.detach())
+
+
+def clean(rows: RecordedSteps | RenoisedSamples, v: Tensor) -> Tensor:
+    """Return the clean sample of each row that a velocity predicts."""
+    return rows.x - per_sample(rows.level, rows.x) * v

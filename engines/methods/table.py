@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.methods.ac_dmd import AcDmd
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
@@ -43,7 +44,7 @@ from fluvial.engines.run.method import Method, explain_no_method
 BUILT_IN: tuple[type[Method], ...] = (
     *(Grpo, Guard, Dppo, TempFlow, ChunkGrpo, DenseGrpo, TurningPointGrpo, BranchGrpo, Gardo, D3po, Spo),
     *(Nft, Awm, Dgpo, Crd, Raft, Sft, Dpo, Mapo, Kto),
-    *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
+    *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, AcDmd, Rtdmd, Tdm, TdmR1),
 )
 METHODS = {kind.method_name: kind for kind in BUILT_IN}
 

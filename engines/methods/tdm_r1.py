@@ -14,7 +14,7 @@ from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching
+from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.run.declared import Base, Networks
 from fluvial.engines.run.method import Needs
@@ -87,8 +87,8 @@ class TdmR1(Matching, name="tdm-r1"):
         run.update(q.weigh(run, noisy), q.prefer, network="surrogate")
         seen = run.predict(self.renoise(run, part, key, draw=2), "real", "fake", "base")
         read = run.predict(self.renoise(run, part, key, q.read_from, draw=3), "guide", "base")
-        real, fake, base = (clean(seen.rows, name) for name in ("real", "fake", "base"))
-        guide, start = (clean(read.rows, name) for name in ("guide", "base"))
+        real, fake, base = (clean(seen.rows, seen.rows.predictions[name]) for name in ("real", "fake", "base"))
+        guide, start = (clean(read.rows, read.rows.predictions[name]) for name in ("guide", "base"))
         part = part.with_predictions(real=real, kl=base - fake, cfg=real - base, guide=guide, rl=guide - start)
         led = part.rows.place % part.used.shape[1] < (q.steps or self.sampling.steps)
         yield run.update(part.with_rows(context=led), self.loss)
@@ -97,7 +97,7 @@ class TdmR1(Matching, name="tdm-r1"):
         """Return the end of each step with noise, and the clean sample that the student predicted there."""
         rows, draw["lowest"] = part.rows, part.rows.level_next.clamp(min=lowest)
         noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, **draw)
-        return noisy.with_predictions(x0=clean(rows, "old"))
+        return noisy.with_predictions(x0=clean(rows, rows.predictions["old"]))
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
         """Return the error of the velocity away from the student's clean sample, and the distance to the base."""
@@ -107,13 +107,8 @@ class TdmR1(Matching, name="tdm-r1"):
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:  # type: ignore[override]
         """Return the sum of the three matching losses; steps that the surrogate does not lead have the teacher's alone."""
         assert rows.context is not None
-        p, x0 = rows.predictions, rows.x - per_sample(rows.level, rows.x) * v
+        p, x0 = rows.predictions, clean(rows, v)
         match = partial(matching_loss, x0, form=self.form, huber=self.huber)
         kl, cfg, rl = match(p["kl"], p["real"]), match(p["cfg"], p["real"]), match(p["rl"], p["guide"])
         led, alone = self.tdm * cfg + (1 - self.tdm) * rl + kl, self.tdm * (cfg + kl)
         return torch.where(rows.context, led, alone), MatchInfo((p["kl"] ** 2).flatten(1).mean(1))
-
-
-def clean(rows: RecordedSteps | RenoisedSamples, name: str) -> Tensor:
-    """Return the clean sample that a network predicts at each row."""
-    return rows.x - per_sample(rows.level, rows.x) * rows.predictions[name]

@@ -248,12 +248,17 @@ def renoise(
         shared: draw the same for all rows of a group.
         draw: number of the draw, of several from one key.
     """
+    bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
+    keys, schedule = row_keys(items, key, Stream.RENOISING, draw, shared=shared), items.batch.plan.sampling.schedule
+    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
+
+
+def row_keys(items: Items, key: Key, stream: Stream, draw: int, *, shared: bool = False) -> Key:
+    """Return a key for each row, of a draw of a stream, that depends on its place alone; `shared`: for those of a group."""
     place = items.rows.place
     if shared:
         place = place // (items.used.shape[1] * items.batch.compared)
-    bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
-    keys, schedule = fold_in(fold_in(fold_in(key, Stream.RENOISING), draw), place), items.batch.plan.sampling.schedule
-    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
+    return fold_in(fold_in(fold_in(key, stream), draw), place)
 
 
 def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:

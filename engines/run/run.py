@@ -20,6 +20,7 @@ from fluvial.engines.run.batch import (
     record_steps,
     renoise,
     return_to,
+    row_keys,
 )
 from fluvial.engines.run.declared import Before, BySource, Loss
 from fluvial.engines.run.method import EpochsConfig
@@ -80,6 +81,10 @@ class Run(Rollouts):
     def renoise(self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, **options: Any) -> Items:
         """Return a noisy sample for each row of recorded steps, see `batch.renoise`."""
         return renoise(items, x, level, levels, key, **options)
+
+    def row_keys(self, items: Items, key: Key, draw: int = 0) -> Key:
+        """Return a key for each row of items, `[P]`, for what a method draws itself."""
+        return row_keys(items, key, Stream.STEPPING, draw)
 
     def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
         """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""
@@ -200,9 +205,10 @@ class Run(Rollouts):
         """Copy the policy to a network that follows it."""
         copy_adapter(self.engine.module, "default", name)
 
-    def forward(self, items: Items, rows: Rows) -> Tensor:
-        """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""
-        return self._predict(self.engine.module, rows, items.cond)
+    def forward(self, items: Items, rows: Rows, network: str = "policy") -> Tensor:
+        """Return the prediction at rows of items, with gradient, of the network that learns: for a loss that takes steps."""
+        module = self.networks.trained.get(network, self.engine).module
+        return self._predict(module, rows, self._condition(network, items))
 
     def reward_gradient(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""

@@ -13,6 +13,8 @@ from fluvial.core.distill import (
     MATCH_FORMS,
     MatchForm,
     ambient_velocity,
+    ambient_weight,
+    consistency_loss,
     matching_loss,
     noise_weight,
     renoise,
@@ -104,6 +106,28 @@ def test_the_weight_is_a_ratio_of_densities_per_dimension(seed: int, pair: tuple
     normal = torch.distributions.Normal(torch.zeros(()).double(), 1.0)
     expected = torch.exp((normal.log_prob(mixed) - normal.log_prob(z)).mean(1))
     assert_close(noise_weight(e, z, s, t), expected)
+
+
+@given(seed=seeds, pair=levels, largest=st.floats(0.1, 100))
+def test_the_ambient_weight_is_that_of_the_published_code(seed: int, pair: tuple[float, float], largest: float) -> None:
+    """It multiplies both velocities by beta, and their squared distance by 1 / beta^2, bounded."""
+    s, t = pair
+    x, z, v = normals(seed, 3, 4, 3)
+    beta, u = renoise(0 * z, torch.ones_like(z), s, t)[0, 0], ambient_velocity(x, z, s, t)
+    pair_of = torch.tensor(pair, dtype=torch.float64)
+    published = ((beta * v - beta * u) ** 2).mean(1) * min(1 / beta**2, largest)
+    assert_close(ambient_weight(*pair_of, largest=largest) * ((v - u) ** 2).mean(1), published)
+
+
+@given(seed=seeds)
+def test_a_conditional_mean_is_consistent(seed: int) -> None:
+    """Of draws around the mean h the product with another one averages to 0, of others to the means' squared distance."""
+    h, gap = normals(seed, 2, 1, 3)
+    noise = normals(seed + 1, 1, 2000, 3)[0]
+    draws = torch.cat([noise, -noise])  # every pair of draws, whose mean is exactly h + gap
+    expected = (h + gap + draws).mean(0, keepdim=True)
+    products = consistency_loss(h.expand(4000, 3), h + gap + draws, expected.expand(4000, 3))
+    assert_close(products.mean(), (gap**2).mean())
 
 
 def test_the_signal_to_noise_ratio_is_bounded() -> None:

@@ -46,7 +46,7 @@ from fluvial.engines.run.recipes.base import (
     of_model,
     of_published,
 )
-from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, tdm_r1
+from fluvial.engines.run.recipes.few_steps import ac_dmd, dmd2, refl, rtdmd, srpo, tdm, tdm_r1
 from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, chunk, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.groups import ScoutedGroups
@@ -492,7 +492,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
         *(grpo, flash, dance, cps, guard, pref_grpo, dppo, ddpo, tempflow, chunk, densegrpo, tpgrpo, branchgrpo, gardo),
         *(d3po, spo, lpo),
         *(nft, sol_rl, awm, dgpo, crd, raft, sft, dpo, mapo, kto),
-        *(alignprop, adjoint, refl, srpo, distill, opd, dmd2, rtdmd, tdm, tdm_r1),
+        *(alignprop, adjoint, refl, srpo, distill, opd, dmd2, ac_dmd, rtdmd, tdm, tdm_r1),
         *(handwriting, words, edit_words),
     )
 }

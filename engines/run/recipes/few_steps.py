@@ -3,7 +3,7 @@
 from typing import Any
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.methods import Dmd2, Refl, Rtdmd, Srpo, Tdm, TdmR1
+from fluvial.engines.methods import AcDmd, Dmd2, Refl, Rtdmd, Srpo, Tdm, TdmR1
 from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.run.config import TrainConfig
@@ -26,6 +26,21 @@ def dmd2(model: str = HANDWRITING) -> TrainConfig:
         model,
         **{**ONE_UPDATE, "optimizer.lr": 2e-4},
         method=Dmd2(sampling=sampling, guidance=1.0, fake=OptimizerConfig(lr=1e-3, weight_decay=1e-4)),
+    )
+
+
+def ac_dmd(model: str = HANDWRITING) -> TrainConfig:
+    """AC-DMD (arXiv 2605.26108): DMD where each noisy step of a student of four ends; RTDMD begins from such a student.
+
+    The teacher is the model itself with guidance. The settings of large models are those of the published run
+    rtdmd/sd3.5-medium/cold-start. On handwriting the student takes two steps. Rewards are measured, not learnt from.
+    """
+    sampling = SamplingConfig(prompts=160, group=1, steps=2, sampler=Stochastic("cps", eta=0.9))
+    return of_published(
+        "rtdmd/sd3.5-medium/cold-start",
+        model,
+        **{**ONE_UPDATE, "optimizer.lr": 2e-4},
+        method=AcDmd(sampling=sampling, guidance=1.0, fake=OptimizerConfig(lr=1e-3, weight_decay=0.0), fake_updates=5),
     )
 
 

@@ -13,17 +13,21 @@ from helpers.tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 
+from fluvial.core import gaussian
+from fluvial.core.distill import ambient_velocity, ambient_weight, renoise
 from fluvial.core.random import key
+from fluvial.core.transitions import cps
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.srpo import prefix
 from fluvial.engines.methods.surrogate import SurrogateConfig
-from fluvial.engines.methods.table import Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
+from fluvial.engines.methods.table import AcDmd, Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
 from fluvial.engines.run.declared import Follower, Trained
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RenoisedSamples
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
 from fluvial.models.guidance import Guided
@@ -50,6 +54,36 @@ def test_rtdmd_without_its_last_step_is_grpo(one: World) -> None:
     assert norm > 1e-6
     for name in want:  # clipping of the gradient's norm is off at this size
         assert_close(twice[name] - want[name], 2 * (both[name] - want[name]), rtol=1e-3, atol=1e-5)
+
+
+def test_ac_dmd_of_the_last_step_is_dmd2(one: World) -> None:
+    """Of one step from noise to a clean sample: the end is that sample, and the step back to it what each predicts."""
+    numbers: Any = {"sampling": replace(CPS, prompts=12, group=1, steps=1), "fake_updates": 1, "guidance": 3.0}
+    (_, want), (_, found) = gradient(Dmd2(**numbers), one), gradient(AcDmd(**numbers), one)
+    assert sum(float(values.norm()) for values in want.values()) > 1e-3
+    for name, values in want.items():
+        assert_close(found[name], values, rtol=1e-3, atol=1e-6)
+
+
+def test_the_fake_of_ac_dmd_agrees_with_its_own_mean() -> None:
+    """Its loss in float64, of a fake v = w x: two steps to one lower level, and the clean samples that it predicts there."""
+    method, slope = AcDmd(consistency=0.5), torch.tensor(0.7).double().requires_grad_()
+    x_s, noise, first, second = normals(2, 4, 2, 3, 4)
+    s, t, lower = (torch.tensor(pair).double() for pair in ([0.5, 0.25], [0.9, 0.6], [0.7, 0.45]))
+    x, u = renoise(x_s, noise, s, t), ambient_velocity(x_s, noise, s, t)
+    drawn = {"first": first, "second": second}
+    rows: Any = RenoisedSamples(*(x, t, None, s, s, s, x_s, s, noise), drawn, context=lower)
+    run: Any = SimpleNamespace(forward=lambda items, rows, network: {"fake": slope}[network] * rows.x)
+    loss, info = method.fake_loss(run, None, slope * x, rows)  # type: ignore[arg-type]
+    step = cps(t, lower, eta=0.9)
+    with torch.no_grad():
+        ends = [gaussian.sample(step, x, slope * x, each) for each in (first, second)]
+    gaps = [end * (1 - lower.view(-1, 1, 1) * slope) - x * (1 - t.view(-1, 1, 1) * slope) for end in ends]
+    want = ambient_weight(s, t) * ((slope * x - u) ** 2).mean((1, 2)) + 0.5 * (gaps[0] * gaps[1]).mean((1, 2))
+    assert_close(loss, want)
+    got, expected = (torch.autograd.grad(values.sum(), slope, retain_graph=True)[0] for values in (loss, want))
+    assert_close(got, expected)
+    assert not info.error.requires_grad
 
 
 def test_a_reward_joins_a_matching_loss_after_some_updates(one: World) -> None:

@@ -17,6 +17,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import ChunkGrpo, grpo
 from fluvial.engines.methods.table import (
     METHODS,
+    AcDmd,
     AlignProp,
     Awm,
     Crd,
@@ -133,6 +134,8 @@ CPS = Stochastic("cps", eta=0.5)
             "sampling.window is 'random', expected all",
         ),
         (Rtdmd(), {}, "sampling.sampler is 'flow_sde', expected cps"),
+        (AcDmd(fake_updates=2), {}, "sampling.sampler is 'flow_sde', expected cps: ac-dmd takes"),
+        (AcDmd(), {"sampling.sampler": CPS, "fake_updates": 3}, "fake_updates is 3, expected a divisor of the 4 samples"),
         (Tdm(), {}, "sampling.sampler is 'flow_sde', expected ode: tdm follows"),
         (Dmd2(), {"sampling.sampler": CPS, "huber": 0.1, "fake_updates": 1}, "huber has no effect with form dmd"),
         (Refl(), {}, "sampling.sampler is 'flow_sde', expected ode, cps or ddim"),
@@ -168,7 +171,7 @@ PARTS: dict[str, str] = {
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
     "adjoint": "sampling trained passes",
-    **dict.fromkeys(("dmd2", "tdm"), "sampling trained form"),
+    **dict.fromkeys(("dmd2", "ac-dmd", "tdm"), "sampling trained form"),
     "tdm-r1": "sampling trained advantage form",
     "rtdmd": "sampling advantage form",
     "refl": "sampling trained passes",
@@ -255,7 +258,7 @@ def test_hyper_parameters_out_of_range() -> None:
 
 WITHOUT_KERNEL = (
     *("distill, mean_kl", "distill, clean", "alignprop", "adjoint"),
-    *("dmd2", "tdm", "tdm-r1", "refl", "srpo"),
+    *("dmd2", "ac-dmd", "tdm", "tdm-r1", "refl", "srpo"),
 )
 IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in WITHOUT_KERNEL]
 

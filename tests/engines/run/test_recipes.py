@@ -106,6 +106,8 @@ PUBLISHED: dict[str, str] = {
     "--guidance @drawbench-like=4.5 @ocr=4.5 @geneval=1 --sampling.guidance.scale 4.5 --trained first "
     "--trained.fraction 0.99 --optimizer.lr 3e-4",
     "dmd2": "--sampling.steps 4 --guidance 4 --fake-updates 5 --optimizer.lr 1e-5 --optimizer.ema-decay 0",
+    "ac-dmd": "--sampling.steps 4 --sampling.sampler cps --sampling.sampler.eta 0.9 --guidance 4.5 --fake-updates 10 "
+    "--fake.lr 3e-5 --optimizer.lr 3e-5 --optimizer.ema-decay 0.99 --consistency 0.01 --span 0.2",
     "tdm-r1": "--sampling.prompts 48 --sampling.group 24 --sampling.steps 4 --guidance 4.5 --fake.lr 3e-4 --fake-kl 0.02 "
     "--tdm 0.3 --surrogate.optimizer.lr 3e-4 --surrogate.beta 10 --surrogate.clip 1e-3 --optimizer.lr 7.5e-5 --form square",
     "rtdmd": "--sampling.steps 4 --sampling.sampler cps --sampling.sampler.eta 0.9 --sampling.group 24 --clip 1e-5 "
@@ -298,6 +300,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "distill": ("--match", "sample_mse"),
     "opd": ("--match", "clean_mse"),
     "dmd2": ("--fake.lr", 0.5),
+    "ac-dmd": ("--consistency", 0.5),
     "tdm": ("--snr-max", 2.0),
     "tdm-r1": ("--surrogate.beta", 2.0),
     "rtdmd": ("--coef", 0.5),

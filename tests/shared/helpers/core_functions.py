@@ -362,6 +362,10 @@ ROWS = (
         FunctionCall(f"distill.{name}", _rising(getattr(distill, name)), f"x noise {LEVELS}")
         for name in ("renoise", "ambient_velocity", "noise_weight")
     ),
+    FunctionCall(
+        "distill.ambient_weight", lambda sigma, sigma_next: distill.ambient_weight(sigma_next, sigma, largest=0.9), LEVELS
+    ),
+    FunctionCall("distill.consistency_loss", lambda x0, x, target: distill.consistency_loss(x0, x, target), "x0 x target"),
     FunctionCall("distill.snr_weight", partial(distill.snr_weight, largest=5.0), "sigma"),
     FunctionCall("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
     FunctionCall("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),

@@ -228,6 +228,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "dmd2-full": run(
             o.Dmd2(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL
         ),
+        "ac-dmd": run(o.AcDmd(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 0.9)}),
         "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
         "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
         "tdm-r1": run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fluvial.engines.methods import ConstantMargin
 from fluvial.engines.methods.table import (
+    AcDmd,
     AdjointMatching,
     AlignProp,
     Awm,
@@ -37,7 +38,7 @@ from fluvial.engines.methods.table import (
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Candidates, Splits
 
 TEACHER, GIVEN = "teacher", Path("given")
@@ -71,6 +72,7 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "alignprop": AlignProp(last=2),
     "adjoint": AdjointMatching(),
     "dmd2": Dmd2(fake_updates=2),
+    "ac-dmd": AcDmd(sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Stochastic("cps", 0.9)), fake_updates=2),
     "tdm": Tdm(),
     "tdm-r1": TdmR1(),
     "rtdmd": Rtdmd(),

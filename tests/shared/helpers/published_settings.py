@@ -143,6 +143,12 @@ READ_LATER: dict[str, dict[str, Any]] = {
     "tdm_r1/sd3.5-medium/geneval": surrogate_of(0.55, 0.25, 2.5, 1, 1e-3),
     "tdm_r1/sd3.5-medium/imagereward": surrogate_of(0.55, 0.4, 3.5, 1, 2e-3),
     "tdm_r1/sd3.5-medium/hpsv2": surrogate_of(0.55, 0.4, 3.5, 10, 2e-3),
+    "rtdmd/sd3.5-medium/cold-start": {
+        **STUDENT,
+        **{"learning_rate": 3e-5, "ema_decay": 0.99, "sampler": "cps", "noise_level": 0.9, "weight_decay": 0.0},
+        **{"loss_extra.fake_lr": 3e-5, "loss_extra.fake_updates": 10, "loss_extra.consistency": 0.01},
+        "loss_extra.guidance": 4.5,
+    },
     "rtdmd/sd3.5-medium/multi-reward": {
         **STUDENT,
         **{"learning_rate": 3e-6, "ema_decay": 0.9, "ema_interval": 8, "samples_per_prompt": 24, "sampler": "cps"},

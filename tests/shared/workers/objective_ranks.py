@@ -11,6 +11,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import ConstantMargin, Doubt
 from fluvial.engines.methods.table import (
+    AcDmd,
     AdjointMatching,
     Awm,
     BranchGrpo,
@@ -57,6 +58,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
     "distill by source": {"method": Distill(teacher=("even=teacher", "odd=other")), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
+    "ac-dmd": {"method": AcDmd(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 0.9))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "tdm-r1": {"method": TdmR1(), "sampling": replace(STEPS, sampler=Ode()), "train": "lora"},
     "rtdmd": {"method": Rtdmd(first=2), "sampling": replace(STEPS, sampler=Stochastic("cps", 0.9))},

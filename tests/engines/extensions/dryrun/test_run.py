@@ -49,9 +49,15 @@ def recipe(name: str) -> TrainConfig:
 def test_every_recipe_runs(name: str, ranks: int) -> None:
     """With one read-back per update (GARDO reads features), no blocking copy, and one read of how diverse samples are."""
     with simulations() as found:
-        read_backs = {"dmd2": [6], "tdm": [2], "rtdmd": [2], "tdm-r1": [3], "gardo": [1, 1], "adjoint": [1, 1]}.get(
-            name, [1]
-        )
+        read_backs = {
+            "dmd2": [6],
+            "ac-dmd": [6],
+            "tdm": [2],
+            "rtdmd": [2],
+            "tdm-r1": [3],
+            "gardo": [1, 1],
+            "adjoint": [1, 1],
+        }.get(name, [1])
         check(dry_run(recipe(name), ranks=ranks), read_backs=read_backs)
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits

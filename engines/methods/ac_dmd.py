@@ -1,0 +1,115 @@
+"""AC-DMD: DMD where the noisy steps of a student end, with a model of its samples that agrees with itself."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.checks import per_sample
+from fluvial.core.distill import MatchForm, ambient_weight, consistency_loss, matching_loss
+from fluvial.core.random import Key, fold_in, normal, uniform
+from fluvial.core.transitions import cps
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
+from fluvial.engines.sampling.noising import Levels, UniformLevels
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import OneRecorded
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class AcDmd(Matching, name="ac-dmd"):
+    """AC-DMD: teacher and fake step back to where a noisy step of the student ended (arXiv 2605.26108).
+
+        x_s   end of a cps step of the student; x_t is x_s with noise up to a level t
+        d     cps step of the teacher from x_t to s, minus the fake's with the same noise
+        fake  weight |v - u|^2 + consistency (h(x_1) - h(x_t)) (h(x_2) - h(x_t))
+
+    u is `core.distill.ambient_velocity`, h the clean sample that the fake predicts, and x_1 and x_2 are two of its own steps
+    from x_t to a lower level. RTDMD begins from such a student. On the last step it is DMD2.
+
+    Args:
+        sampling: How the student samples: few steps of cps, without guidance.
+        trained: Which step has the gradient: the same of all samples, as published, or one of each.
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples.
+        fake_updates: Number of its updates per update of the student, each on its share of the samples.
+        levels: Distribution of t, from s (0) to 1.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+        consistency: Weight of the fake's agreement with itself; 0 leaves its passes out.
+        span: Largest distance of the lower level from t.
+    """
+
+    serving_solver = "consistency"
+    shares = True
+    bounds: ClassVar = {**Matching.bounds, "consistency": (0, math.inf), "span": (1e-6, 1)}
+    sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=0.9))
+    trained: TrainedSteps = OneRecorded("rollout")
+    teacher: Path | None = None
+    guidance: float = 4.5
+    fake: OptimizerConfig = OptimizerConfig()
+    fake_updates: int = 10
+    levels: Levels = UniformLevels(0.02, 0.98)
+    form: MatchForm = "dmd"
+    huber: float = 1e-3
+    consistency: float = 0.01
+    span: float = 0.2
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if self.sampling.sampler.kind != "cps":
+            yield UsageError("sampling.sampler", self.sampling.sampler.kind, "cps", "ac-dmd takes its steps")
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the fake to the ends of the student's steps; then move the student on the last of them."""
+        for number, part in enumerate(self.split(run, batch, key, self.fake_updates), start=1):
+            keys, (x_s, s) = run.row_keys(part, key, number), (part.rows.x_next, part.rows.level_next)
+            first, second = (normal(fold_in(keys, draw), tuple(x_s.shape)) for draw in (0, 1))
+            if number == self.fake_updates:
+                seen = run.predict(run.renoise(part, x_s, s, self.levels, key), "real", "fake").rows
+                real, fake = (self.step(seen, seen.predictions[name], s, first) for name in ("real", "fake"))
+                yield run.update(part.with_predictions(correction=real - fake, reference=real), self.loss)
+            noisy = run.renoise(part, x_s, s, self.levels, key, draw=number)
+            lower = noisy.rows.level - self.span * (1 - uniform(fold_in(keys, 2), (len(s), 1))[:, 0])
+            noisy = noisy.with_rows(context=lower.clamp(min=0)).with_predictions(first=first, second=second)
+            run.update(noisy, partial(self.fake_loss, run, noisy), network="fake")
+
+    def step(self, rows: RenoisedSamples, v: Tensor, level: Tensor, noise: Tensor) -> Tensor:
+        """Return a step of the student's sampler to a lower level."""
+        return gaussian.sample(cps(rows.level, level, eta=self.sampling.sampler.eta), rows.x, v, noise)
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:  # type: ignore[override]
+        """Return `core.distill.matching_loss` of the end of the student's step, whose noise is that of the rollout."""
+        x_s = rows.x_next + per_sample(rows.transition.b, v) * (v - v.detach())
+        d, reference = rows.predictions["correction"], rows.predictions["reference"]
+        return matching_loss(x_s, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))
+
+    def fake_loss(  # type: ignore[override]
+        self, run: "Run", items: "Items", v: Tensor, rows: RenoisedSamples
+    ) -> tuple[Tensor, FakeInfo]:
+        """Return the weighted error at the ends of the student's steps, and how far the fake is from its own mean."""
+        error, lower = velocity_error(v, rows.target), rows.context
+        loss = ambient_weight(rows.start_level, rows.level) * error
+        if self.consistency and lower is not None:
+            ends = [self.step(rows, v.detach(), lower, rows.predictions[name]) for name in ("first", "second")]
+            below = [rows._replace(x=x.to(rows.x.dtype), level=lower) for x in ends]
+            first, second = (clean(each, run.forward(items, each, "fake")) for each in below)
+            loss = loss + self.consistency * consistency_loss(clean(rows, v), first, second)
+        return loss, FakeInfo(error.detach())
