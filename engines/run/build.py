@@ -255,7 +255,7 @@ def _pairs(
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
     `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
-    if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
+    if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config) is not None:
         return ()
     if resume_from is not None:
         known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
@@ -265,7 +265,8 @@ def _pairs(
     with wait_for("choosing engine.update_micro_batch by trial"):
         choice = choose_pairs(config, job, engine, schedule)
     choices[choice.name] = choice
-    return choice.sizes
+    # Each further size of compiled blocks is one more program.
+    return choice.sizes[:1] if engine.compiles else choice.sizes
 
 
 def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collection[str]]:

@@ -185,7 +185,7 @@ class Trainer:
         """
         if not self.engine.compiles:
             return None
-        return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
+        return compile_blocks(self.config, self.job, self.engine, self.schedule, self.pairs, progress=progress)
 
     def save(self, *, ends: bool = False) -> None:
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one.

@@ -1,7 +1,7 @@
 """Passes of a run's network on noise, before training: they choose the micro-batch, and let blocks compile."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -152,27 +152,25 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     """Return the number of (sample, step) pairs per pass of an update, from the memory and the speed of passes on noise.
 
     Tried are multiples of the rollout's rows, of which the next one counts only if each of its rows has the bits that a pass
-    of the rollout gives it: then first ratios stay exactly 1. Adapters that are still 0 are filled for that. Every rank must
-    take part, and gets the same. Neither the network nor any stream of randomness is changed.
+    of the rollout gives it: then first ratios stay exactly 1. Adapters that are still 0 are filled for that. Compiled blocks
+    have other bits in an update whatever its rows, so there memory and speed decide, and `rollout.max_log_ratio` bounds the
+    first ratio. Every rank must take part, and gets the same. Neither the network nor any stream of randomness is changed.
     """
     passes, rows = RunPasses(config, job, engine, schedule), config.samples_per_pass
     samples, pairs = _pairs(config, ranks=engine.world.data_size)
     tried = passes.of(passes.largest)
-    own = Passes(tried.update, same=lambda size: passes.same_bits(size, rows))
+    own = Passes(tried.update, same=None if engine.compiles else lambda size: passes.same_bits(size, rows))
     with micro_batch.trials(engine, own) as measure:
         sizes = [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))]
         budget, most = _budget(config, passes, samples), micro_batch.SLOWER
         return micro_batch.choose(sizes, measure, budget=budget, most=most, again=True, name="update_micro_batch")
 
 
-def explain_fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
+def explain_fixed_pairs(config: TrainConfig) -> str | None:
     """Return why an update takes as many pairs per pass as a rollout has rows; None where the number can be chosen.
 
-    Compiled blocks are another program for each number, and a reward's gradient takes memory that no pass of the network
-    shows.
+    A reward's gradient takes memory that no pass of the network shows.
     """
-    if engine.compiles:
-        return "blocks are compiled"
     return "a reward's gradient is followed" if config.method.needs.rewards == "gradients" else None
 
 
@@ -216,17 +214,27 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
 
 @collective
 def compile_blocks(
-    config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, *, progress: RunProgress | None = None
+    config: TrainConfig,
+    job: Job,
+    engine: Engine,
+    schedule: Schedule,
+    pairs: Sequence[int] = (),
+    *,
+    progress: RunProgress | None = None,
 ) -> WarmUp:
     """Compile the blocks of a run before its first rollout, for each form of its passes.
+
+    Args:
+        pairs: numbers of pairs per pass of an update that were chosen.
 
     Raises:
         UsageError: they cannot be compiled, and engine.compile is True.
     """
     passes = list(RunPasses(config, job, engine, schedule).variants())
     found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
-    pairs = config.engine.update_micro_batch
-    if isinstance(pairs, str) or pairs == config.samples_per_pass or found.failure is not None:
-        return found
-    more = warm_up(engine, [Passes(each.update) for each in passes], pairs, progress=progress)
-    return more._replace(programs=found.programs + more.programs, seconds=found.seconds + more.seconds)
+    fixed = config.engine.update_micro_batch
+    for size in pairs if isinstance(fixed, str) else (fixed,):
+        if size != config.samples_per_pass and found.failure is None:
+            more = warm_up(engine, [Passes(each.update) for each in passes], size, progress=progress)
+            found = more._replace(programs=found.programs + more.programs, seconds=found.seconds + more.seconds)
+    return found

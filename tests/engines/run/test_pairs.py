@@ -343,13 +343,20 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
     assert f"update_micro_batch {list(pairs)} then, [12] now" in said
 
 
-@pytest.mark.parametrize(
-    ("compiles", "objective", "reason"),
-    [(False, Awm(), None), (True, Awm(), "blocks are compiled"), (False, AlignProp(), "a reward's gradient is followed")],
-)
-def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | None) -> None:
-    config, engine = SimpleNamespace(method=objective), SimpleNamespace(compiles=compiles)
-    assert explain_fixed_pairs(config, engine) == reason  # type: ignore[arg-type]
+@pytest.mark.usefixtures("faster")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_blocks_take_one_larger_pass_whatever_its_bits(tmp_path: Path, *, compiled: bool) -> None:
+    """A model that rounds otherwise in larger passes keeps a rollout's rows, unless its blocks are compiled."""
+    config = tiny.config(tmp_path, **{**RUN, "engine.compile": compiled}, sampling=ROLLOUT)
+    with Trainer(config, replace(tiny.job(), model=Telling(12, through="means"))) as run:
+        assert len(run.pairs) == 1
+        assert (run.pairs[0] > 12) == compiled
+
+
+@pytest.mark.parametrize(("objective", "reason"), [(Awm(), None), (AlignProp(), "a reward's gradient is followed")])
+def test_what_cannot_be_chosen(objective: Any, reason: str | None) -> None:
+    assert explain_fixed_pairs(SimpleNamespace(method=objective)) == reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pairs", ["rollout", 12])
