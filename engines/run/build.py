@@ -141,6 +141,16 @@ def _built(
     resume_from: Path | str | None,
 ) -> RunParts:
     """Return the parts of a run, whose rewards work."""
+    with world.agreed(), convert_errors(UsageError, ValueError):
+        conditioned = any(prompt.media for prompt in examples(job.prompts))
+        known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
+        check_model(config, job.model.prediction, **known, conditioned=conditioned)
+    _check_negative_prompt(config, job, asked)
+    if job.prepare is not None:  # before the network is there, so that encoders have the device to themselves
+        guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
+        with wait_for("encoding what the run reads"):
+            prompts = job.prepare(world, list_texts(job, asked, guidance))
+        job = job if prompts is None else replace(job, prompts=prompts)
     with world.agreed():
         with wait_for(f"loading the network of {config.model}"):
             module, adapter = _network_in_training(config, job)
@@ -160,16 +170,6 @@ def _built(
     own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
-    with world.agreed(), convert_errors(UsageError, ValueError):
-        conditioned = any(prompt.media for prompt in examples(job.prompts))
-        known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
-        check_model(config, job.model.prediction, **known, conditioned=conditioned)
-    _check_negative_prompt(config, job, asked)
-    if job.prepare is not None:
-        guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
-        with wait_for("encoding what the run reads"):
-            prompts = job.prepare(world, list_texts(job, asked, guidance))
-        job = job if prompts is None else replace(job, prompts=prompts)
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)

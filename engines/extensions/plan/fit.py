@@ -33,17 +33,17 @@ from fluvial.models.shapes import FRAMES, text_encoder_bytes
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
 
 
-def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside: int = 0) -> list[tuple[str, MemoryPlan]]:
+def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
     """Return the plan as it is, and after each setting that is turned, with the setting's flag.
 
     Args:
-        name, config, knobs, beside: as for `turns_to_fit`.
+        name, config, knobs: as for `turns_to_fit`.
 
     Raises:
         RunError: no combination of settings fits.
     """
-    turned, last = turns_to_fit(name, config, knobs, beside=beside)
-    if not last.fits_beside(beside):
+    turned, last = turns_to_fit(name, config, knobs)
+    if not last.fits:
         unit = unit_of(last.need)
         raise RunError(
             f"{name} does not fit into {config.room_in_words}: the least is {unit.of(last.need)} {unit.name}, with "
@@ -76,9 +76,9 @@ def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
 def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: str | None = None) -> tuple[TrainConfig, Any]:
     """Return a run with the settings that fit into `engine.fit`, and a table of what each saves; None without `fit`.
 
-    Text encoders run once and go, into a cache in the run's folder, unless a cache is named; they are quantised if they do
-    not fit beside the network otherwise. Settings of the engine and the
-    micro-batch are turned as `fluvial plan --fit` turns them, with its reserve for the VAE, rewards and the CUDA context.
+    Text encoders run once and go, into a cache in the run's folder unless a cache is named, before the network is loaded;
+    they are quantised if they do not fit otherwise. Settings of the engine and the micro-batch are turned as `fluvial plan
+    --fit` turns them, with its reserve for the VAE, rewards and the CUDA context.
 
     Args:
         config: run.
@@ -96,17 +96,14 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
     asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
     sizes = {} if name in MODELS else _text_sizes(config, name, half=_is_half(config, device))
-    try:
-        steps = steps_to_fit(name, asked, ENGINE_KNOBS, beside=min(sizes.values(), default=0))
-    except RunError:
-        steps = steps_to_fit(name, asked, ENGINE_KNOBS)  # the text encoders are what does not fit, or nothing does
+    steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
     micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
     if name not in MODELS:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
-        pipeline = replace(pipeline, text_base=_text_base(name, sizes, steps[-1][1]))
+        pipeline = replace(pipeline, text_base=_text_base(name, sizes, asked))
         said.append(
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
@@ -125,18 +122,18 @@ def _text_sizes(config: TrainConfig, name: str, *, half: bool) -> dict[Any, int]
     return {base: text_encoder_bytes(name, None if base == "auto" else base, dtype) for base in bases}
 
 
-def _text_base(name: str, sizes: dict[Any, int], found: MemoryPlan) -> Any:
-    """Return the most exact format of the text encoders that fits beside the network's weights and moments.
+def _text_base(name: str, sizes: dict[Any, int], asked: PlanConfig) -> Any:
+    """Return the most exact format in which the text encoders fit, before the network is there.
 
     Raises:
         RunError: none does.
     """
     for base, size in sizes.items():
-        if found.fits_beside(size):
+        if size <= asked.room:
             return base
     raise RunError(
-        f"the text encoders of {name} do not fit into {found.config.room_in_words} beside the network: they take "
-        f"{size / GIB:.2f} GiB with --pipeline.text-base {base}"
+        f"the text encoders of {name} do not fit into {asked.room_in_words}: they take {size / GIB:.2f} GiB with "
+        f"--pipeline.text-base {base}"
     )
 
 

@@ -156,11 +156,6 @@ class MemoryPlan(NamedTuple):
         """Whether they fit beside the reserve."""
         return self.need <= self.config.room
 
-    def fits_beside(self, size: int) -> bool:
-        """Whether they fit, and so do some bytes beside weights and moments alone, such as text encoders before a run."""
-        held = self.rollout.parameters + self.rollout.buffers + self.rollout.moments
-        return self.fits and held + size <= self.config.room
-
     @property
     def copies_in_words(self) -> list[str]:
         """Bytes and seconds that a pass copies of blocks on the host, in a line; no line without such blocks."""
@@ -310,14 +305,13 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
 Turned = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
 
 
-def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside: int = 0) -> tuple[Turned, MemoryPlan]:
+def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[Turned, MemoryPlan]:
     """Return the flags one by one, and the plan with them; see `first_to_fit`.
 
     Args:
         name: name of the transformer in the catalogue.
         config: plan.
         knobs: settings that may be turned, the cheapest first.
-        beside: bytes that have to fit beside weights and moments.
     """
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
     least: tuple[Turned, MemoryPlan] | None = None
@@ -330,15 +324,15 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS, *, beside:
         if any(before == after for before, after in pairwise(candidates)):
             continue  # a setting that has no effect beside another one
         steps, found = [*zip(turned, candidates[1:], strict=True)], plan(name, candidates[-1])
-        if found.fits_beside(beside):
-            return _swap_fewest(name, steps, found, beside)
+        if found.fits:
+            return _swap_fewest(name, steps, found)
         if least is None or found.need <= least[1].need:
             least = steps, found
     assert least is not None
     return least
 
 
-def _swap_fewest(name: str, steps: Turned, found: MemoryPlan, beside: int) -> tuple[Turned, MemoryPlan]:
+def _swap_fewest(name: str, steps: Turned, found: MemoryPlan) -> tuple[Turned, MemoryPlan]:
     """Return settings that fit with the fewest blocks on the host, if SWAP is among them."""
     if SWAP not in [flags for flags, _ in steps]:
         return steps, found
@@ -351,7 +345,7 @@ def _swap_fewest(name: str, steps: Turned, found: MemoryPlan, beside: int) -> tu
     number = bisect_left(
         range(1, len(blocks(find_transformer(name), _module(name, config.train, config.lora)))),
         True,
-        key=lambda few: plan(name, swap(config, few)).fits_beside(beside),
+        key=lambda few: plan(name, swap(config, few)).fits,
     )
     return (
         [(flags.replace("blocks", f"{number + 1}"), swap(each, number + 1)) for flags, each in steps],
