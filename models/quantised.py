@@ -1,8 +1,9 @@
-"""Weight-only quantisation of frozen linear layers: int8, int4, nf4 and fp8, in plain operations on any device.
+"""Quantisation of frozen linear layers: int8, int4, nf4 and fp8, in plain operations on any device.
 
 A weight is stored as codes and one float32 scale per row or per block of 64 values, and is w = scale * level(code). Each
 pass dequantises it, multiplies, and keeps codes and scales alone for the backward pass, which has the gradient of the
-input. Codes are buffers: FSDP2 neither casts nor shards them, and the rollout and the update read the same ones.
+input. With fp8_dynamic the input is rounded in the same way, a scale per row, and the codes are multiplied. Codes are
+buffers: FSDP2 neither casts nor shards them, and the rollout and the update read the same ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-Base = Literal["bfloat16", "int8", "int4", "nf4", "fp8"]
+from fluvial.models.device import has_values
+
+Base = Literal["bfloat16", "int8", "int4", "nf4", "fp8", "fp8_dynamic"]
 
 FP8_MAX = 448.0  # largest number of float8_e4m3fn
 # Quantiles of a normal distribution, scaled to [-1, 1] (arXiv 2305.14314, appendix E; the numbers are bitsandbytes').
@@ -35,6 +38,7 @@ class Format(NamedTuple):
     levels: tuple[float, ...] = ()  # of a code of four bits, ascending; two codes share a byte
     signed: bool = False  # whether the scale has the sign of the value with the largest magnitude
     largest: float = 1.0  # code of the largest value of a row
+    dynamic: bool = False  # whether a product rounds its input, too
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of codes, scales and levels of a weight `[out, in]`."""
@@ -51,6 +55,7 @@ FORMATS: dict[Base, Format] = {
     "int4": Format(torch.uint8, 64, INT4, signed=True),
     "nf4": Format(torch.uint8, 64, NF4),
     "fp8": Format(torch.float8_e4m3fn, largest=FP8_MAX),
+    "fp8_dynamic": Format(torch.float8_e4m3fn, largest=FP8_MAX, dynamic=True),
 }
 
 
@@ -69,10 +74,7 @@ def quantise(weight: Tensor, base: Base) -> Quantised:
         return Quantised(weight.to(torch.bfloat16), nothing, nothing)
     weight = weight.detach().float()
     if not form.levels:
-        largest = weight.abs().amax(1, keepdim=True)
-        scale = torch.where(largest > 0, largest / form.largest, 1.0)
-        codes = weight / scale
-        return Quantised((codes.round_() if form.codes == torch.int8 else codes).to(form.codes), scale, nothing)
+        return Quantised(*_round_rows(weight, form), nothing)
     flat = nn.functional.pad(weight.flatten(), (0, -weight.numel() % form.block)).view(-1, form.block)
     scale = flat.gather(1, flat.abs().argmax(1, keepdim=True))
     scale = scale if form.signed else scale.abs()
@@ -81,6 +83,38 @@ def quantise(weight: Tensor, base: Base) -> Quantised:
     codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).flatten()
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)
     return Quantised(codes[::2] << 4 | codes[1::2], scale, pairs)
+
+
+def _round_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Return the codes of each row of a float32 matrix, and its scale `[rows, 1]`."""
+    largest = x.abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 0, largest / form.largest, 1.0)
+    codes = x / scale
+    return (codes.round_() if form.codes == torch.int8 else codes).to(form.codes), scale
+
+
+def multiply(x: Tensor, weight: Quantised, base: Base, shape: Sequence[int], bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias of rows `[rows, in]`, in their dtype.
+
+    The product of two matrices of fp8 is that of the hardware where it has one (Hopper, with sizes that 16 divides and an
+    output in bfloat16), else that of the same numbers in float32.
+    """
+    form = FORMATS[base]
+    if not form.dynamic:
+        return nn.functional.linear(x, dequantise(weight, base, shape, x.dtype), bias)
+    rows, scale = _round_rows(x.float(), form)
+    if _multiplies_fp8(x, shape):
+        out = torch._scaled_mm(rows, weight.codes.t(), scale_a=scale, scale_b=weight.scale.t(), out_dtype=x.dtype)
+    else:
+        out = (rows.float() @ weight.codes.float().t()).mul_(scale).mul_(weight.scale.t()).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def _multiplies_fp8(x: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether the device of a matrix multiplies codes of fp8 with a scale per row."""
+    if x.dtype != torch.bfloat16 or any(size % 16 for size in shape):
+        return False
+    return not has_values(x.device) or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0))
 
 
 def dequantise(weight: Quantised, base: Base, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -143,6 +177,9 @@ class QuantisedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + bias, `[..., out]`."""
         if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+            if FORMATS[self.base].dynamic:  # its derivative is that of the input as it is, in the backward pass too
+                codes, scale = _round_rows(x.detach().float().flatten(0, -2), FORMATS[self.base])
+                x = x + ((codes.float() * scale).view_as(x).to(x.dtype) - x.detach())
             return nn.functional.linear(x, self.dequantise(x.dtype), self.bias)
         result: Tensor = _Product.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
         return result
@@ -158,9 +195,9 @@ class _Product(torch.autograd.Function):
         """Return the output."""
         ctx.save_for_backward(codes, scale, levels)
         ctx.base, ctx.shape = base, shape
-        weight = dequantise(Quantised(codes, scale, levels), base, shape, x.dtype)
         # As one matrix: torch would multiply a batch as many, whose bits depend on the processor and the addresses.
-        return nn.functional.linear(x.reshape(-1, shape[1]), weight, bias).view(*x.shape[:-1], shape[0])
+        out = multiply(x.reshape(-1, shape[1]), Quantised(codes, scale, levels), base, shape, bias)
+        return out.view(*x.shape[:-1], shape[0])
 
     @staticmethod
     @once_differentiable

@@ -49,9 +49,10 @@ class EngineConfig:
             losses), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen
             weights in this dtype. Numbers per sample (noise levels, timesteps) keep theirs.
         base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
-            bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), or fp8 (e4m3, a scale per row). Weights
-            are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every rank holds
-            them whole. Exports of merged weights dequantise them.
+            bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), fp8 (e4m3, a scale per row), or
+            fp8_dynamic (the same, and each product rounds its input, too, a scale per row, so that Hopper multiplies fp8).
+            Weights are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every
+            rank holds them whole. Exports of merged weights dequantise them.
         masters: Dtype that trained weights are held in between updates, except adapters. bfloat16 halves their memory and
             that of gradients; each step is computed in float32 and rounded stochastically, so that small ones add up.
         reduce: Dtype that gradients are reduced in.
@@ -78,7 +79,7 @@ class EngineConfig:
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8"] = "auto"
+    base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8", "fp8_dynamic"] = "auto"
     masters: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"
     checkpointing: Literal["none", "block", "selective", "host"] = "none"

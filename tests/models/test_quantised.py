@@ -15,7 +15,7 @@ from fluvial.models.quantised import FORMATS, Base, QuantisedLinear, dequantise,
 
 BASES: tuple[Base, ...] = get_args(Base)
 # Largest error of a value as a fraction of the largest magnitude that shares its scale: half a step of the codes.
-ERROR = {"bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 8, "nf4": 0.16, "fp8": 2**-4}
+ERROR = {"bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 8, "nf4": 0.16, "fp8": 2**-4, "fp8_dynamic": 2**-4}
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (3, 7), (1, 1), (41, 130)])
@@ -37,7 +37,7 @@ def test_each_value_becomes_the_nearest_level(base: Base, shape: tuple[int, int]
 def test_bytes_are_those_of_the_format_and_zeros_stay_zeros(base: Base) -> None:
     shape = (96, 256)
     assert sum(tensor.nbytes for tensor in quantise(torch.randn(shape), base)) == FORMATS[base].nbytes(shape)
-    bits = {"bfloat16": 16, "int8": 8, "int4": 4.5, "nf4": 4.5, "fp8": 8}[base]
+    bits = {"bfloat16": 16, "int8": 8, "int4": 4.5, "nf4": 4.5, "fp8": 8, "fp8_dynamic": 8}[base]
     assert FORMATS[base].nbytes((3072, 12288)) * 8 / (3072 * 12288) == pytest.approx(bits, rel=0.005)
     weight = torch.randn(4, 64)
     weight[1] = 0
@@ -74,7 +74,7 @@ def test_int8_agrees_with_torchao() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [base for base in BASES if not FORMATS[base].dynamic])
 def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtype: torch.dtype) -> None:
     linear = nn.Linear(48, 40).requires_grad_(False)
     layer = QuantisedLinear(linear, base, torch.float32)
@@ -91,6 +91,39 @@ def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtyp
         pairs.append((out.detach(), leaf.grad))
     assert torch.equal(pairs[0][0], pairs[1][0])
     torch.testing.assert_close(pairs[0][1], pairs[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_fp8_is_torchs(dtype: torch.dtype) -> None:
+    """`torch._scaled_mm` of codes with a scale per row; no row depends on the others, and a row of zeros stays one."""
+    layer = QuantisedLinear(nn.Linear(48, 32).requires_grad_(False), "fp8_dynamic", torch.float32)
+    layer.bias, rows = nn.Parameter(layer.bias.to(dtype), requires_grad=False), torch.randn(6, 48, dtype=dtype)
+    rows[2], rows[3] = 0, 1000 * rows[3]
+    scale = rows.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    scales = {"scale_a": scale, "scale_b": layer.quantised.scale.t(), "out_dtype": dtype}
+    product = torch._scaled_mm((rows.float() / scale).to(torch.float8_e4m3fn), layer.quantised.codes.t(), **scales)
+    found = layer(rows.view(2, 3, 48))
+    terms = rows.float().abs() @ layer.weight.abs().t()  # sums of 48 products in float32, then rounded to the dtype
+    bound = 48 * 2**-23 * terms + 2 * torch.finfo(dtype).eps * (terms + layer.bias.float().abs())
+    assert ((found.view(6, 32) - product - layer.bias).float().abs() <= bound).all()
+    assert torch.equal(found[0, 2], layer.bias)
+    error = (found.view(6, 32) - nn.functional.linear(rows, layer.weight.to(dtype), layer.bias)).float().norm(dim=1)
+    assert (error[[0, 1, 4, 5]] > 0).all()
+    assert (error <= 2**-3 * rows.float().norm(dim=1)).all()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_the_gradient_of_a_product_of_fp8_is_that_of_its_weight() -> None:
+    """Straight through the rounding of the input, in the backward pass and in forward mode."""
+    layer = QuantisedLinear(nn.Linear(48, 32).requires_grad_(False), "fp8_dynamic", torch.float32)
+    x, grad, tangent = (torch.randn(3, size) for size in (48, 32, 48))
+    x.requires_grad_()
+    out = layer(x)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ layer.weight)
+    primal, slope = jvp(layer, (x.detach(),), (tangent,))
+    torch.testing.assert_close(primal, out.detach())
+    torch.testing.assert_close(slope, tangent @ layer.weight.t())
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -77,7 +77,9 @@ def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) ->
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("base", ["nf4", *(pytest.param(base, marks=pytest.mark.long) for base in ("int8", "int4", "fp8"))])
+@pytest.mark.parametrize(
+    "base", ["nf4", *(pytest.param(base, marks=pytest.mark.long) for base in ("int8", "int4", "fp8", "fp8_dynamic"))]
+)
 def test_the_first_ratio_is_one_with_a_quantised_base(tmp_path: Path, base: Any) -> None:
     """With checkpointing in the update, and in the second update too."""
     engine = {"engine.base": base, "engine.checkpointing": "block"}

@@ -26,7 +26,7 @@ from fluvial.models.quantised import find_quantised
 
 WAYS: dict[str, dict[str, Any]] = {
     "nf4": {"train": "lora", "engine.base": "nf4", "engine.checkpointing": "host"},
-    **{base: {"train": "lora", "engine.base": base} for base in ("int8", "int4", "fp8", "bfloat16")},
+    **{base: {"train": "lora", "engine.base": base} for base in ("int8", "int4", "fp8", "fp8_dynamic", "bfloat16")},
     "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine.base": "int8"},
     "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine.compute": "bfloat16"},
     "masters": {"train": "full", "engine.masters": "bfloat16"},
