@@ -86,6 +86,25 @@ def test_the_fake_of_ac_dmd_agrees_with_its_own_mean() -> None:
     assert not info.error.requires_grad
 
 
+def test_the_fake_of_ac_dmd_takes_two_steps_of_its_own_noise(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a level below, never above, that of the sample; every share of the samples draws its own."""
+    seen, loss = list[RenoisedSamples](), AcDmd.fake_loss
+
+    def note(method: AcDmd, run: Any, items: Any, v: Tensor, rows: RenoisedSamples) -> Any:
+        seen.append(rows)
+        return loss(method, run, items, v, rows)
+
+    monkeypatch.setattr(AcDmd, "fake_loss", note)
+    method = AcDmd(sampling=replace(CPS, prompts=12, group=1), fake_updates=2, span=0.2)
+    gradient(method, one)
+    noises = [rows.predictions[name][:1] for rows in seen for name in ("first", "second")]
+    assert len({tuple(noise.flatten().tolist()) for noise in noises}) == len(noises) >= 4
+    for rows in seen:
+        assert rows.context is not None
+        assert (rows.context < rows.level).all()
+        assert (rows.context >= (rows.level - 0.2 - 1e-6).clamp(min=0)).all()
+
+
 def test_a_reward_joins_a_matching_loss_after_some_updates(one: World) -> None:
     """The gradient is then the sum of the two; a margin that every sample reaches gives none."""
     sampling, rewards = replace(CPS, prompts=12, group=1, sampler=Stochastic("cps", 1.0)), ("brightness",)

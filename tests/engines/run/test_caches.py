@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_pipelines
+from helpers import tiny_jobs, tiny_pipelines
 from helpers.marks import Patch
 from PIL import Image
 
@@ -16,6 +16,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.run import build
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
@@ -23,6 +24,7 @@ from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
 from fluvial.engines.run.jobs.settings import DataConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import digest
+from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode
@@ -120,6 +122,14 @@ def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, 
         file.write_bytes(b"damaged")
     with pytest.raises(UsageError, match=r"the encoded prompt .*safetensors cannot be read: .*; delete the file"):
         prepared(job(folder, tmp_path), one)
+
+
+def test_what_is_read_is_encoded_before_the_network_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that text encoders and the network are not on the device together; a prompt that fails costs no load."""
+    order, network = list[str](), build._network
+    monkeypatch.setattr(build, "_network", lambda *given: (order.append("network"), network(*given))[1])
+    with Trainer(tiny_jobs.config(tmp_path), replace(tiny_jobs.job(), prepare=lambda world, texts: order.append("texts"))):
+        assert order == ["texts", "network"]
 
 
 def test_a_full_disk_while_captions_are_encoded(
