@@ -3,12 +3,11 @@
 import os
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from helpers import real_verl, tiny_pipelines
+from helpers import real_verl, tiny_pipelines, verl_omni_configs
 from torch import Tensor, nn
 
 from fluvial.core.rollout import Trajectory
@@ -44,38 +43,28 @@ def model_config(name: str, path: Path | None = None, **changes: Any) -> Any:
     """Return the fields of verl-omni's DiffusionModelConfig that an engine reads; `scale` is that of guidance."""
     path = folder(name) if path is None else path
     scale, noise = changes.pop("scale", 1.0), changes.pop("noise_level", ETA)
-    pipeline = SimpleNamespace(
-        height=SIZE[0],
-        width=SIZE[1],
+    height, width, frames = changes.pop("size", (*SIZE, 1))
+    pipeline = verl_omni_configs.DiffusionPipelineConfig(
+        height=height,
+        width=width,
         num_inference_steps=STEPS,
-        num_frames=changes.pop("frames", 1),
+        num_frames=changes.pop("frames", frames),
+        max_sequence_length=changes.pop("tokens", 512),
         guidance_scale=scale if name == "sd3" else None,
-        true_cfg_scale=1.0 if name == "sd3" else scale,
+        true_cfg_scale=changes.pop("true", 1.0 if name == "sd3" else scale),
     )
+    algo = verl_omni_configs.DiffusionRolloutAlgoConfig(noise_level=noise, sde_type=changes.pop("sde_type", "sde"))
     fields: dict[str, Any] = {
         "path": str(path),
         "local_path": str(path),
-        "architecture": CLASSES[name],
+        "architecture": CLASSES.get(name),
         "algorithm": "flow_grpo",
-        "lora_rank": 0,
-        "lora_alpha": 64,
-        "lora_init_weights": "gaussian",
-        "target_modules": "all-linear",
-        "target_parameters": None,
-        "exclude_modules": None,
-        "lora": {},
-        "lora_adapter_path": None,
-        "lora_dtype": None,
-        "policy_state_adapters": ("default",),
         "enable_gradient_checkpointing": False,
         "attn_backend": "native",
-        "config_path": None,
-        "external_lib": None,
-        "transformer_subfolder": "transformer",
         "pipeline": pipeline,
-        "algo": SimpleNamespace(noise_level=noise, sde_type=changes.pop("sde_type", "sde")),
+        "algo": algo,
     }
-    return SimpleNamespace(**{**fields, **changes})
+    return verl_omni_configs.DiffusionModelConfig(**{**fields, **changes})
 
 
 def engine_config(*, kind: Any = None, **changes: Any) -> Any:

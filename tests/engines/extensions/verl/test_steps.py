@@ -172,8 +172,11 @@ def test_a_step_of_distillation(world: World, name: str, monkeypatch: pytest.Mon
     own.check_equal(actor.engine)
 
 
-def test_a_step_of_dance_grpo_on_videos(world: World) -> None:
-    """Wan: levels with verl-omni's shift, five frames, and old log-probs that the actor itself computes."""
+def test_a_step_of_dance_grpo_on_videos(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wan: the levels of verl-omni's adapter, five frames, and old log-probs that the actor itself computes."""
+    from fluvial.engines.extensions.verl import plugin
+
+    monkeypatch.setattr(plugin.ENGINES["diffusion_model"], "hooks", lambda config: verl_workers.WanAdapter)
     t = torch.tensor([1.0, 2 / 3, 1 / 3, 0.0])
     levels = 5 * t / (1 + 4 * t)
     schedule = Schedule(levels, 1000 * levels[:-1])
