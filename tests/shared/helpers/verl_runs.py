@@ -244,15 +244,27 @@ class Own:
         made: rollout of the network.
         world: process group.
         adapters: names of LoRA adapters; none train all weights.
+        sharding: sharding and precision.
+        buffers: dtype of the network's buffers.
     """
 
-    def __init__(self, made: Made, world: World, adapters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        made: Made,
+        world: World,
+        adapters: tuple[str, ...] = (),
+        *,
+        sharding: EngineConfig | None = None,
+        buffers: torch.dtype = torch.float32,
+    ) -> None:
         self.made, module = made, made.model.build()
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(buffers)
         if adapters:
             lora = LoraConfig(rank=2, alpha=4, form=LowRank("gaussian"), targets=tuple(LORA["target_modules"]))
             add_lora(module, lora, (), adapters=adapters, seed=42)
         optimizer = OptimizerConfig(lr=1e-3, eps=EPS, max_grad_norm=1e6)
-        self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=EngineConfig())
+        self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=sharding or EngineConfig())
 
     def predict(self, x: Tensor, items: Any, cond: Any) -> Tensor:
         """Return the prediction at each item, guided as the rollout; pairs `[P, 2, ...]` share level and conditioning."""

@@ -311,7 +311,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "no linear layer is left": ({"lora_rank": 2, "exclude_modules": ".*"}, {}, {}),
     "no parameter's name ends in to_z.weight": ({"lora_rank": 2, "target_parameters": ["to_z.weight"]}, {}, {}),
     "name transformer_blocks.0.attn.to_q.bias, a parameter": ({"lora_rank": 2, "target_parameters": ["to_q.bias"]}, {}, {}),
-    "exclude_modules leaves out": ({"lora_rank": 2, "exclude_modules": ".*blocks.*proj_out"}, {}, {}),
     "model.lora has rank, expected merge alone": ({"lora": {"rank": 3}}, {}, {}),
     "model.lora_dtype is 'fp16', expected one of fp32": ({"lora_rank": 2, "lora_dtype": "fp16"}, {}, {}),
     "no layer's name ends in to_z": ({"lora_rank": 2, "target_modules": ["to_z"]}, {}, {}),
