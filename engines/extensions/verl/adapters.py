@@ -48,7 +48,7 @@ def find_layers(module: nn.Module, targets: Targets) -> tuple[str, ...]:
         names += [name.removesuffix(".weight") for name in found]
     if wrong := next((name for name in names if name not in linear), None):
         kind = type(layers[wrong]).__name__ if wrong in layers else "parameter"
-        raise UsageError(f"model.target_modules or target_parameters name {wrong}, a {kind}, expected weights of linear layers")
+        raise UsageError(f"model.target_modules or target_parameters name {wrong}, a {kind}, expected linear layers")
     if not names:
         raise UsageError(f"model.target_modules is {targets.modules!r} without {excluded!r}: no linear layer is left")
     chosen = {*names}

@@ -146,7 +146,7 @@ def _read_image(given: Any) -> Path | bytes:
             given.save(file, "PNG")
             return file.getvalue()
     if not isinstance(given, str | bytes):
-        raise UsageError(f"raw_prompt has an image of type {type(given).__name__}, expected a path, bytes or an image of PIL")
+        raise UsageError(f"raw_prompt has an image of type {type(given).__name__}, expected a path, bytes or a PIL image")
     return given if isinstance(given, bytes) else Path(given.removeprefix("file://"))
 
 

@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 TEXT = {"tokens": "prompt_embeds", "pooled": "pooled_prompt_embeds", "mask": "prompt_embeds_mask"}
 IMAGES = {"image": "condition_image_latents"}
 MASKS = ("mask", "lengths")  # fields that follow from the padding of the tokens
-SCALE = "guidance"  # field of a distilled network, which takes pipeline.guidance_scale as an input
+SCALE = "guidance"  # field of a distilled network, which the model itself makes of pipeline.guidance_scale
 
 NEAR = 0.01  # largest difference between a rollout's timestep, up to 1000, and the schedule's
 TIMESTEPS = 1000.0  # timestep of a flow's noise level 1
@@ -53,22 +53,26 @@ class Denoiser:
     def __init__(self, settings: Settings, device: torch.device, scheduler: Any = None) -> None:
         self.settings, self.device, self._scheduler = settings, device, scheduler
         self._open = lru_cache(1)(self._open_model)
-        self._use(self._open(""))
-        predicts, rule = self.model.prediction, SAMPLERS[settings.sampler]
-        if rule.prediction != predicts:
+        self.model = self._open("")
+        self.schedule = cache(self._schedule)
+        self.packed = bool(getattr(self.model, "packed", False))
+        self.scale = self._find_scale()
+        predicts = self.model.prediction
+        if SAMPLERS[settings.sampler].prediction != predicts:
             fits = " or ".join(name for name, (kind, _) in KINDS.items() if SAMPLERS[kind].prediction == predicts)
             raise UsageError(f"model.algo.sde_type is {settings.kind!r}, and the model predicts {predicts}: set {fits}")
 
     def _open_model(self, negative: str) -> Any:
-        """Return the model; one that is replayed has the negative prompt inside."""
+        """Return the model; one that is replayed has the guidance and its negative prompt inside."""
         settings, (height, width, frames) = self.settings, self.settings.size
-        own = is_adapter(settings.model)
-        config = PipelineConfig(height, width, frames=frames, trust_remote_code=settings.trusts_code and not own)
-        guidance = Guidance(max(settings.guidance_scale or settings.true_cfg_scale, 1.0), negative)
+        trusts = settings.trusts_code and not is_adapter(settings.model)
+        config = PipelineConfig(height, width, frames=frames, trust_remote_code=trusts)
+        guidance = Guidance(max(settings.guidance_scale or 1.0, settings.true_cfg_scale, 1.0), negative)
         compute = settings.engine.compute_dtype(self.device)
         model = open_named(settings.model, config, steps=settings.steps, guidance=guidance, compute=compute)
-        part = getattr(model, "part", NETWORK)
-        if settings.weights is None and settings.part in (NETWORK, part):
+        if settings.guidance_scale is not None and hasattr(model, "embedded_guidance"):
+            model.embedded_guidance = settings.guidance_scale
+        if settings.weights is None and settings.part in (NETWORK, getattr(model, "part", NETWORK)):
             return model
         if not isinstance(model.weights, Path):
             held = ", ".join(model.weights or ()) or "no folder of weights"
@@ -78,18 +82,21 @@ class Denoiser:
         with convert_errors(UsageError, ValueError, OSError, says="model.config_path"):
             return model.with_weights(settings.weights or Path(settings.model) / settings.part)
 
-    def _use(self, model: Any) -> None:
-        self.model, settings = model, self.settings
-        self.schedule = cache(self._schedule)
-        self.packed = bool(getattr(model, "packed", False))
-        distilled = bool(getattr(model, "config", {}).get("guidance_embeds"))
-        scales = [settings.true_cfg_scale, *([settings.guidance_scale] if settings.guidance_scale and not distilled else [])]
-        if min(scales) > 1 and len(scales) > 1:
+    def _find_scale(self) -> float:
+        """Return the scale of guidance by two forward passes; that of a distilled network is an input of it.
+
+        Raises:
+            UsageError: two scales are set, and the model has one.
+        """
+        guidance, true = self.settings.guidance_scale or 1.0, self.settings.true_cfg_scale
+        if hasattr(self.model, "embedded_guidance"):
+            return true
+        if min(guidance, true) > 1:
             raise UsageError(
-                f"model.pipeline.guidance_scale is {scales[1]:g} and true_cfg_scale is {scales[0]:g}, and the model has one "
-                "scale of guidance: leave one of them out"
+                f"model.pipeline.guidance_scale is {guidance:g} and true_cfg_scale is {true:g}, but one scale is used: "
+                "leave one of them out"
             )
-        self.scale = max(scales)
+        return max(guidance, true)
 
     def fit(self, fields: Fields) -> "Denoiser":
         """Return the denoiser for the prompts of a batch, which a pipeline without an adapter is recorded on.
@@ -104,7 +111,8 @@ class Denoiser:
             raise UsageError(f"the batch has {len(opposed)} negative prompts, and a pipeline without an adapter takes one")
         other = copy.copy(self)
         with convert_errors(UsageError, ValueError, says="model"):
-            other._use(self._open(*opposed).given(model_inputs(prompts)))
+            other.model = self._open(*opposed).given(model_inputs(prompts))
+        other.schedule = cache(other._schedule)
         return other
 
     @property
@@ -188,8 +196,9 @@ class Denoiser:
                 cond = Guided(cond, self._read(fields, names, "negative_"), torch.full((fields.samples,), self.scale))
         else:
             self._check_padding()
+            prompts = fields.prompts(self.argument)
             with convert_errors(UsageError, ValueError, OSError, says="model"):
-                cond = Guidance(max(self.scale, 1.0)).encode(self.model, fields.prompts(self.argument))
+                cond = Guidance(max(self.scale, 1.0)).encode(self.model, prompts)
         return optree.tree_map(lambda tensor: tensor.to(self.device), cond)
 
     def _check_padding(self) -> None:
@@ -197,8 +206,8 @@ class Denoiser:
         tokens = None if is_recorded(self.model) or trims_padding(self.model) else getattr(self.model, "text_tokens", None)
         if tokens not in (None, self.settings.tokens):
             raise UsageError(
-                f"model.pipeline.max_sequence_length is {self.settings.tokens}, and the model pads prompts to {tokens} tokens, "
-                "to which its network attends: set it to that, or let the rollout return prompt_embeds"
+                f"model.pipeline.max_sequence_length is {self.settings.tokens}, and the model pads prompts to {tokens} "
+                "tokens and attends to them: set it to that, or let the rollout return prompt_embeds"
             )
 
     def _list_tensors(self) -> list[str]:
@@ -232,10 +241,7 @@ class Denoiser:
                 f"{prefix + TEXT['tokens']}"
             )
         tensors |= {"tokens": torch.where(mask[..., None], tokens, 0.0), "mask": mask, "lengths": mask.sum(1)}
-        cond = self.model.cond({name: tensors[name] for name in names})
-        if hasattr(cond, SCALE) and self.settings.guidance_scale:
-            cond = cond._replace(**{SCALE: torch.full((fields.samples,), self.settings.guidance_scale)})
-        return cond
+        return self.model.cond({name: tensors[name] for name in names})
 
     def predict(self, module: nn.Module, items: dict[str, Tensor], cond: Cond) -> Tensor:
         """Return the prediction at each item of a micro-batch, guided as the rollout was, in float32.

@@ -86,9 +86,7 @@ def check_unread(part: str, config: Any) -> None:
             continue
         value, default = getattr(config, each.name), default_of(each)
         if value is not None and _plain(value, default) != _plain(default, default):
-            raise UsageError(
-                f"{part}.{each.name} is {value!r}, which fluvial does not support: leave it at {default!r}"
-            )
+            raise UsageError(f"{part}.{each.name} is {value!r}, which fluvial does not support: leave it at {default!r}")
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -204,7 +204,9 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
         raise UsageError(f"engine.fsdp_size is {size}, expected a divisor of the {ranks} ranks, or -1")
     mixed: Mapping[str, Any] = config.mixed_precision or {}
     if unknown := sorted({*mixed} - {"param_dtype", "reduce_dtype", "buffer_dtype"}):
-        raise UsageError(f"engine.mixed_precision has {', '.join(unknown)}, expected param_dtype, reduce_dtype, buffer_dtype")
+        raise UsageError(
+            f"engine.mixed_precision has {', '.join(unknown)}, expected param_dtype, reduce_dtype, buffer_dtype"
+        )
     backend = model.attn_backend
     return EngineConfig(
         comm="reshard" if config.reshard_after_forward else "keep",
@@ -261,7 +263,9 @@ def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
             )
         return None
     if path is None and not model.target_modules and not model.target_parameters:
-        raise UsageError(f"model.target_modules is {model.target_modules!r}, expected all-linear or a list of names of layers")
+        raise UsageError(
+            f"model.target_modules is {model.target_modules!r}, expected all-linear or a list of names of layers"
+        )
     init = model.lora_init_weights
     if init not in ("gaussian", "default", True):
         raise UsageError(f"model.lora_init_weights is {init!r}, expected gaussian or True")
@@ -300,5 +304,7 @@ def _as_json(value: str | tuple[str, ...]) -> str | list[str]:
 def _dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
     found = DTYPES.get(str(value))
     if found not in known:
-        raise UsageError(f"{field} is {value!r}, expected one of {', '.join(n for n, kind in DTYPES.items() if kind in known)}")
+        raise UsageError(
+            f"{field} is {value!r}, expected one of {', '.join(n for n, kind in DTYPES.items() if kind in known)}"
+        )
     return found

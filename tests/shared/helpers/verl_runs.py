@@ -28,6 +28,7 @@ CLASSES = {"sd3": "StableDiffusion3Pipeline", "qwen-image": "QwenImagePipeline",
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["to_q", "to_k"]}
 CLIP, KL = 0.2, 0.5
 EPS = 1e-4  # of Adam: rounding in a gradient that is 0 in exact arithmetic moves no weight
+NEAR = {"override_optimizer_config": {"eps": EPS}}
 DEFAULT: dict[str, Any] = {}  # changes of a config
 
 
@@ -50,7 +51,7 @@ def model_config(name: str, path: Path | None = None, **changes: Any) -> Any:
         num_inference_steps=STEPS,
         num_frames=changes.pop("frames", frames),
         max_sequence_length=changes.pop("tokens", 512),
-        guidance_scale=scale if name == "sd3" else None,
+        guidance_scale=changes.pop("guidance", scale if name == "sd3" else None),
         true_cfg_scale=changes.pop("true", 1.0 if name == "sd3" else scale),
     )
     algo = verl_omni_configs.DiffusionRolloutAlgoConfig(noise_level=noise, sde_type=changes.pop("sde_type", "sde"))

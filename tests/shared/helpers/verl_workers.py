@@ -21,7 +21,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class WanAdapter:
-    """The parts of `Wan22DanceGRPO` (`verl_omni/pipelines/wan22_dance_grpo`) that an engine calls: levels with a shift of 5."""
+    """What an engine calls of `verl_omni/pipelines/wan22_dance_grpo`: levels with a shift of 5."""
 
     @staticmethod
     def build_scheduler(config: Any) -> Any:
