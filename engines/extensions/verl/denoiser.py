@@ -39,7 +39,7 @@ TIMESTEPS = 1000.0  # timestep of a flow's noise level 1
 
 
 class Denoiser:
-    """Whatever `fluvial train --model` takes, with the settings of a run of verl.
+    """A model, whatever `--model` takes, with the settings of a run of verl.
 
     Args:
         settings: the run.

@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 from helpers import tiny_pipelines, verl_runs, verl_workers
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial.core.transitions import bind
@@ -204,11 +205,11 @@ def test_a_step_of_dance_grpo_on_videos(world: World, monkeypatch: pytest.Monkey
     ("name", "lora", "kl", "scale"),
     [
         ("sd3", False, verl_runs.KL, 2.5),
-        ("sd3", True, 0.0, 1.0),
+        long("sd3", True, 0.0, 1.0),
         ("qwen-image", False, 0.0, 1.0),
         ("qwen-image", True, verl_runs.KL, 2.5),
-        ("qwen-image", True, 0.0, 2.5),
-        ("sd3", True, verl_runs.KL, 1.0),
+        long("qwen-image", True, 0.0, 2.5),
+        long("sd3", True, verl_runs.KL, 1.0),
     ],
 )
 def test_gradients_are_those_of_fluvials_own_update(world: World, name: str, lora: bool, kl: float, scale: float) -> None:
