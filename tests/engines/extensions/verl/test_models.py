@@ -218,7 +218,8 @@ def test_weights_may_lie_in_another_folder(tmp_path: Path) -> None:
     """Beside the pipeline's own network (`transformer_subfolder`), or anywhere (`config_path`)."""
     folder = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "model")
     expected = torch.full((), 0.25)
-    for name, given in (("ema", {"transformer_subfolder": "ema"}), ("../other", {"config_path": str(tmp_path / "other")})):
+    other: dict[str, Any] = {"config_path": str(tmp_path / "other")}
+    for name, given in (("ema", {"transformer_subfolder": "ema"}), ("../other", other)):
         shutil.copytree(folder / "transformer", folder / name)
         file = folder / name / "diffusion_pytorch_model.safetensors"
         save_file({key: expected.expand_as(value).contiguous() for key, value in load_file(file).items()}, file)
