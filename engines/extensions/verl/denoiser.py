@@ -102,13 +102,16 @@ class Denoiser:
         """Return the denoiser for the prompts of a batch, which a pipeline without an adapter is recorded on.
 
         Raises:
-            UsageError: its samples have several negative prompts, or the pipeline cannot be replayed.
+            UsageError: its samples have several negative prompts, or one beside that of a user-defined model, or the pipeline
+                cannot be replayed.
         """
         if not is_recorded(self.model):
             return self
         prompts = fields.prompts(self.argument)
         if len(opposed := set(negatives(prompts, ""))) > 1:
             raise UsageError(f"the batch has {len(opposed)} negative prompts, and a pipeline without an adapter takes one")
+        if opposed != {""} and is_adapter(self.settings.model):
+            raise UsageError(f"the batch has a raw_negative_prompt, and {self.settings.model} has its own: leave it out")
         other = copy.copy(self)
         with convert_errors(UsageError, ValueError, says="model"):
             other.model = self._open(*opposed).given(model_inputs(prompts))

@@ -212,6 +212,9 @@ def test_a_replayed_pipeline_takes_the_levels_and_the_negative_prompt_of_the_rol
     ):
         with pytest.raises(UsageError, match=f"^{says}"):
             verl_runs.infer(engine, batch(made, raw, **{**at, **more}))
+    engine.settings.__dict__["model"] = "mine:opened"  # as if a function of the user's had opened it
+    with pytest.raises(UsageError, match=r"^the batch has a raw_negative_prompt, and mine:opened has its own"):
+        verl_runs.infer(engine, batch(made, raw, **at, raw_negative_prompt=["bad"] * 4))
 
 
 def test_weights_may_lie_in_another_folder(tmp_path: Path) -> None:
