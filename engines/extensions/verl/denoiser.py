@@ -102,8 +102,8 @@ class Denoiser:
         """Return the denoiser for the prompts of a batch, which a pipeline without an adapter is recorded on.
 
         Raises:
-            UsageError: its samples have several negative prompts, or one beside that of a user-defined model, or the pipeline
-                cannot be replayed.
+            UsageError: its samples have several negative prompts, or one beside that of a user-defined model, or the
+                pipeline cannot be replayed.
         """
         if not is_recorded(self.model):
             return self
