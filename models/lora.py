@@ -300,7 +300,8 @@ def blend_adapter(module: nn.Module, source: str, into: str, decay: float) -> No
         ValueError: the module has no adapter of one of the names, or the decay is not in [0, 1].
     """
     targets = _shards(module, into)
-    for name, blended in ema.update(targets, _shards(module, source), decay).items():
+    sources = {name: tensor.to(targets[name].dtype) for name, tensor in _shards(module, source).items()}
+    for name, blended in ema.update(targets, sources, decay).items():
         targets[name].copy_(blended)
 
 

@@ -82,7 +82,7 @@ class Pipeline:
     linspace: ClassVar[Callable[..., Any] | None] = None
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     encoding: ClassVar[Mapping[str, Any]] = {}  # further arguments of the pipeline's encode_prompt
-    encoded: ClassVar[tuple[str, ...]]  # names of what it returns in the conditioning; "" leaves one out
+    encoded: ClassVar[tuple[str, ...]]  # names of what `text` returns, in encode_prompt's order; "" leaves one out
     lora_targets: tuple[str, ...]
     conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the tensors of `text`
     others: ClassVar[tuple[str, ...]] = ("vae", "scheduler")  # parts that a folder must hold beside the network

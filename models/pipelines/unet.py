@@ -115,6 +115,7 @@ class StableDiffusionXL(StableDiffusion):
     """
 
     pipeline = "StableDiffusionXLPipeline"
+    encoded = ("tokens", "pooled")
     prompt_layers: ClassVar[tuple[str, ...]] = (*StableDiffusion.prompt_layers, "add_embedding")
     lora_targets: tuple[str, ...] = (*StableDiffusion.lora_targets, "proj_in", "proj_out")
 

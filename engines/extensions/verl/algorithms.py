@@ -95,8 +95,8 @@ def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Co
     transition = denoiser.sampler(tuple(x.shape[1:]))(level, level_next)
     v = denoiser.predict(module, items, cond)
     log_prob, _ = step_log_prob(transition, x, v, items["x_next"], form=settings.form)
-    mean = denoiser.architecture.pack(gaussian.mean(transition, x, v))
-    sqrt_dt = torch.sqrt(level - level_next)
+    mean = denoiser.pack(gaussian.mean(transition, x, v))
+    sqrt_dt = torch.sqrt((level - level_next).abs())
     is_rate = SAMPLERS[settings.sampler].kl_weight == "rate"
     std = transition.std / sqrt_dt if is_rate else transition.std
     return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
@@ -113,7 +113,7 @@ def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     x0 = denoiser.latents(fields, "latents_clean", shape, samples)
     clean = x0.repeat(count, *[1] * (x0.ndim - 1))
     if fields.has("forward_noise"):
-        layout = denoiser.architecture.layout(shape)
+        layout = denoiser.layout(shape)
         each = fields.tensor("forward_noise").ndim == 2 + len(layout)
         noise = denoiser.latents(fields, "forward_noise", shape, samples, *[count] * each)
         noise = step_by_step(noise) if each else noise.repeat(count, *[1] * (noise.ndim - 1))
@@ -138,7 +138,7 @@ def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Con
         "x0": items["x0"],
         "xt": items["x"],
     }
-    packed = {name: denoiser.architecture.pack(value) for name, value in samples.items()}
+    packed = {name: denoiser.pack(value) for name, value in samples.items()}
     return {**packed, "t_expanded": per_sample(items["level"], packed["xt"])}
 
 
@@ -163,14 +163,14 @@ def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
                 raise UsageError(f"{name} differs between the two samples of a pair, expected the same")
     else:
         noise = torch.randn_like(x0[0::2]).repeat_interleave(2, 0)
-        known = denoiser.model.scheduler().timesteps
+        known = denoiser.timesteps(shape)
         drawn = torch.sigmoid(torch.randn(samples // 2))
-        timesteps = known[(drawn * len(known)).long()].float().repeat_interleave(2).to(x0.device)
+        timesteps = known[(drawn * len(known)).long()].repeat_interleave(2).to(x0.device)
     items = denoiser.add_noise(fields, x0, noise, timesteps)
     given, uid = {}, None
     if loss:
         given["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")
-        layout = 1 + len(denoiser.architecture.layout(shape))
+        layout = 1 + len(denoiser.layout(shape))
         for name in PER_SAMPLE:
             if fields.has(name):
                 value = fields.tensor(name, (samples,))
@@ -181,7 +181,7 @@ def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
 
 def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
     """Return noise_pred, noise, latent and timesteps `[b]`."""
-    pack = denoiser.architecture.pack
+    pack = denoiser.pack
     return {
         "noise_pred": pack(denoiser.predict(module, items, cond)),
         "noise": pack(items["noise"]),

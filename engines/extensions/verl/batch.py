@@ -1,12 +1,15 @@
 """A batch of verl: its fields, read and checked, and the flat set of items that it becomes."""
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.models import Cond
 
@@ -69,6 +72,26 @@ class Fields:
             raise UsageError(f"{name} has shape {list(value.shape)}, expected [{wanted}, ...]{what and f': {what}'}")
         return value
 
+    def prompts(self, argument: str) -> list[Prompt]:
+        """Return the prompt of each sample, of `raw_prompt` and `raw_negative_prompt`: a text, or messages of a chat.
+
+        Args:
+            argument: argument of a pipeline's call that the images of the messages are.
+
+        Raises:
+            UsageError: there are none, or an image is neither a file, nor bytes, nor an image of PIL.
+        """
+        given, opposed = (self.plain(f"raw_{name}") for name in ("prompt", "negative_prompt"))
+        if not isinstance(given, list) or len(given) != self.samples:
+            held = type(given).__name__ if not isinstance(given, list) else f"{len(given)} values"
+            raise UsageError(f"raw_prompt is {held}, expected one prompt per sample, which this model encodes itself")
+        found = []
+        for prompt, negative in zip(given, opposed or [None] * self.samples, strict=True):
+            text, images = read_messages(prompt)
+            media: Any = {argument: images[0] if len(images) == 1 else tuple(images)} if images else {}
+            found.append(Prompt(text, None if negative is None else read_messages(negative)[0], media=media))
+        return found
+
     def by_item(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
         """Return a field `[B, T, ...]` as one value per item, `[T B, ...]`; with `exact` that is a finite number.
 
@@ -99,6 +122,32 @@ class Fields:
             )
         # `to_padded_tensor` pads to a cached length, and to the sum of the lengths where there is none.
         return pad_sequence(list(value.unbind()), batch_first=True)
+
+
+def read_messages(given: Any) -> tuple[str, list[Path | bytes]]:
+    """Return the text and the images of a prompt: of a text as it is, of a chat those of its user's messages."""
+    if isinstance(given, str):
+        return given, []
+    contents = [message["content"] for message in given if message["role"] == "user"]
+    texts = [
+        each if isinstance(each, str) else "".join(part["text"] for part in each if part["type"] == "text").strip()
+        for each in contents
+    ]
+    parts = [part for each in contents if not isinstance(each, str) for part in each if part["type"] == "image"]
+    return "\n".join(texts), [_read_image(part["image"]) for part in parts]
+
+
+def _read_image(given: Any) -> Path | bytes:
+    from PIL.Image import Image
+
+    given = given.get("bytes") or given.get("path") if isinstance(given, dict) else given
+    if isinstance(given, Image):
+        with io.BytesIO() as file:
+            given.save(file, "PNG")
+            return file.getvalue()
+    if not isinstance(given, str | bytes):
+        raise UsageError(f"raw_prompt has an image of type {type(given).__name__}, expected a path, bytes or a PIL image")
+    return given if isinstance(given, bytes) else Path(given.removeprefix("file://"))
 
 
 def lengths_of(value: Tensor) -> list[int]:

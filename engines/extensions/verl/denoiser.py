@@ -1,139 +1,171 @@
 """The model as verl's batches use it: schedule, sampler, conditioning and predictions, with its guidance."""
 
-from collections.abc import Callable, Mapping
-from functools import cache
+import copy
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.sigmas import from_scheduler
 from fluvial.core.transitions import Sampler, bind
+from fluvial.engines.data.records import model_inputs, negatives
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.verl.batch import Fields, lengths_of
-from fluvial.engines.extensions.verl.settings import Settings
-from fluvial.models import Cond, Schedule
+from fluvial.engines.extensions.verl.settings import NETWORK, Settings
+from fluvial.engines.extensions.verl.settings import SAMPLERS as KINDS
+from fluvial.engines.run.jobs.pipeline import is_adapter, open_named
+from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.samplers import SAMPLERS
+from fluvial.models import Cond, Schedule, is_recorded
 from fluvial.models.guidance import Guided, guided_velocity
-from fluvial.models.pipelines.base import PATCH, TextCond, pack, unpack
-from fluvial.models.pipelines.open import open_model
-from fluvial.models.pipelines.qwen_image import QwenCond
+from fluvial.models.padding import trims_padding
+from fluvial.models.pipelines.base import PATCH, pack, unpack
+from fluvial.models.protocol import knows_any_level
+from fluvial.models.replay.kinds import ARGUMENTS
 
 Shape = tuple[int, ...]
-WAN_SHIFT = 5.0  # of the noise levels: verl-omni's own, whatever the folder's scheduler has
-
-
-class Architecture(NamedTuple):
-    """How the fields of a batch become the inputs of a model."""
-
-    fields: tuple[str, ...]  # fields of the conditioning; those of the negative prompt are `negative_...`
-    cond: Callable[[Mapping[str, Tensor]], Cond]  # conditioning, from these fields
-    scale: Literal["guidance_scale", "true_cfg_scale"]  # field of the pipeline config that holds the guidance scale
-    packed: bool = False  # whether samples come as tokens `[..., H W / 4, 4 C]`, and not as the model takes them
-    masked: bool = False  # whether the network masks padding tokens
-    schedule: Callable[[int], Schedule] | None = None  # schedule of a number of steps, where it is not the pipeline's
-
-    def layout(self, shape: Shape) -> Shape:
-        """Return the shape that a sample of shape (C, H, W), or (C, F, H, W) for a video, has in a batch."""
-        if not self.packed:
-            return shape
-        channels, height, width = shape
-        return ((height // PATCH) * (width // PATCH), channels * PATCH**2)
-
-    def unpack(self, samples: Tensor, shape: Shape) -> Tensor:
-        """Return samples as the model takes them, `[..., C, H, W]` or `[..., C, F, H, W]`, of a batch's samples."""
-        return unpack(samples, shape[-2]) if self.packed else samples
-
-    def pack(self, samples: Tensor) -> Tensor:
-        """Return samples of the model as a batch holds them."""
-        return pack(samples) if self.packed else samples
-
-
-def _sd3(fields: Mapping[str, Tensor]) -> TextCond:
-    return TextCond(fields["prompt_embeds"].float(), fields["pooled_prompt_embeds"].float())
-
-
-def _qwen_image(fields: Mapping[str, Tensor]) -> QwenCond:
-    tokens, mask = fields["prompt_embeds"].float(), fields["prompt_embeds_mask"].bool()
-    # What lies at padding tokens is masked, but verl may have left it as it was.
-    return QwenCond(torch.where(mask[..., None], tokens, 0.0), mask)
-
-
-def _wan(fields: Mapping[str, Tensor]) -> TextCond:
-    return TextCond(fields["prompt_embeds"].float() * fields["prompt_embeds_mask"][..., None].float())
-
-
-def _wan_schedule(steps: int) -> Schedule:
-    """Return the shifted levels s t / (1 + (s - 1) t) of t = 1, 1 - 1/T, ..., 0."""
-    t = torch.linspace(1, 0, steps + 1, dtype=torch.float64).float()
-    levels = WAN_SHIFT * t / (1 + (WAN_SHIFT - 1) * t)
-    return Schedule(levels, 1000 * levels[:-1])
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "StableDiffusion3Pipeline": Architecture(("prompt_embeds", "pooled_prompt_embeds"), _sd3, "guidance_scale"),
-    "QwenImagePipeline": Architecture(
-        ("prompt_embeds", "prompt_embeds_mask"), _qwen_image, "true_cfg_scale", packed=True, masked=True
-    ),
-    "WanPipeline": Architecture(("prompt_embeds", "prompt_embeds_mask"), _wan, "true_cfg_scale", schedule=_wan_schedule),
-}
-
+# verl-omni's fields of a batch by the fields of a model's conditioning. Those of the text have a negative, `negative_...`.
+TEXT = {"tokens": "prompt_embeds", "pooled": "pooled_prompt_embeds", "mask": "prompt_embeds_mask"}
+IMAGES = {"image": "condition_image_latents"}
+MASKS = ("mask", "lengths")  # fields that follow from the padding of the tokens
+SCALE = "guidance"  # field of a distilled network, which the model itself makes of pipeline.guidance_scale
 
 NEAR = 0.01  # largest difference between a rollout's timestep, up to 1000, and the schedule's
 TIMESTEPS = 1000.0  # timestep of a flow's noise level 1
 
 
 class Denoiser:
-    """A pipeline's model with the settings of a run.
+    """A model, whatever `--model` takes, with the settings of a run of verl.
 
     Args:
         settings: the run.
         device: device of the engine.
+        scheduler: scheduler that verl-omni's adapter builds, whose steps its rollouts take; None takes the model's own.
 
     Raises:
-        UsageError: the folder holds no pipeline, or one that has no row in `ARCHITECTURES`.
+        UsageError: the model cannot be opened, or does not fit the settings.
     """
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
-        if settings.architecture not in ARCHITECTURES:
-            raise UsageError(
-                f"model.architecture is {settings.architecture!r}, which fluvial's engine for verl has no adapter for: "
-                f"expected one of {', '.join(ARCHITECTURES)}"
-            )
-        self.architecture = ARCHITECTURES[settings.architecture]
-        with convert_errors(UsageError, ValueError, OSError, says="model.path"):
-            self.model = open_model(settings.folder, device=device)
-        if self.model.pipeline != settings.architecture:
-            raise UsageError(
-                f"model.architecture is {settings.architecture}, and {settings.folder} is {self.model.pipeline}"
-            )
-        if not isinstance(self.model.weights, Path):
-            raise UsageError(
-                f"model.path: {settings.folder} has {len(self.model.weights)} networks, and verl-omni trains one"
-            )
+    def __init__(self, settings: Settings, device: torch.device, scheduler: Any = None) -> None:
+        self.settings, self.device, self._scheduler = settings, device, scheduler
+        self._open = lru_cache(1)(self._open_model)
+        self.model = self._open("")
         self.schedule = cache(self._schedule)
-        self.scale = settings.scale[self.architecture.scale]
+        self.packed = bool(getattr(self.model, "packed", False))
+        self.scale = self._find_scale()
+        predicts = self.model.prediction
+        if SAMPLERS[settings.sampler].prediction != predicts:
+            fits = " or ".join(name for name, (kind, _) in KINDS.items() if SAMPLERS[kind].prediction == predicts)
+            raise UsageError(f"model.algo.sde_type is {settings.kind!r}, and the model predicts {predicts}: set {fits}")
+
+    def _open_model(self, negative: str) -> Any:
+        """Return the model; one that is replayed has the guidance and its negative prompt inside."""
+        settings, (height, width, frames) = self.settings, self.settings.size
+        trusts = settings.trusts_code and not is_adapter(settings.model)
+        config = PipelineConfig(height, width, frames=frames, trust_remote_code=trusts)
+        guidance = Guidance(max(settings.guidance_scale or 1.0, settings.true_cfg_scale, 1.0), negative)
+        compute = settings.engine.compute_dtype(self.device)
+        model = open_named(settings.model, config, steps=settings.steps, guidance=guidance, compute=compute)
+        if settings.guidance_scale is not None and hasattr(model, "embedded_guidance"):
+            model.embedded_guidance = settings.guidance_scale
+        if settings.weights is None and settings.part in (NETWORK, getattr(model, "part", NETWORK)):
+            return model
+        if not isinstance(model.weights, Path):
+            held = ", ".join(model.weights or ()) or "no folder of weights"
+            raise UsageError(
+                f"model.transformer_subfolder is {settings.part!r}, and {settings.model} trains {held}: leave it out"
+            )
+        with convert_errors(UsageError, ValueError, OSError, says="model.config_path"):
+            return model.with_weights(settings.weights or Path(settings.model) / settings.part)
+
+    def _find_scale(self) -> float:
+        """Return the scale of guidance by two forward passes; that of a distilled network is an input of it.
+
+        Raises:
+            UsageError: two scales are set, and the model has one.
+        """
+        guidance, true = self.settings.guidance_scale or 1.0, self.settings.true_cfg_scale
+        if hasattr(self.model, "embedded_guidance"):
+            return true
+        if min(guidance, true) > 1:
+            raise UsageError(
+                f"model.pipeline.guidance_scale is {guidance:g} and true_cfg_scale is {true:g}, but one scale is used: "
+                "leave one of them out"
+            )
+        return max(guidance, true)
+
+    def fit(self, fields: Fields) -> "Denoiser":
+        """Return the denoiser for the prompts of a batch, which a pipeline without an adapter is recorded on.
+
+        Raises:
+            UsageError: its samples have several negative prompts, or one beside that of a user-defined model, or the
+                pipeline cannot be replayed.
+        """
+        if not is_recorded(self.model):
+            return self
+        prompts = fields.prompts(self.argument)
+        if len(opposed := set(negatives(prompts, ""))) > 1:
+            raise UsageError(f"the batch has {len(opposed)} negative prompts, and a pipeline without an adapter takes one")
+        if opposed != {""} and is_adapter(self.settings.model):
+            raise UsageError(f"the batch has a raw_negative_prompt, and {self.settings.model} has its own: leave it out")
+        other = copy.copy(self)
+        with convert_errors(UsageError, ValueError, says="model"):
+            other.model = self._open(*opposed).given(model_inputs(prompts))
+        other.schedule = cache(other._schedule)
+        return other
+
+    @property
+    def argument(self) -> str:
+        """Argument of the pipeline's call that the images of a prompt are."""
+        return next((name for name in ARGUMENTS if name in getattr(self.model, "takes", ())), "image")
+
+    @property
+    def scheduler(self) -> Any:
+        """diffusers' scheduler: that of verl-omni's adapter, else of the model, else of a flow without a shift."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        own = getattr(self.model, "scheduler", FlowMatchEulerDiscreteScheduler)
+        return self._scheduler or own()
+
+    def network_name(self, name: str) -> str:
+        """Return the name of a tensor in a pipeline's rollout engine: the folder of its network comes first."""
+        return f"{getattr(self.model, 'part', NETWORK)}.{name}" if isinstance(self.model.weights, Path | None) else name
 
     def _schedule(self, shape: Shape) -> Schedule:
-        if self.architecture.schedule is not None:
-            return self.architecture.schedule(self.settings.steps)
-        return Schedule(*(t.float() for t in self.model.schedule(self.settings.steps, shape)))
+        if self._scheduler is not None and not is_recorded(self.model):
+            return Schedule(from_scheduler(self._scheduler).cpu(), self._scheduler.timesteps.float().cpu())
+        with convert_errors(UsageError, ValueError, says="model.pipeline"):
+            return Schedule(*(t.float() for t in self.model.schedule(self.settings.steps, shape)))
 
     def shape(self, fields: Fields) -> Shape:
-        """Return the shape of a sample, (C, H, W) or (C, F, H, W). UsageError if the model does not support that size."""
+        """Return the shape of a sample, such as (C, H, W). UsageError if the model does not support that size."""
         names = ("height", "width", "num_frames")
         size = (int(fields.plain(name, own)) for name, own in zip(names, self.settings.size, strict=True))
         with convert_errors(UsageError, ValueError, says="model.pipeline"):
-            return self.model.latent_shape(*size)
+            return tuple(self.model.latent_shape(*size))
+
+    def layout(self, shape: Shape) -> Shape:
+        """Return the shape that a sample has in a batch: tokens `[H W / 4, 4 C]` of a network that takes them."""
+        if not self.packed:
+            return shape
+        channels, height, width = shape
+        return ((height // PATCH) * (width // PATCH), channels * PATCH**2)
+
+    def pack(self, samples: Tensor) -> Tensor:
+        """Return samples of the model as a batch holds them."""
+        return pack(samples) if self.packed else samples
 
     def latents(self, fields: Fields, name: str, shape: Shape, *before: int) -> Tensor:
-        """Return samples `[*before, C, (F,) H, W]` of a batch, in float32. UsageError if it has none of that shape."""
-        layout = self.architecture.layout(shape)
+        """Return samples `[*before, *shape]` of a batch, in float32. UsageError if it has none of that shape."""
+        layout = self.layout(shape)
         value = fields.tensor(name, (*before, *layout), what=f"samples of {shape} for the size that is set")
         if value.ndim != len(before) + len(layout):
             raise UsageError(f"{name} has shape {list(value.shape)}, expected {[*before, *layout]}")
-        return self.architecture.unpack(value.float(), shape)
+        return unpack(value.float(), shape[-2]) if self.packed else value.float()
 
     def sampler(self, shape: Shape) -> Sampler:
         """Return the sampler of the stochastic steps for the schedule of a shape."""
@@ -153,29 +185,66 @@ class Denoiser:
         return found
 
     def cond(self, fields: Fields) -> Cond:
-        """Return the conditioning of each sample on the device, with that of the negative prompt where there is guidance."""
-        cond = self._cond(fields, "")
-        if self.scale > 1:  # verl-omni counts a scale of up to 1 as no guidance
-            cond = Guided(cond, self._cond(fields, "negative_"), torch.full((fields.samples,), self.scale))
+        """Return the conditioning of each sample on the device, with that of the negative prompt where there is guidance.
+
+        Tensors of the batch are taken if it has all that the model's conditioning holds, as its rollout computed them.
+        Otherwise the model encodes the prompts of the batch.
+        """
+        parts = ("", "negative_") if self.scale > 1 else ("",)  # verl-omni counts a scale of up to 1 as no guidance
+        names = self._list_tensors()
+        known = all(fields.has(name) for prefix in parts for name in self._name(names, prefix))
+        if names and (known or fields.plain("raw_prompt") is None):
+            cond = self._read(fields, names, "")
+            if len(parts) > 1:
+                cond = Guided(cond, self._read(fields, names, "negative_"), torch.full((fields.samples,), self.scale))
+        else:
+            self._check_padding()
+            prompts = fields.prompts(self.argument)
+            with convert_errors(UsageError, ValueError, OSError, says="model"):
+                cond = Guidance(max(self.scale, 1.0)).encode(self.model, prompts)
         return optree.tree_map(lambda tensor: tensor.to(self.device), cond)
 
-    def _cond(self, fields: Fields, prefix: str) -> Cond:
-        architecture, found = self.architecture, dict[str, Tensor]()
-        for name in architecture.fields:
-            full = prefix + name
-            if name == "prompt_embeds_mask" and not fields.has(full):
-                embeds = fields.tensor(prefix + "prompt_embeds", (fields.samples,))
-                lengths = torch.tensor(lengths_of(embeds))
-                found[name] = torch.arange(int(lengths.max())) < lengths[:, None]
-            else:
-                found[name] = fields.dense(full, masked=architecture.masked)
-        mask, embeds = found.get("prompt_embeds_mask"), found["prompt_embeds"]
-        if mask is not None and mask.shape != embeds.shape[:2]:
+    def _check_padding(self) -> None:
+        """Raise UsageError if the network attends to another number of padding tokens than the rollout's."""
+        tokens = None if is_recorded(self.model) or trims_padding(self.model) else getattr(self.model, "text_tokens", None)
+        if tokens not in (None, self.settings.tokens):
             raise UsageError(
-                f"{prefix}prompt_embeds_mask has shape {list(mask.shape)}, expected {list(embeds.shape[:2])}, one number "
-                f"per token of {prefix}prompt_embeds"
+                f"model.pipeline.max_sequence_length is {self.settings.tokens}, and the model pads prompts to {tokens} "
+                "tokens and attends to them: set it to that, or let the rollout return prompt_embeds"
             )
-        return architecture.cond(found)
+
+    def _list_tensors(self) -> list[str]:
+        """Return the fields of the model's conditioning that a batch may hold; none if only the model makes them."""
+        kind: Any = None if is_recorded(self.model) else getattr(self.model, "conditioning", None)
+        names = [
+            name
+            for name in getattr(kind, "_fields", ())
+            if name != SCALE and (name not in kind._field_defaults or name in getattr(self.model, "encoded", ()))
+        ]
+        return names if {*names} <= {*TEXT, *IMAGES, *MASKS} else []
+
+    def _name(self, names: list[str], prefix: str) -> list[str]:
+        """Return the tensors that a batch must hold for fields of a conditioning; padding may follow from the tokens."""
+        return [IMAGES.get(name) or prefix + TEXT[name] for name in names if name not in MASKS]
+
+    def _read(self, fields: Fields, names: list[str], prefix: str) -> Cond:
+        """Return the conditioning that a batch holds; the numbers of padding tokens are 0, whatever the batch has there."""
+        found = dict(zip([name for name in names if name not in MASKS], self._name(names, prefix), strict=True))
+        masked = trims_padding(self.model)
+        tensors = {name: fields.dense(full, masked=masked).float() for name, full in found.items()}
+        full, tokens = prefix + TEXT["mask"], tensors["tokens"]
+        if fields.has(full):
+            mask = fields.dense(full, masked=True).bool()
+        else:
+            lengths = torch.tensor(lengths_of(fields.tensor(prefix + TEXT["tokens"], (fields.samples,))))
+            mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        if mask.shape != tokens.shape[:2]:
+            raise UsageError(
+                f"{full} has shape {list(mask.shape)}, expected {list(tokens.shape[:2])}, one number per token of "
+                f"{prefix + TEXT['tokens']}"
+            )
+        tensors |= {"tokens": torch.where(mask[..., None], tokens, 0.0), "mask": mask, "lengths": mask.sum(1)}
+        return self.model.cond({name: tensors[name] for name in names})
 
     def predict(self, module: nn.Module, items: dict[str, Tensor], cond: Cond) -> Tensor:
         """Return the prediction at each item of a micro-batch, guided as the rollout was, in float32.
@@ -186,16 +255,35 @@ class Denoiser:
         v = guided_velocity(self.model, module, items["x"], items["level"], own, timestep=items["timestep"], forwards="two")
         return v.float()
 
+    @property
+    def _replays(self) -> bool:
+        """Whether the prediction is known at the noise levels of the schedule alone."""
+        return is_recorded(self.model) and not knows_any_level(self.model)
+
+    def timesteps(self, shape: Shape) -> Tensor:
+        """Return the timesteps that samples may be noised to."""
+        known: Tensor = self.schedule(shape).timesteps if self._replays else self.scheduler.timesteps
+        return known.float()
+
     def add_noise(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
-        """Return the items x = (1 - sigma) x0 + sigma noise, `[N, *event]`, at sigma = timestep / 1000, `[N]`."""
-        level = timestep.float() / TIMESTEPS
-        sigma = level.view(-1, *[1] * (x0.ndim - 1))
+        """Return the items x = (1 - sigma) x0 + sigma noise, `[N, *event]`, at sigma = timestep / 1000, `[N]`.
+
+        A pipeline that is replayed has the sigma of the schedule at that timestep.
+
+        Raises:
+            UsageError: the model is no flow, or a replayed one has no such timestep.
+        """
+        if self.model.prediction != "velocity":
+            raise UsageError("the model predicts epsilon, and verl-omni adds noise as a flow does: use a loss of log_probs")
+        shape, timestep = tuple(x0.shape[1:]), timestep.float()
+        level = self.schedule(shape).levels[self.steps(timestep, shape)] if self._replays else timestep / TIMESTEPS
+        sigma = level.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         sample = torch.arange(fields.samples).repeat(len(level) // fields.samples)
         return {
             "x": (1 - sigma) * x0 + sigma * noise,
-            "level": level,
-            "timestep": timestep.float(),
-            "sample": sample.to(level.device),
+            "level": sigma.flatten(),
+            "timestep": timestep,
+            "sample": sample.to(sigma.device),
             "x0": x0,
             "noise": noise,
         }

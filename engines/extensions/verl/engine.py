@@ -6,7 +6,6 @@ Nothing here imports verl: `plugin` joins these classes with verl's.
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,17 +22,16 @@ from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, export, write_lora
+from fluvial.engines.extensions.verl.adapters import add_adapters
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
-from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
+from fluvial.engines.extensions.verl.settings import Settings, lr_factor, read_settings
 from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.models import add_lora
 from fluvial.models.device import default_device, deterministic, is_accelerator
-from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
-from fluvial.models.lora_files import load_lora, read_lora
+from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
@@ -81,12 +79,18 @@ class VerlEngine:
     def initialize(self) -> None:
         """Build the network, its adapters, the optimizer and the schedule, sharded over the ranks."""
         settings = self.settings
-        self.denoiser = Denoiser(settings, self.world.device)
-        model = self.denoiser.model
-        module = model.build(empty=True)
-        with convert_errors(UsageError, ValueError, says="model"):
-            self._add_adapters(module)
         hooks = type(self).hooks(self.model_config)
+        scheduler = None if hooks is None else hooks.build_scheduler(self.model_config)
+        self.denoiser = Denoiser(settings, self.world.device, scheduler)
+        model = self.denoiser.model
+        module = model.build(empty=model.weights is not None)
+        if settings.lora is not None:
+            options: dict[str, Any] = {"adapters": settings.adapters, "dtype": settings.adapter_dtype, "seed": settings.seed}
+            with convert_errors(UsageError, ValueError, says="model"):
+                add_adapters(module, settings.lora, settings.targets, **options)
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(DTYPES[settings.buffers])
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)
         self._configure: Callable[[nn.Module], None] = (lambda module: None) if hooks is None else hooks.configure_train_mode
@@ -104,21 +108,6 @@ class VerlEngine:
         self._gradients, self._away = HostOffload(self.world.device), set()
         self.to("cpu", settings.offloads_parameters, settings.offloads_optimizer, settings.offloads_parameters)
 
-    def _add_adapters(self, module: nn.Module) -> None:
-        settings = self.settings
-        if settings.lora is None:
-            return
-        lora, targets = settings.lora, self.denoiser.model.lora_targets
-        found = None if lora.weights is None else read_lora(lora.weights, module)
-        if found is not None:
-            if not isinstance(found.form, LowRank):
-                raise UsageError(f"model.lora_adapter_path is {lora.weights}, a {found.form.kind}, expected a LoRA")
-            lora, targets = replace(lora, rank=found.rank, alpha=found.alpha, weights=None), found.layers
-        add_lora(module, lora, targets, adapters=settings.adapters, seed=settings.seed)
-        for name in settings.adapters if found is not None else ():
-            assert found is not None
-            load_lora(module, found.tensors, name)
-
     @property
     def module(self) -> nn.Module:
         """The sharded network."""
@@ -127,7 +116,7 @@ class VerlEngine:
     @property
     def scheduler(self) -> Any:
         """diffusers' scheduler of the pipeline; verl-omni compares the `config` of teacher and student."""
-        return self.denoiser.model.scheduler()
+        return self.denoiser.scheduler
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -191,13 +180,14 @@ class VerlEngine:
         if loss_function is None and not forward_only:
             raise UsageError("loss_function is None, expected a function, or forward_only")
         fields = Fields(data)
+        denoiser = self.denoiser.fit(fields)
         size = fields.plain("micro_batch_size_per_gpu", self.settings.micro_batches[forward_only])
         if size is None:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
         passes = BatchPasses(
-            self.algorithm.batch(self.denoiser, fields, loss_function is not None),
+            self.algorithm.batch(denoiser, fields, loss_function is not None),
             self.algorithm,
-            self.denoiser,
+            denoiser,
             self.world,
             micro_batch=int(size),
             loss_function=loss_function,
@@ -284,18 +274,18 @@ class VerlEngine:
         if adapter not in (None, REFERENCE, *settings.adapters):
             raise UsageError(f"adapter_name is {adapter!r}, expected one of {', '.join(settings.adapters)}")
         adapter = None if adapter == REFERENCE else adapter
-        dtype = DTYPES[settings.sent]
+        dtype, full_name = DTYPES[settings.sent], self.denoiser.network_name
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
                     for name, tensor in gather_weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
-                        yield f"{NETWORK}.{name}", tensor
+                        yield full_name(name), tensor
                     return
                 for name, tensor in base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
-                    yield f"{NETWORK}.{name}", gather(tensor).to(cast, copy=True)
+                    yield full_name(name), gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
             return tensors(), None

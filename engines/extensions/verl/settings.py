@@ -9,6 +9,8 @@ from typing import Any, Literal
 from fluvial.core.transitions import SamplerName, check_eta
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, OptimizerName
 from fluvial.engines.errors import UsageError, convert_errors
+from fluvial.engines.extensions.verl.adapters import Targets
+from fluvial.engines.extensions.verl.fields import check_unread
 from fluvial.models.lora import LoraConfig, LowRank
 
 # verl-omni's names of samplers. The form is that of its log-probabilities, see `core.gaussian.log_prob`.
@@ -16,52 +18,71 @@ SAMPLERS: dict[str, tuple[SamplerName, Literal["density", "unscaled"]]] = {
     "sde": ("flow_sde", "density"),
     "cps": ("cps", "unscaled"),
     "dance_sde": ("dance_sde", "density"),
+    "ddim": ("ddim", "density"),  # of models that predict epsilon, which verl-omni has none of
 }
-OPTIMIZERS: dict[str, OptimizerName] = {"AdamW": "adamw", "AdamW8bit": "adamw8bit"}
-DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
+# By the names of `optimizer_impl` and `optimizer`.
+OPTIMIZERS: dict[str, OptimizerName] = {
+    "torch.optim.AdamW": "adamw",
+    "torchao.optim._AdamW": "adamw",
+    "torchao.optim.AdamW8bit": "adamw8bit",
+    "torchao.optim.AdamW4bit": "adamw4bit",
+    "bitsandbytes.optim.AdamW8bit": "adamw8bit",
 }
-NETWORK = "transformer"  # folder of the network in a pipeline, and its name in the rollout's
-# The algorithm that verl-omni registers for one architecture alone, unless model.external_lib registers more.
-DANCE, DANCES = "dance_grpo", "WanPipeline"
-# Fields of the model config that change the network in a way that the engine has not.
-ABSENT = ("exclude_modules", "target_parameters", "config_path")
+# Arguments of these optimizers that have one value here; weights in bfloat16 are rounded stochastically.
+FIXED = {
+    **{"fused": True, "bf16_stochastic_round": True},
+    **dict.fromkeys(("foreach", "amsgrad", "maximize", "capturable", "differentiable"), False),
+}
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, Dtype] = {
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+}
+CONTENTS = ("model", "optimizer", "extra")  # of every checkpoint, whatever is asked for
+HELD = ("float32", "bfloat16")  # dtypes of what is trained, and of sums over ranks
+NETWORK = "transformer"  # folder of the network in most pipelines, and its name in the rollout's
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings that an engine of verl is built from."""
 
-    folder: Path  # pipeline in diffusers' layout
+    model: str  # as `--model` takes it: the folder of a pipeline, or `module:name`
     architecture: str  # class of the pipeline
+    part: str  # folder of the network; NETWORK is the model's own
+    weights: Path | None  # folder of the network elsewhere
+    trusts_code: bool  # whether code of the folder may run
     size: tuple[int, int, int]  # height and width in pixels, and number of frames
     steps: int  # number of steps of a rollout
-    scale: Mapping[str, float]  # guidance scale by the name of its field; both names exist, and a model reads one
+    guidance_scale: float | None  # guidance; an input of a distilled network
+    true_cfg_scale: float  # guidance of models that do not read the other
+    kind: str  # verl-omni's name of the sampler
     sampler: SamplerName  # of the stochastic steps
     form: Literal["density", "unscaled"]  # of the log-probabilities
     eta: float  # scale of the sampler's noise
     engine: EngineConfig  # sharding and precision
     optimizer: OptimizerConfig | None  # None for an engine that only makes forward passes
     lora: LoraConfig | None  # None trains all weights
+    targets: Targets  # layers of the adapter
+    adapter_dtype: Dtype  # that it is held in
+    buffers: Dtype  # of the network's floating-point buffers
     adapters: tuple[str, ...]  # their names, `default` first
     seed: int  # of the adapter's first values
     merge: bool  # whether adapters are merged into the weights that rollouts get
-    sent: Literal["float32", "bfloat16"]  # dtype of the base weights that rollouts get
+    sent: Dtype  # of the base weights that rollouts get
     offloads_parameters: bool  # whether they lie on the host between the phases
     offloads_optimizer: bool
     micro_batches: tuple[int | None, int | None]  # items per pass, training and inference, where the batch does not say
+    tokens: int  # that the rollout pads prompts to
     export: bool  # whether a checkpoint also holds the weights as diffusers reads them
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a checkpoint and the engine that loads it must share, as JSON holds it, which has no tuples."""
         lora: dict[str, Any] | None = None
         if self.lora is not None:
-            targets, weights = self.lora.targets, self.lora.weights
-            lora = {**asdict(self.lora), "targets": targets and [*targets], "weights": weights and str(weights)}
+            weights, targets = self.lora.weights, [*map(_as_json, self.targets)]
+            lora = {**asdict(self.lora), "targets": targets, "weights": weights and str(weights)}
         return {
             "architecture": self.architecture,
             "lora": lora,
@@ -89,11 +110,11 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
     elif optimizer is None:
         raise UsageError("the optimizer config is missing: set it, or engine.forward_only")
     pipeline, algorithm = _part(model, "pipeline"), _part(model, "algo")
-    if model.algorithm == DANCE and model.architecture != DANCES and model.external_lib is None:
-        raise UsageError(
-            f"model.algorithm is {DANCE!r}, and verl-omni samples so with {DANCES} alone: for {model.architecture} set "
-            "model.algorithm=flow_grpo and model.algo.sde_type=dance_sde, which has the same loss"
-        )
+    parts = {"model": model, "model.pipeline": pipeline, "model.algo": algorithm, "engine": engine, "checkpoint": checkpoint}
+    for part, config in {**parts, "optim": optimizer}.items():
+        check_unread(part, config)
+    if checkpoint is not None and (left_out := {*CONTENTS} - {*checkpoint.load_contents}):
+        raise UsageError(f"checkpoint.load_contents leaves out {', '.join(sorted(left_out))}, which is restored too: add it")
     if algorithm.sde_type not in SAMPLERS:
         raise UsageError(f"model.algo.sde_type is {algorithm.sde_type!r}, expected one of {', '.join(map(repr, SAMPLERS))}")
     sampler, form = SAMPLERS[algorithm.sde_type]
@@ -101,28 +122,35 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         check_eta("model.algo", sampler, float(algorithm.noise_level))
     except ValueError as error:
         raise UsageError(f"{error} (model.algo.noise_level)") from error
-    if model.transformer_subfolder != NETWORK:
-        raise UsageError(f"model.transformer_subfolder is {model.transformer_subfolder!r}, expected {NETWORK!r}")
-    seed = int(engine.seed)
+    seed, architecture = int(engine.seed), str(model.architecture)
     return Settings(
-        folder=Path(model.local_path or model.path),
-        architecture=str(model.architecture),
+        model=architecture if ":" in architecture else str(model.local_path or model.path),
+        architecture=architecture,
+        part=str(model.transformer_subfolder),
+        weights=None if model.config_path is None else Path(model.config_path),
+        trusts_code=bool(model.trust_remote_code),
         size=(int(pipeline.height), int(pipeline.width), int(pipeline.num_frames)),
         steps=int(pipeline.num_inference_steps),
-        scale={name: float(getattr(pipeline, name) or 0.0) for name in ("guidance_scale", "true_cfg_scale")},
+        guidance_scale=None if pipeline.guidance_scale is None else float(pipeline.guidance_scale),
+        true_cfg_scale=float(pipeline.true_cfg_scale),
+        kind=str(algorithm.sde_type),
         sampler=sampler,
         form=form,
         eta=float(algorithm.noise_level),
         engine=_engine(engine, model, ranks=ranks),
         optimizer=None if optimizer is None else _optimizer(optimizer),
         lora=_lora(model, trained=optimizer is not None),
+        targets=Targets(_texts(model.target_modules), _texts(model.exclude_modules), tuple(model.target_parameters or ())),
+        adapter_dtype=_dtype("model.lora_dtype", model.lora_dtype or "fp32", HELD),
+        buffers=_dtype("engine.mixed_precision.buffer_dtype", (engine.mixed_precision or {}).get("buffer_dtype", "fp32")),
         adapters=tuple(name for name in _adapters(model) if name != "reference"),
         seed=seed,
-        merge=bool((getattr(model, "lora", None) or {}).get("merge", False)),
+        merge=_merge(model),
         sent=_dtype("engine.dtype", engine.dtype),
         offloads_parameters=bool(engine.param_offload),
         offloads_optimizer=bool(engine.optimizer_offload),
         micro_batches=(engine.micro_batch_size_per_gpu, engine.infer_micro_batch_size_per_gpu),
+        tokens=int(pipeline.max_sequence_length),
         export="hf_model" in (() if checkpoint is None else checkpoint.save_contents),
     )
 
@@ -175,11 +203,10 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
     if ranks % size:
         raise UsageError(f"engine.fsdp_size is {size}, expected a divisor of the {ranks} ranks, or -1")
     mixed: Mapping[str, Any] = config.mixed_precision or {}
-    buffers = mixed.get("buffer_dtype", "fp32")
-    if DTYPES.get(str(buffers)) != "float32":
-        raise UsageError(f"engine.mixed_precision.buffer_dtype is {buffers!r}, and buffers stay in float32: leave it out")
-    if config.qat.enable:
-        raise UsageError("engine.qat.enable is True, and fluvial has no quantisation-aware training: set it to False")
+    if unknown := sorted({*mixed} - {"param_dtype", "reduce_dtype", "buffer_dtype"}):
+        raise UsageError(
+            f"engine.mixed_precision has {', '.join(unknown)}, expected param_dtype, reduce_dtype, buffer_dtype"
+        )
     backend = model.attn_backend
     return EngineConfig(
         comm="reshard" if config.reshard_after_forward else "keep",
@@ -188,7 +215,8 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
         replicas=ranks // size,
         context_parallel=int(config.ulysses_sequence_parallel_size),
         compute=_dtype("engine.mixed_precision.param_dtype", mixed["param_dtype"]) if "param_dtype" in mixed else "auto",
-        reduce=_dtype("engine.mixed_precision.reduce_dtype", mixed.get("reduce_dtype", "fp32")),
+        masters=_dtype("engine.model_dtype", config.model_dtype or "fp32", HELD),
+        reduce=_dtype("engine.mixed_precision.reduce_dtype", mixed.get("reduce_dtype", "fp32"), HELD),
         checkpointing="block" if model.enable_gradient_checkpointing else "none",
         offload="always" if config.offload_policy else "none",
         compile="auto" if config.use_torch_compile else False,
@@ -199,33 +227,32 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
 
 def _optimizer(config: Any) -> OptimizerConfig:
     """Return the optimizer. The learning rate is scheduled apart, see `lr_factor`."""
-    if config.optimizer not in OPTIMIZERS:
-        raise UsageError(f"optim.optimizer is {config.optimizer!r}, expected one of {', '.join(map(repr, OPTIMIZERS))}")
+    kind = f"{config.optimizer_impl}.{config.optimizer}"
+    if kind not in OPTIMIZERS:
+        raise UsageError(f"optim.optimizer_impl and optimizer are {kind}, expected one of {', '.join(OPTIMIZERS)}")
     if config.clip_grad is None:
         raise UsageError("optim.clip_grad is None, expected the norm that gradients are clipped to")
     more = dict(config.override_optimizer_config or {})
-    eps = float(more.pop("eps", 1e-8))
-    if more:
-        raise UsageError(f"optim.override_optimizer_config holds {', '.join(sorted(more))}, expected eps alone")
-    first, second = (float(decay) for decay in config.betas)
+    first, second = (float(decay) for decay in more.pop("betas", config.betas))
+    numbers = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": 1e-8}
+    lr, weight_decay, eps = (float(more.pop(name, value)) for name, value in numbers.items())
+    for name, value in more.items():
+        if value is not None and value != FIXED.get(name):
+            expected = f"{FIXED[name]}" if name in FIXED else f"betas, {', '.join(numbers)} alone"
+            raise UsageError(f"optim.override_optimizer_config has {name} {value!r}, expected {expected}")
     with convert_errors(UsageError, ValueError, says="optim"):
         return OptimizerConfig(
-            name=OPTIMIZERS[config.optimizer],
-            lr=float(config.lr),
+            name=OPTIMIZERS[kind],
+            lr=lr,
             betas=(first, second),
             eps=eps,
-            weight_decay=float(config.weight_decay),
+            weight_decay=weight_decay,
             max_grad_norm=float(config.clip_grad),
         )
 
 
 def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
     """Return the adapter, or None if all weights are trained."""
-    for name in ABSENT:
-        if getattr(model, name, None):
-            raise UsageError(f"model.{name} is {getattr(model, name)!r}, which fluvial does not support: leave it out")
-    if model.lora_dtype is not None and _dtype("model.lora_dtype", model.lora_dtype) != "float32":
-        raise UsageError(f"model.lora_dtype is {model.lora_dtype!r}, and adapters are trained in float32: leave it out")
     path = model.lora_adapter_path
     if model.lora_rank <= 0:
         if path is not None:
@@ -235,10 +262,9 @@ def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
                 f"model.policy_state_adapters are {', '.join(_adapters(model))}, which need LoRA: set model.lora_rank"
             )
         return None
-    targets = model.target_modules
-    if path is None and (isinstance(targets, str) or not targets):
+    if path is None and not model.target_modules and not model.target_parameters:
         raise UsageError(
-            f"model.target_modules is {targets!r}, expected a list of names of layers, e.g. [to_q, to_k, to_v, to_out.0]"
+            f"model.target_modules is {model.target_modules!r}, expected all-linear or a list of names of layers"
         )
     init = model.lora_init_weights
     if init not in ("gaussian", "default", True):
@@ -247,9 +273,17 @@ def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
         rank=int(model.lora_rank),
         alpha=float(model.lora_alpha),
         form=LowRank("gaussian" if init == "gaussian" else "default"),
-        targets=None if path is not None else tuple(map(str, targets)),
         weights=None if path is None else Path(path),
     )
+
+
+def _merge(model: Any) -> bool:
+    """Return whether adapters are sent merged; UsageError for another field of `model.lora`, which are Megatron's."""
+    lora = dict(getattr(model, "lora", None) or {})
+    merge = bool(lora.pop("merge", False))
+    if lora:
+        raise UsageError(f"model.lora has {', '.join(sorted(lora))}, expected merge alone: the others are of Megatron")
+    return merge
 
 
 def _adapters(model: Any) -> Sequence[str]:
@@ -259,7 +293,18 @@ def _adapters(model: Any) -> Sequence[str]:
     return names
 
 
-def _dtype(field: str, value: Any) -> Literal["float32", "bfloat16"]:
-    if str(value) not in DTYPES:
-        raise UsageError(f"{field} is {value!r}, expected one of {', '.join(DTYPES)}")
-    return DTYPES[str(value)]
+def _texts(given: Any) -> str | tuple[str, ...]:
+    return given if isinstance(given, str) else tuple(map(str, given or ()))
+
+
+def _as_json(value: str | tuple[str, ...]) -> str | list[str]:
+    return value if isinstance(value, str) else [*value]
+
+
+def _dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
+    found = DTYPES.get(str(value))
+    if found not in known:
+        raise UsageError(
+            f"{field} is {value!r}, expected one of {', '.join(n for n, kind in DTYPES.items() if kind in known)}"
+        )
+    return found

@@ -95,20 +95,31 @@ def open_job(
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
     found = PromptsOfRun((), (), {})
+    model = open_named(name, config, steps=steps, guidance=guidance, compute=compute)
     try:
-        adapted = is_adapter(name)
-        model: Any = (
-            _adapt(name, config) if adapted else _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
-        )
         if prompts is not None:
             model, found = prompts(model)
-        shape = _shape(model, config, adapted=adapted)
+        shape = _shape(model, config, adapted=is_adapter(name))
         sizes = parse_shapes(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
     except UsageError:
         raise
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
     return Job(model, found.train, heldout=found.heldout, shape=shape, sizes=sizes, source_weights=found.weights)
+
+
+def open_named(
+    name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype = torch.float32
+) -> Any:
+    """Return the model that `--model` names: that of a pipeline's folder or id, or a user-defined one; see `open_job`."""
+    try:
+        if is_adapter(name):
+            return _adapt(name, config)
+        return _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+    except UsageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
 
 
 def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:

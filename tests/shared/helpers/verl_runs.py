@@ -3,12 +3,11 @@
 import os
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from helpers import real_verl, tiny_pipelines
+from helpers import real_verl, tiny_pipelines, verl_omni_configs
 from torch import Tensor, nn
 
 from fluvial.core.rollout import Trajectory
@@ -29,6 +28,7 @@ CLASSES = {"sd3": "StableDiffusion3Pipeline", "qwen-image": "QwenImagePipeline",
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["to_q", "to_k"]}
 CLIP, KL = 0.2, 0.5
 EPS = 1e-4  # of Adam: rounding in a gradient that is 0 in exact arithmetic moves no weight
+NEAR = {"override_optimizer_config": {"eps": EPS}}
 DEFAULT: dict[str, Any] = {}  # changes of a config
 
 
@@ -44,38 +44,28 @@ def model_config(name: str, path: Path | None = None, **changes: Any) -> Any:
     """Return the fields of verl-omni's DiffusionModelConfig that an engine reads; `scale` is that of guidance."""
     path = folder(name) if path is None else path
     scale, noise = changes.pop("scale", 1.0), changes.pop("noise_level", ETA)
-    pipeline = SimpleNamespace(
-        height=SIZE[0],
-        width=SIZE[1],
+    height, width, frames = changes.pop("size", (*SIZE, 1))
+    pipeline = verl_omni_configs.DiffusionPipelineConfig(
+        height=height,
+        width=width,
         num_inference_steps=STEPS,
-        num_frames=changes.pop("frames", 1),
-        guidance_scale=scale if name == "sd3" else None,
-        true_cfg_scale=1.0 if name == "sd3" else scale,
+        num_frames=changes.pop("frames", frames),
+        max_sequence_length=changes.pop("tokens", 512),
+        guidance_scale=changes.pop("guidance", scale if name == "sd3" else None),
+        true_cfg_scale=changes.pop("true", 1.0 if name == "sd3" else scale),
     )
+    algo = verl_omni_configs.DiffusionRolloutAlgoConfig(noise_level=noise, sde_type=changes.pop("sde_type", "sde"))
     fields: dict[str, Any] = {
         "path": str(path),
         "local_path": str(path),
-        "architecture": CLASSES[name],
+        "architecture": CLASSES.get(name),
         "algorithm": "flow_grpo",
-        "lora_rank": 0,
-        "lora_alpha": 64,
-        "lora_init_weights": "gaussian",
-        "target_modules": "all-linear",
-        "target_parameters": None,
-        "exclude_modules": None,
-        "lora": {},
-        "lora_adapter_path": None,
-        "lora_dtype": None,
-        "policy_state_adapters": ("default",),
         "enable_gradient_checkpointing": False,
         "attn_backend": "native",
-        "config_path": None,
-        "external_lib": None,
-        "transformer_subfolder": "transformer",
         "pipeline": pipeline,
-        "algo": SimpleNamespace(noise_level=noise, sde_type=changes.pop("sde_type", "sde")),
+        "algo": algo,
     }
-    return SimpleNamespace(**{**fields, **changes})
+    return verl_omni_configs.DiffusionModelConfig(**{**fields, **changes})
 
 
 def engine_config(*, kind: Any = None, **changes: Any) -> Any:
@@ -255,15 +245,27 @@ class Own:
         made: rollout of the network.
         world: process group.
         adapters: names of LoRA adapters; none train all weights.
+        sharding: sharding and precision.
+        buffers: dtype of the network's buffers.
     """
 
-    def __init__(self, made: Made, world: World, adapters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        made: Made,
+        world: World,
+        adapters: tuple[str, ...] = (),
+        *,
+        sharding: EngineConfig | None = None,
+        buffers: torch.dtype = torch.float32,
+    ) -> None:
         self.made, module = made, made.model.build()
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(buffers)
         if adapters:
             lora = LoraConfig(rank=2, alpha=4, form=LowRank("gaussian"), targets=tuple(LORA["target_modules"]))
             add_lora(module, lora, (), adapters=adapters, seed=42)
         optimizer = OptimizerConfig(lr=1e-3, eps=EPS, max_grad_norm=1e6)
-        self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=EngineConfig())
+        self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=sharding or EngineConfig())
 
     def predict(self, x: Tensor, items: Any, cond: Any) -> Tensor:
         """Return the prediction at each item, guided as the rollout; pairs `[P, 2, ...]` share level and conditioning."""

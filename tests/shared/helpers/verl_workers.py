@@ -20,6 +20,27 @@ from torch.nn.functional import logsigmoid
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
+class WanAdapter:
+    """What an engine calls of `verl_omni/pipelines/wan22_dance_grpo`: levels with a shift of 5."""
+
+    @staticmethod
+    def build_scheduler(config: Any) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        steps, scheduler = config.pipeline.num_inference_steps, FlowMatchEulerDiscreteScheduler()
+        t = torch.linspace(1, 0, steps + 1, dtype=torch.float64).float()
+        scheduler.set_timesteps(steps, sigmas=(5 * t / (1 + 4 * t))[:steps].numpy())
+        return scheduler
+
+    @staticmethod
+    def configure_trainable_params(module: Any, config: Any) -> None:
+        pass
+
+    @staticmethod
+    def configure_train_mode(module: Any) -> None:
+        pass
+
+
 class Worker:
     """An engine of the registry and the calls that a trainer makes of it.
 
