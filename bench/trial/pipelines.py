@@ -71,9 +71,10 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    if other := tiny.scheduler_of_no_flow(name):
+    other = tiny.scheduler_of_no_flow(name)
+    if other and name not in built_in():
         return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
-    row = PipelineTrial(name)
+    row = PipelineTrial(name, flow=not other)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
@@ -125,8 +126,8 @@ def format_table(rows: Sequence[PipelineTrial]) -> str:
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]
     lines = ["| " + " | ".join(cell.replace("|", "or") for cell in row) + " |" for row in cells]
-    flows = [row for row in rows if row.flow]
-    others = f"; {len(rows) - len(flows)} others are not flows" if len(flows) < len(rows) else ""
+    flows, rest = [row for row in rows if row.flow], [row.trains for row in rows if not row.flow]
+    others = f"; {sum(rest)} of {len(rest)} others, which are not flows" if rest else ""
     return "\n".join([*lines, "", f"{sum(row.trains for row in flows)} of {len(flows)} flow pipelines train{others}."])
 
 
