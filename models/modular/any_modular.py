@@ -1,19 +1,21 @@
 """A model of any modular pipeline of diffusers: its own blocks encode, give the velocity and decode."""
 
-import copy
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fluvial.core.random import key
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import ode
 from fluvial.models.digests import digest_file
-from fluvial.models.modular.blocks import Blocks, Entered, Network, enter, run_whole, split
+from fluvial.models.modular.blocks import Blocks, Entered, Network, enter, leave, run_whole, split
 from fluvial.models.modular.conditioning import describe, pad_rows, place_samples
 from fluvial.models.modular.velocity import ModularVelocity, find_velocity
 from fluvial.models.pipelines.folder import quietly
@@ -205,11 +207,8 @@ class AnyModular(AnyPipeline):
         entered, made = self._states[prompt], list[Output]()
         for sample in latents.to(self.device):
             values = place_samples(dict(entered.values[0]), sample.flatten(), streams)
-            state = copy.copy(entered.state)
-            state.values = {**entered.state.values, **{stream.field: values[stream.field] for stream in streams}}
-            with torch.no_grad(), quietly(), foreign(self.pipeline, "decode samples"):
-                for block in self._blocks.after:
-                    _, state = block(pipe, state)
+            with quietly(), foreign(self.pipeline, "decode samples"):
+                state = leave(pipe, self._blocks, entered, values, {stream.field for stream in streams})
             made.append(self._output(state))
         return Output(*(None if None in each else torch.cat(each) for each in zip(*made, strict=True)))
 
@@ -285,12 +284,16 @@ class AnyModular(AnyPipeline):
         settings = getattr(getattr(pipe, "scheduler", None), "config", {})
         if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:  # as `AnyPipeline`
             pipe.register_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        if settings.get("scheduler_type") == "unipc":  # of Helios, whose levels are those of its Euler steps
+            pipe.scheduler.register_to_config(scheduler_type="euler")
         for guider in _guiders(pipe):
             guider.guidance_scale = self.asked.get(SCALES[0], 1.0)
         if isinstance(getattr(pipe, "vae", None), nn.Module):
             use_modes(pipe.vae)
         if hasattr(blocks.loop, "set_progress_bar_config"):
             blocks.loop.set_progress_bar_config(disable=True)
+        if blocks.inner is not None and hasattr(module := sys.modules[type(blocks.inner).__module__], "tqdm"):
+            module.tqdm = partial(tqdm, disable=True)  # which such a block calls itself, at each step
 
 
 def _guiders(pipe: Any) -> list[Any]:

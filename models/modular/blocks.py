@@ -3,12 +3,15 @@
 A modular pipeline is a list of blocks, one of which is a loop of blocks. The blocks before the loop run once per prompt. The
 loop runs once with an empty step, which gives what enters each step without a forward pass. A velocity is one step of the
 loop's own blocks, with gradients, and with schedulers that say what they are asked to step with.
+
+A loop over chunks of a sample has a block in it that takes all steps of a chunk. With one chunk, that block takes each step as
+the only one, and the blocks before and after it in the loop run once.
 """
 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import optree
@@ -30,6 +33,7 @@ class Blocks(NamedTuple):
     loop: Any
     after: tuple[Any, ...]
     inputs: tuple[Any, ...]  # of the call
+    inner: Any = None  # block of a loop over chunks that takes the steps
 
     def parts(self) -> dict[str, Any]:
         """Return the specifications of the parts that they use, by name."""
@@ -37,7 +41,7 @@ class Blocks(NamedTuple):
 
     def networks(self) -> dict[str, Any]:
         """Return the classes of the networks that the loop calls, by part."""
-        found = {spec.name: spec.type_hint for spec in self.loop.expected_components}
+        found = {spec.name: spec.type_hint for spec in (self.inner or self.loop).expected_components}
         return {name: kind for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
 
     def outputs(self) -> set[str]:
@@ -89,7 +93,17 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     (place,) = places
     if any(isinstance(block, LoopSequentialPipelineBlocks) for block in kept[place].sub_blocks.values()):
         raise refusal(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
-    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs))
+    inner = next((block for block in kept[place].sub_blocks.values() if _takes_all_steps(block)), None)
+    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs), inner)
+
+
+def _takes_all_steps(block: Any) -> bool:
+    """Return whether a block in a loop calls a network and a scheduler, and is given no step."""
+    from diffusers import SchedulerMixin
+
+    kinds = [spec.type_hint for spec in block.expected_components if inspect.isclass(spec.type_hint)]
+    both = any(issubclass(kind, SchedulerMixin) for kind in kinds) and any(issubclass(kind, nn.Module) for kind in kinds)
+    return both and "i" not in inspect.signature(inspect.unwrap(type(block).__call__)).parameters
 
 
 def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,6 +177,8 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
             for block in blocks.before:
                 _, state = block(pipe, state)
             type(blocks.loop).__call__(dry, pipe, state)
+            if blocks.inner is not None:
+                values, variables = _enter_chunk(pipe, blocks, values, variables)
     finally:
         for hook in hooks:
             hook.remove()
@@ -170,6 +186,52 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
     if not {"i", "t"} <= found:
         raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
     return Entered(state, values, variables)
+
+
+def _enter_chunk(
+    pipe: Any, blocks: Blocks, values: list[dict[str, Any]], variables: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what enters each step of the one chunk of a loop, and the variables of the loop and of the step."""
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    if len(values) != 1:
+        raise refusal(type(pipe).__name__, f"it makes a sample in {len(values)} chunks, each from the ones before")
+    state: Any = BlockState(**values[0])
+    for block in blocks.loop.sub_blocks.values():
+        if block is blocks.inner:
+            break
+        _, state = block(pipe, state, **variables[0])
+    steps = [{**variables[0], "i": i, "t": t} for i, t in enumerate(state.timesteps)]
+    return [dict(vars(state)) for _ in steps], steps
+
+
+@torch.no_grad()
+def leave(pipe: Any, blocks: Blocks, entered: Entered, values: Mapping[str, Any], fields: Collection[str]) -> Any:
+    """Return the state after the blocks that follow the steps.
+
+    Args:
+        pipe, blocks: the pipeline and its blocks.
+        entered: what entered the steps of the prompt.
+        values: those of its first step, with the last sample in its place.
+        fields: names of the values that hold it.
+    """
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    state = copy.copy(entered.state)
+    state.values = {**entered.state.values, **{name: values[name] for name in fields}}
+    for name, value in state.values.items():
+        if isinstance(value, torch.Generator):  # which decoding may draw from, for each sample alike
+            state.values[name] = torch.Generator(value.device)
+            state.values[name].set_state(value.get_state())
+    if blocks.inner is not None:
+        every, variables = [*blocks.loop.sub_blocks.values()], _without_step(entered.variables[0])
+        chunk: Any = BlockState(**{name: [*value] if isinstance(value, list) else value for name, value in values.items()})
+        for block in every[every.index(blocks.inner) + 1 :]:
+            _, chunk = block(pipe, chunk, **variables)
+        blocks.loop.set_block_state(state, chunk)
+    for block in blocks.after:
+        _, state = block(pipe, state)
+    return state
 
 
 def run_step(
@@ -205,13 +267,21 @@ def run_step(
     parts = {name: copy.copy(part) for name, part in own.items() if isinstance(part, BaseGuidance)}
     parts |= {name: _Stepped(replaced.get(name, part), name, step) for name, part in own.items() if is_scheduler(part)}
     held = {name: _Stepped(value, name, step) if is_scheduler(value) else value for name, value in values.items()}
+    if blocks.inner is not None:
+        held["timesteps"] = torch.as_tensor(variables["t"])[None]
+        variables = _without_step(variables)
     components, state = Components(pipe, {**parts, **networks}), BlockState(**held)
     try:
-        for block in blocks.loop.sub_blocks.values():
+        for block in blocks.loop.sub_blocks.values() if blocks.inner is None else (blocks.inner,):
             components, state = inspect.unwrap(type(block).__call__)(block, components, state, **variables)
     except _Ended:
         return Ran(seen, None)
     return Ran(seen, state)
+
+
+def _without_step(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a loop over chunks."""
+    return {name: value for name, value in variables.items() if name not in ("i", "t")}
 
 
 def is_scheduler(value: Any) -> bool:

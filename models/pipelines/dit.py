@@ -22,7 +22,7 @@ class ClassCond(NamedTuple):
 
 
 class DiT(StableDiffusion):
-    """The model protocol over a DiTPipeline (arXiv 2212.09748), an epsilon-prediction model of the 1,000 classes of ImageNet.
+    """The model protocol over a DiTPipeline (arXiv 2212.09748), an epsilon-prediction model of ImageNet.
 
     A prompt is the number of a class, or one of its names in the folder's `id2label`; the empty prompt is the unconditional
     input. The variance that the network learns beside epsilon is not used, as in diffusers' pipeline.

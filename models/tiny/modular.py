@@ -218,7 +218,7 @@ def _rows() -> dict[str, TinyModular]:
         "HunyuanVideo15": TinyModular(**video),
         "LTX": TinyModular(size=32, frames=9),
         "LTX2": TinyModular({"duration_head": _nothing}, **ltx),
-        "LTX25": TinyModular({"duration_head": _nothing, "diffusion_decoder": _nothing}, **ltx),
+        "LTX25": TinyModular({"duration_head": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}),
         "Ideogram4": TinyModular(
             {"text_encoder": partial(_language, "Qwen3VLModel", 36), "tokenizer": _tokenizer},
             {"max_sequence_length": 512, "guidance_schedule": [7.0, 5.0, 3.0]},
@@ -246,11 +246,18 @@ def _rows() -> dict[str, TinyModular]:
         "Wan22Image2Video": TinyModular(like="WanImageToVideoPipeline", **video, **image),
         "Wan22Vace": TinyModular(dict.fromkeys(("transformer", "transformer_2"), _vace), like="WanVACEPipeline", **video),
         "Echo": TinyModular(size=32, frames=9, guided=False),
+        "Helios": TinyModular(
+            {"transformer": _helios, "scheduler": partial(diffusers.HeliosScheduler, stages=1, use_dynamic_shifting=True)},
+            {"num_latent_frames_per_chunk": 3},
+            size=32,
+            frames=5,
+            like="HeliosPipeline",
+        ),
         **{
             f"Helios{kind}": TinyModular(
                 {"transformer": _helios, "scheduler": flow}, size=32, frames=9, like="HeliosPipeline", guided=False
             )
-            for kind in ("", "Pyramid", "PyramidDistilled")
+            for kind in ("Pyramid", "PyramidDistilled")
         },
         "MiniMaxMusic3": TinyModular(guided=False),
         "StableDiffusionXL": TinyModular(size=32),
@@ -422,6 +429,21 @@ def _cosmos_sound() -> Any:
         enc_latent_dim=8,
         enc_c_mults=(1, 1),
         enc_strides=(2, 2),
+    )
+
+
+def _ltx_decoder() -> Any:
+    from diffusers import LTX2VideoDiffusionDecoderModel
+
+    return LTX2VideoDiffusionDecoderModel(
+        latent_channels=LATENT,
+        decoder_head_dim=HEAD,
+        decoder_stage_channels=(WIDTH,) * 5,
+        decoder_stage_depths=(1,) * 5,
+        decoder_stage_kernels=((1, 1, 1),) * 4,
+        decoder_upsample_channel_reductions=(1,) * 4,
+        decoder_stage5_kernel=(1, 3, 3),
+        decoder_t_emb_dim=WIDTH,
     )
 
 

@@ -1,4 +1,4 @@
-"""DiT: a prompt is a class by its number or name, in training as in sampling, and folders may have the network's old name."""
+"""DiT: a prompt is a class by its number or name, in training as in sampling; the network may have its old name."""
 
 import json
 import shutil
