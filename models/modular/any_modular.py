@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fluvial.core.random import key
-from fluvial.core.rollout import rollout
+from fluvial.core.rollout import Velocity, rollout
 from fluvial.core.transitions import ode
 from fluvial.models.digests import digest_file
-from fluvial.models.modular.blocks import Blocks, Entered, Network, enter, leave, run_whole, split
+from fluvial.models.modular.blocks import Blocks, Entered, Network, copy_generator, enter, leave, run_whole, split
 from fluvial.models.modular.conditioning import describe, pad_rows, place_samples
 from fluvial.models.modular.velocity import ModularVelocity, find_velocity
 from fluvial.models.pipelines.folder import quietly
@@ -69,9 +70,7 @@ class AnyModular(AnyPipeline):
         defaults = {entry.name: entry.default for entry in blocks.inputs if entry.name not in (None, "strength")}
         takes = {name: kind(name, keyword, default=default) for name, default in defaults.items()}
         self._own = frozenset(takes)
-        if "num_inference_steps" not in takes:
-            raise refusal(name, "its call takes no num_inference_steps, so that its schedule is its own")
-        further = ["return_dict", "output_type", *(SCALES[:1] if _guiders(self._empty) else [])]
+        further = ["return_dict", "output_type", "num_inference_steps", *(SCALES[:1] if _guiders(self._empty) else [])]
         takes |= {name: kind(name, keyword, default=None) for name in further if name not in takes}
         return name, parts[self.part].__name__, takes
 
@@ -96,7 +95,8 @@ class AnyModular(AnyPipeline):
                 steps += steps - taken
                 entered = self._enter(self.example, steps)
             if len(entered.values) != self.steps:
-                raise refusal(self.pipeline, f"asked for {steps} steps, it takes {len(entered.values)}")
+                taken = len(entered.values)
+                raise refusal(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with quietly(), foreign(self.pipeline, "take a step"):
                 model = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
@@ -171,11 +171,11 @@ class AnyModular(AnyPipeline):
 
             with torch.no_grad():
                 first = velocity(noise, schedule.levels[:1].to(noise.device), 0)
-                made = rollout(velocity, noise, schedule.levels, transition=ode, key=key(0), window=(), record=())
+                made = self._roll_out(velocity, noise, entered)
                 again = velocity(noise, schedule.levels[:1].to(noise.device), 0)
             if not torch.equal(first, again):
                 raise refusal(self.pipeline, "its velocity depends on the calls before: its network keeps what it computed")
-            ours = self._decode_all(made.final, prompt)
+            ours = self._decode_all(made, prompt)
             tolerance = TOLERANCES[self.dtype]
             for what, one, other in zip(("images", "sounds"), ours, theirs, strict=True):
                 if other is not None and one is not None:
@@ -184,6 +184,20 @@ class AnyModular(AnyPipeline):
             raise refusal(self.pipeline, "the blocks after its loop make no images and no sounds")
         check_initial_noise(self.pipeline, torch.cat(starts).flatten(1))
         return max(errors)
+
+    def _roll_out(self, velocity: Velocity, x: Tensor, entered: Entered) -> Tensor:
+        """Return where the pipeline's own steps lead from samples `[1, *event]`: along the ODE, or with new noise at each."""
+        levels, streams = self.known.schedule.levels, self.known.model.streams
+        if streams[0].scheduler:
+            return rollout(velocity, x, levels, transition=ode, key=key(0), window=(), record=()).final
+        source = copy_generator(entered.state.get("generator"))
+        for step, (level, following) in enumerate(pairwise(levels.tolist())):
+            clean = x - level * velocity(x, levels[step : step + 1].to(x.device), step)
+            if following:
+                noise = [stream.take(torch.randn(stream.whole, generator=source)) for stream in streams]
+                clean = (1 - following) * clean + following * torch.cat(noise).reshape(x.shape).to(x)
+            x = clean
+        return x
 
     @alone
     def _run_own(self, module: nn.Module, prompt: TextPrompt) -> Output:

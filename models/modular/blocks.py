@@ -23,6 +23,7 @@ from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.experts import Through
 
 PROMPT = "prompt"  # argument of the call, and output of blocks that rewrite it
+SIGMA = "sigma"  # variable of loops that add new noise at each step, see `streams`
 Give = Callable[[int, Tensor], Tensor]  # what the schedulers' k-th step returns for a sample
 
 
@@ -34,6 +35,7 @@ class Blocks(NamedTuple):
     after: tuple[Any, ...]
     inputs: tuple[Any, ...]  # of the call
     inner: Any = None  # block of a loop over chunks that takes the steps
+    clock: str = "t"  # name of the loop's variable that tells the noise level
 
     def parts(self) -> dict[str, Any]:
         """Return the specifications of the parts that they use, by name."""
@@ -94,7 +96,13 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     if any(isinstance(block, LoopSequentialPipelineBlocks) for block in kept[place].sub_blocks.values()):
         raise refusal(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
     inner = next((block for block in kept[place].sub_blocks.values() if _takes_all_steps(block)), None)
-    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs), inner)
+    takes = {each for block in kept[place].sub_blocks.values() for each in _parameters(block)}
+    clock = SIGMA if SIGMA in takes and "t" not in takes else "t"
+    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs), inner, clock)
+
+
+def _parameters(block: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(type(block).__call__)).parameters
 
 
 def _takes_all_steps(block: Any) -> bool:
@@ -103,7 +111,7 @@ def _takes_all_steps(block: Any) -> bool:
 
     kinds = [spec.type_hint for spec in block.expected_components if inspect.isclass(spec.type_hint)]
     both = any(issubclass(kind, SchedulerMixin) for kind in kinds) and any(issubclass(kind, nn.Module) for kind in kinds)
-    return both and "i" not in inspect.signature(inspect.unwrap(type(block).__call__)).parameters
+    return both and "i" not in _parameters(block)
 
 
 def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,8 +191,10 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
         for hook in hooks:
             hook.remove()
     found = {*variables[0]} if variables else set()
-    if not {"i", "t"} <= found:
+    if not {"i", blocks.clock} <= found:
         raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
+    if blocks.clock != "t":  # the last step, of which only the level is another
+        variables = [{**variables[-1], "t": own[blocks.clock]} for own in variables]
     return Entered(state, values, variables)
 
 
@@ -201,6 +211,8 @@ def _enter_chunk(
         if block is blocks.inner:
             break
         _, state = block(pipe, state, **variables[0])
+    if getattr(state, "timesteps", None) is None:
+        raise refusal(type(pipe).__name__, "a chunk of its loop has several schedules, as of stages of other sizes")
     steps = [{**variables[0], "i": i, "t": t} for i, t in enumerate(state.timesteps)]
     return [dict(vars(state)) for _ in steps], steps
 
@@ -221,8 +233,7 @@ def leave(pipe: Any, blocks: Blocks, entered: Entered, values: Mapping[str, Any]
     state.values = {**entered.state.values, **{name: values[name] for name in fields}}
     for name, value in state.values.items():
         if isinstance(value, torch.Generator):  # which decoding may draw from, for each sample alike
-            state.values[name] = torch.Generator(value.device)
-            state.values[name].set_state(value.get_state())
+            state.values[name] = copy_generator(value)
     if blocks.inner is not None:
         every, variables = [*blocks.loop.sub_blocks.values()], _without_step(entered.variables[0])
         chunk: Any = BlockState(**{name: [*value] if isinstance(value, list) else value for name, value in values.items()})
@@ -232,6 +243,11 @@ def leave(pipe: Any, blocks: Blocks, entered: Entered, values: Mapping[str, Any]
     for block in blocks.after:
         _, state = block(pipe, state)
     return state
+
+
+def copy_generator(source: torch.Generator) -> torch.Generator:
+    """Return a generator that draws the same numbers."""
+    return torch.Generator(source.device).set_state(source.get_state())
 
 
 def run_step(
@@ -251,7 +267,7 @@ def run_step(
         pipe: the pipeline.
         blocks: its blocks.
         values: what enters the step; dicts and lists must be the caller's to change.
-        variables: of the loop.
+        variables: of the loop; `t` is that of `Blocks.clock`.
         networks: parts of the pipeline in whose place others are called, by name.
         give: what a scheduler's step returns; by default the sample.
         calls: number of schedulers' steps after which nothing more is run.
@@ -270,6 +286,9 @@ def run_step(
     if blocks.inner is not None:
         held["timesteps"] = torch.as_tensor(variables["t"])[None]
         variables = _without_step(variables)
+    elif blocks.clock != "t":
+        variables = {**variables, blocks.clock: variables["t"]}
+        del variables["t"]
     components, state = Components(pipe, {**parts, **networks}), BlockState(**held)
     try:
         for block in blocks.loop.sub_blocks.values() if blocks.inner is None else (blocks.inner,):

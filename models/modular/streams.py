@@ -3,6 +3,10 @@
 No names are needed. A value is filled with the digits of its own places, and the sample that a scheduler is given shows
 which of them it consists of: packing, leading tokens of an image, frames that are left out. What the schedulers return then
 shows which elements come back as samples, and which stay, as given frames do.
+
+A loop without a scheduler may add new noise at each step: x' = (1 - s') x0 + s' eps, with the clean estimate x0 of its network
+(Echo). Its last step, to s' = 0, returns x0, so that at any level s its velocity is (x - x0) / s. Flow-CPS at eta 1 takes the
+same steps.
 """
 
 import copy
@@ -24,7 +28,7 @@ Run = Callable[..., Ran]  # values, variables and `give` of `run_step`
 class LoopStream(NamedTuple):
     """A tensor that a scheduler steps: the generated elements of one value."""
 
-    scheduler: str
+    scheduler: str  # empty for one whose steps return its clean estimate
     field: str  # name of the value
     places: Tensor  # [n] int64 elements of the flat value, in the sample's order
     live: Tensor  # [n] int64 elements of the scheduler's flat sample
@@ -87,6 +91,30 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
         every = torch.arange(value.numel())
         stream = LoopStream(each.name, name, places[own].to(value.device), own.to(value.device), value.shape, value.dtype)
         streams.append(stream._replace(is_whole=torch.equal(own, every) and torch.equal(places, every)))
+    return streams
+
+
+def find_clean_estimates(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
+    """Return the streams of a loop without a scheduler, whose last step returns clean estimates.
+
+    Raises:
+        ReplayError: its steps move nothing, or change shapes.
+    """
+    values, levels = entered.values[0], [float(variables["t"]) for variables in entered.variables]
+    after, streams = run(values, entered.variables[0]).after, list[LoopStream]()
+    for name, value in values.items():
+        moved = getattr(after, name, None)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or moved is value or _same(moved, value):
+            continue
+        if not isinstance(moved, Tensor) or moved.shape != value.shape or not moved.requires_grad:
+            raise refusal(pipeline, f"its step changes the shape of {name}, or computes it without gradients")
+        places = torch.nonzero(moved.detach().flatten() != value.flatten()).flatten()  # given frames stay
+        whole = len(places) == value.numel()
+        streams.append(
+            LoopStream("", name, places, places, value.shape, value.dtype, 1.0, torch.tensor([*levels, 0.0]), whole)
+        )
+    if not streams:
+        raise refusal(pipeline, "its step calls no scheduler, in whose place a rollout could step")
     return streams
 
 

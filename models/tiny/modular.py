@@ -245,7 +245,9 @@ def _rows() -> dict[str, TinyModular]:
         ),
         "Wan22Image2Video": TinyModular(like="WanImageToVideoPipeline", **video, **image),
         "Wan22Vace": TinyModular(dict.fromkeys(("transformer", "transformer_2"), _vace), like="WanVACEPipeline", **video),
-        "Echo": TinyModular(size=32, frames=9, guided=False),
+        "Echo": TinyModular(
+            call={"sigmas": [1.0, 0.7, 0.4, 0.0]}, size=32, frames=9, like="LTX2Pipeline", guided=False
+        ),
         "Helios": TinyModular(
             {"transformer": _helios, "scheduler": partial(diffusers.HeliosScheduler, stages=1, use_dynamic_shifting=True)},
             {"num_latent_frames_per_chunk": 3},
