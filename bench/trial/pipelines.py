@@ -72,7 +72,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     from fluvial.models.tiny import pipelines as tiny
 
     other = tiny.scheduler_of_no_flow(name)
-    if other and name not in built_in():
+    if other and not (name in built_in() or tiny.is_modular(name)):
         return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
     row = PipelineTrial(name, flow=not other)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
@@ -154,6 +154,7 @@ def _build(name: str, folder: Path) -> None:
 def _command(name: str, folder: Path, asked: Any) -> list[str]:
     """Return the command line that trains a tiny pipeline, without its folder."""
     from fluvial.models.pipelines.open import built_in
+    from fluvial.models.tiny.pipelines import scheduler_of_no_flow
 
     adapter = built_in().get(name)
     size = [
@@ -171,7 +172,7 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
         words += ["--sampling.guidance.negative", asked.negative]
-    return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
+    return ["ddpo" if scheduler_of_no_flow(name) else "grpo", *words]
 
 
 def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
@@ -249,7 +250,7 @@ def _opens(name: str, folder: Path) -> str:
         with quietly(), surroundings(name, 0):
             if is_modular(name):
                 pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
-                pipe.load_components([part for part in pipe.components if part.startswith("transformer")])
+                pipe.load_components([part for part in pipe.components if part.startswith(("transformer", "unet"))])
             else:
                 own = read_processors(folder / "model")
                 pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)

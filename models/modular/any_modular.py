@@ -1,5 +1,6 @@
 """A model of any modular pipeline of diffusers: its own blocks encode, give the velocity and decode."""
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,12 @@ from tqdm import tqdm
 
 from fluvial.core.random import key
 from fluvial.core.rollout import Velocity, rollout
-from fluvial.core.transitions import ode
+from fluvial.core.transitions import ddim, ode
 from fluvial.models.digests import digest_file
 from fluvial.models.modular.blocks import Blocks, Entered, Network, copy_generator, enter, leave, run_whole, split
 from fluvial.models.modular.conditioning import describe, pad_rows, place_samples
 from fluvial.models.modular.velocity import ModularVelocity, find_velocity
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
 from fluvial.models.replay.arguments import forms
@@ -65,6 +66,10 @@ class AnyModular(AnyPipeline):
         name = type(self._empty).__name__
         if not parts:
             raise refusal(name, "its loop calls no network")
+        scheduler = local / "scheduler" / "scheduler_config.json"
+        settings = read_settings(scheduler) if scheduler.is_file() else {}
+        if "beta_schedule" in settings and settings.get("prediction_type") == "epsilon":
+            self.prediction = "epsilon"
         self.part = "transformer" if "transformer" in parts else next(iter(parts))
         kind, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
         defaults = {entry.name: entry.default for entry in blocks.inputs if entry.name not in (None, "strength")}
@@ -98,7 +103,8 @@ class AnyModular(AnyPipeline):
                 taken = len(entered.values)
                 raise refusal(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with quietly(), foreign(self.pipeline, "take a step"):
-                model = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+                found = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+            model = dataclasses.replace(found, prediction=self.prediction)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
             shapes = tuple(row.shape[1:] for row in rows)
             asked = {"num_inference_steps": steps}
@@ -189,7 +195,9 @@ class AnyModular(AnyPipeline):
         """Return where the pipeline's own steps lead from samples `[1, *event]`: along the ODE, or with new noise at each."""
         levels, streams = self.known.schedule.levels, self.known.model.streams
         if streams[0].scheduler:
-            return rollout(velocity, x, levels, transition=ode, key=key(0), window=(), record=()).final
+            still = ode if self.prediction == "velocity" else partial(ddim, eta=0.0)
+            own = {"transition": still, "deterministic": still, "window": (), "record": ()}
+            return rollout(velocity, x, levels, key=key(0), **own).final
         source = copy_generator(entered.state.get("generator"))
         for step, (level, following) in enumerate(pairwise(levels.tolist())):
             clean = x - level * velocity(x, levels[step : step + 1].to(x.device), step)
@@ -290,7 +298,7 @@ class AnyModular(AnyPipeline):
 
     def _place_parts(self, pipe: Any, blocks: Blocks) -> None:
         """Freeze the parts of a pipeline on the device, and set its guidance and its scheduler."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
+        from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in self._networks:
@@ -298,6 +306,8 @@ class AnyModular(AnyPipeline):
         settings = getattr(getattr(pipe, "scheduler", None), "config", {})
         if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:  # as `AnyPipeline`
             pipe.register_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        if self.prediction == "epsilon":  # as the adapter of Stable Diffusion
+            pipe.register_components(scheduler=DDIMScheduler.from_config(settings, clip_sample=False, thresholding=False))
         if settings.get("scheduler_type") == "unipc":  # of Helios, whose levels are those of its Euler steps
             pipe.scheduler.register_to_config(scheduler_type="euler")
         for guider in _guiders(pipe):

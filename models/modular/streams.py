@@ -10,6 +10,7 @@ same steps.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,9 +130,19 @@ def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, s
         steps: number of steps of the loop.
 
     Raises:
-        ReplayError: the scheduler has no levels that fall to 0, or its steps are not Euler's.
+        ReplayError: the scheduler has no levels that fall to 0, or its steps are not Euler's; for one of epsilon, no signal
+            powers that rise, or its steps are not DDIM's.
     """
     kind = type(scheduler).__name__
+    if (powers := getattr(scheduler, "alphas_cumprod", None)) is not None:
+        levels = torch.cat([powers[scheduler.timesteps.cpu()], scheduler.final_alpha_cumprod[None]]).cpu()
+        now, then = levels[0].item(), levels[1].item()
+        expected = (math.sqrt(1 - then) - math.sqrt(then * (1 - now) / now), math.sqrt(then / now))
+        ends = _try_step(pipeline, stream, scheduler, asked)
+        near = all(abs(end - other) <= ROUNDING * max(1, abs(other)) for end, other in zip(ends, expected, strict=True))
+        if len(levels) != steps + 1 or not (levels.diff() > 0).all() or not near:
+            raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not DDIM's")
+        return stream._replace(levels=levels)
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is None:
         raise refusal(pipeline, f"its {stream.scheduler} ({kind}) has no noise levels")
@@ -140,17 +151,23 @@ def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, s
         raise refusal(pipeline, f"it takes {steps} steps of a schedule of {len(levels) - 1}, as from an image")
     if levels[-1] != 0 or levels[0] > 1 or not (levels.diff() < 0).all():
         raise refusal(pipeline, f"the noise levels of its {stream.scheduler} ({kind}) do not fall from at most 1 to 0")
+    ends = _try_step(pipeline, stream, scheduler, asked)
+    slope = ends[0] / float(levels[1] - levels[0])
+    if abs(abs(slope) - 1) > ROUNDING or abs(ends[1] - 1) > ROUNDING:
+        raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
+    return stream._replace(levels=levels, sign=1.0 if slope > 0 else -1.0)
+
+
+def _try_step(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any) -> list[float]:
+    """Return where the first step leads from 0 with an output of 1, and from 1 with an output of 0."""
     ends = []
     for x, v in ((0.0, 1.0), (1.0, 0.0)):
         like = torch.ones_like(asked.sample.detach(), dtype=torch.float32)
         try:
             ends.append(float(copy.deepcopy(scheduler).step(v * like, asked.t, x * like, return_dict=False)[0].flatten()[0]))
         except Exception as error:
-            raise refusal(pipeline, f"its {stream.scheduler} ({kind}) cannot step: {error}") from error
-    slope = ends[0] / float(levels[1] - levels[0])
-    if abs(abs(slope) - 1) > ROUNDING or abs(ends[1] - 1) > ROUNDING:
-        raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
-    return stream._replace(levels=levels, sign=1.0 if slope > 0 else -1.0)
+            raise refusal(pipeline, f"its {stream.scheduler} ({type(scheduler).__name__}) cannot step: {error}") from error
+    return ends
 
 
 def find_scheduler(pipe: Any, entered: Entered, name: str) -> Any:

@@ -30,7 +30,7 @@ class TinyModular(NamedTuple):
     frames: int = 1
     like: str = ""  # pipeline that is not modular, whose settings of parts it has; by default the one of its name
     guided: bool = True  # whether it is tried with guidance
-    media: tuple[str, ...] = ()  # arguments that are images
+    media: tuple[str, ...] = ()  # arguments that are images or videos
 
 
 def find_call(name: str) -> TinyCall:
@@ -218,7 +218,7 @@ def _rows() -> dict[str, TinyModular]:
         "HunyuanVideo15": TinyModular(**video),
         "LTX": TinyModular(size=32, frames=9),
         "LTX2": TinyModular({"duration_head": _nothing}, **ltx),
-        "LTX25": TinyModular({"duration_head": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}),
+        "LTX25": TinyModular({"duration_head": _nothing, "vae": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}),
         "Ideogram4": TinyModular(
             {"text_encoder": partial(_language, "Qwen3VLModel", 36), "tokenizer": _tokenizer},
             {"max_sequence_length": 512, "guidance_schedule": [7.0, 5.0, 3.0]},
@@ -261,8 +261,22 @@ def _rows() -> dict[str, TinyModular]:
             )
             for kind in ("Pyramid", "PyramidDistilled")
         },
+        **{
+            f"WanAnimate2{kind}": TinyModular(
+                {"transformer": _animate, "image_encoder": _clip},
+                {"segment_frame_length": 5},
+                size=32,
+                frames=5,
+                like="WanImageToVideoPipeline",
+                guided=not kind,
+                media=("image", "driving_video"),
+            )
+            for kind in ("", "Distilled")
+        },
         "MiniMaxMusic3": TinyModular(guided=False),
-        "StableDiffusionXL": TinyModular(size=32),
+        "StableDiffusionXL": TinyModular(
+            {"controlnet": _nothing, "scheduler": partial(diffusers.EulerDiscreteScheduler, **networks.BETAS)}, size=32
+        ),
     }
     return {f"{name}{ENDING}": row for name, row in rows.items()}
 
@@ -478,6 +492,17 @@ def _helios() -> Any:
         num_layers=1,
         rope_dim=(4, 2, 2),
     )
+
+
+def _animate() -> Any:
+    return _network("WanAnimate2Transformer3DModel", in_dim=2 * LATENT + 4, out_dim=LATENT)
+
+
+def _clip() -> Any:
+    """Return a CLIP for images of the size that Wan Animate 2 scales them to."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return CLIPVisionModel(CLIPVisionConfig(**{**encoders.vision_settings(), "image_size": 224, "patch_size": 112}))
 
 
 def _vace() -> Any:
