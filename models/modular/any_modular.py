@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fluvial.core.random import key
 from fluvial.core.rollout import Velocity, rollout
@@ -192,11 +191,11 @@ class AnyModular(AnyPipeline):
         return max(errors)
 
     def _roll_out(self, velocity: Velocity, x: Tensor, entered: Entered) -> Tensor:
-        """Return where the pipeline's own steps lead from samples `[1, *event]`: along the ODE, or with new noise at each."""
+        """Return where the pipeline's own steps lead from samples `[1, *event]`: along the ODE, or with new noise."""
         levels, streams = self.known.schedule.levels, self.known.model.streams
         if streams[0].scheduler:
             still = ode if self.prediction == "velocity" else partial(ddim, eta=0.0)
-            own = {"transition": still, "deterministic": still, "window": (), "record": ()}
+            own: dict[str, Any] = {"transition": still, "deterministic": still, "window": (), "record": ()}
             return rollout(velocity, x, levels, key=key(0), **own).final
         source = copy_generator(entered.state.get("generator"))
         for step, (level, following) in enumerate(pairwise(levels.tolist())):
@@ -316,8 +315,9 @@ class AnyModular(AnyPipeline):
             use_modes(pipe.vae)
         if hasattr(blocks.loop, "set_progress_bar_config"):
             blocks.loop.set_progress_bar_config(disable=True)
-        if blocks.inner is not None and hasattr(module := sys.modules[type(blocks.inner).__module__], "tqdm"):
-            module.tqdm = partial(tqdm, disable=True)  # which such a block calls itself, at each step
+        module = vars(sys.modules[type(blocks.inner).__module__])
+        if "tqdm" in module:  # which a block that takes all steps calls itself
+            module["tqdm"] = partial(module["tqdm"], disable=True)
 
 
 def _guiders(pipe: Any) -> list[Any]:

@@ -4,8 +4,8 @@ A modular pipeline is a list of blocks, one of which is a loop of blocks. The bl
 loop runs once with an empty step, which gives what enters each step without a forward pass. A velocity is one step of the
 loop's own blocks, with gradients, and with schedulers that say what they are asked to step with.
 
-A loop over chunks of a sample has a block in it that takes all steps of a chunk. With one chunk, that block takes each step as
-the only one, and the blocks before and after it in the loop run once.
+A loop over chunks of a sample has a block in it that takes all steps of a chunk. With one chunk, that block takes each step
+as the only one, and the blocks before and after it in the loop run once.
 """
 
 import copy

@@ -4,9 +4,9 @@ No names are needed. A value is filled with the digits of its own places, and th
 which of them it consists of: packing, leading tokens of an image, frames that are left out. What the schedulers return then
 shows which elements come back as samples, and which stay, as given frames do.
 
-A loop without a scheduler may add new noise at each step: x' = (1 - s') x0 + s' eps, with the clean estimate x0 of its network
-(Echo). Its last step, to s' = 0, returns x0, so that at any level s its velocity is (x - x0) / s. Flow-CPS at eta 1 takes the
-same steps.
+A loop without a scheduler may add new noise at each step: x' = (1 - s') x0 + s' eps, with the clean estimate x0 of its
+network (Echo). Its last step, to s' = 0, returns x0, so that at any level s its velocity is (x - x0) / s. Flow-CPS at eta 1
+takes the same steps.
 """
 
 import copy

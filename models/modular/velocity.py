@@ -101,7 +101,9 @@ class ModularVelocity:
         """Return the velocity `[n]` at values that hold a sample of a noise level."""
         if not self.streams[0].scheduler:
             after = run_step(self.pipe, self.blocks, values, variables, networks).after
-            pairs = ((stream.take(values[stream.field]), stream.take(getattr(after, stream.field))) for stream in self.streams)
+            pairs = (
+                (stream.take(values[stream.field]), stream.take(getattr(after, stream.field))) for stream in self.streams
+            )
             return torch.cat([(x - clean) / level for x, clean in pairs])
         calls = len(self.streams)
         asked = run_step(self.pipe, self.blocks, values, variables, networks, calls=calls).asked

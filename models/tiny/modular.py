@@ -218,7 +218,9 @@ def _rows() -> dict[str, TinyModular]:
         "HunyuanVideo15": TinyModular(**video),
         "LTX": TinyModular(size=32, frames=9),
         "LTX2": TinyModular({"duration_head": _nothing}, **ltx),
-        "LTX25": TinyModular({"duration_head": _nothing, "vae": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}),
+        "LTX25": TinyModular(
+            {"duration_head": _nothing, "vae": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}
+        ),
         "Ideogram4": TinyModular(
             {"text_encoder": partial(_language, "Qwen3VLModel", 36), "tokenizer": _tokenizer},
             {"max_sequence_length": 512, "guidance_schedule": [7.0, 5.0, 3.0]},
@@ -245,9 +247,7 @@ def _rows() -> dict[str, TinyModular]:
         ),
         "Wan22Image2Video": TinyModular(like="WanImageToVideoPipeline", **video, **image),
         "Wan22Vace": TinyModular(dict.fromkeys(("transformer", "transformer_2"), _vace), like="WanVACEPipeline", **video),
-        "Echo": TinyModular(
-            call={"sigmas": [1.0, 0.7, 0.4, 0.0]}, size=32, frames=9, like="LTX2Pipeline", guided=False
-        ),
+        "Echo": TinyModular(call={"sigmas": [1.0, 0.7, 0.4, 0.0]}, size=32, frames=9, like="LTX2Pipeline", guided=False),
         "Helios": TinyModular(
             {"transformer": _helios, "scheduler": partial(diffusers.HeliosScheduler, stages=1, use_dynamic_shifting=True)},
             {"num_latent_frames_per_chunk": 3},

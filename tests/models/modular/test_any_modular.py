@@ -57,7 +57,8 @@ def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Ten
     entered = model._enter(prompt, steps)
     with torch.no_grad():
         final = model._roll_out(velocity, model._take_samples(entered), entered)
-    ours, theirs = model._decode_all(final, prompt), model._output(state)
+    ours, again, theirs = model._decode_all(final, prompt), model._decode_all(final, prompt), model._output(state)
+    assert all(one is None or torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
@@ -68,7 +69,7 @@ def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Ten
 @pytest.mark.bits
 @few
 def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> None:
-    """From the same noise the ODE, or Echo's own steps, end at the images and sounds of the pipeline's call, to the bit or as its row says."""
+    """From the same noise the ODE, or Echo's steps, end at those of the pipeline's call, to the bit or as its row says."""
     model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
     if isinstance(pipe.vae, nn.Module):
         use_modes(pipe.vae)
