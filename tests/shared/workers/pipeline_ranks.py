@@ -73,7 +73,7 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
         OptimizerConfig(lr=0.01, weight_decay=0.0),
         world,
         updates=1,
-        sharding=EngineConfig(context_parallel=context_parallel),
+        sharding=EngineConfig(context_parallel=context_parallel, comm="reshard" if name == "dit" else "keep"),
         weights=model.weights,
     )
     split = engine.world
