@@ -24,8 +24,9 @@ class PublishedModel(NamedTuple):
         return self.billions * 1e9 * 2 / GIB
 
 
-# Sizes are those stated by the publishers.
+# Sizes are those stated by the publishers; DiT's is that of diffusers' network, whose blocks embed the class each.
 KNOWN = (
+    PublishedModel("DiTPipeline", "facebook/DiT-XL-2-256", 0.75, "epsilon", "images of classes"),
     PublishedModel("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),
     PublishedModel("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "images"),
     PublishedModel("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "images"),

@@ -71,9 +71,10 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    if other := tiny.scheduler_of_no_flow(name):
+    other = tiny.scheduler_of_no_flow(name)
+    if other and not (name in built_in() or tiny.is_modular(name)):
         return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
-    row = PipelineTrial(name)
+    row = PipelineTrial(name, flow=not other)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
@@ -125,8 +126,8 @@ def format_table(rows: Sequence[PipelineTrial]) -> str:
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]
     lines = ["| " + " | ".join(cell.replace("|", "or") for cell in row) + " |" for row in cells]
-    flows = [row for row in rows if row.flow]
-    others = f"; {len(rows) - len(flows)} others are not flows" if len(flows) < len(rows) else ""
+    flows, rest = [row for row in rows if row.flow], [row.trains for row in rows if not row.flow]
+    others = f"; {sum(rest)} of {len(rest)} others, which are not flows" if rest else ""
     return "\n".join([*lines, "", f"{sum(row.trains for row in flows)} of {len(flows)} flow pipelines train{others}."])
 
 
@@ -153,6 +154,7 @@ def _build(name: str, folder: Path) -> None:
 def _command(name: str, folder: Path, asked: Any) -> list[str]:
     """Return the command line that trains a tiny pipeline, without its folder."""
     from fluvial.models.pipelines.open import built_in
+    from fluvial.models.tiny.pipelines import scheduler_of_no_flow
 
     adapter = built_in().get(name)
     size = [
@@ -170,7 +172,7 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
         words += ["--sampling.guidance.negative", asked.negative]
-    return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
+    return ["ddpo" if scheduler_of_no_flow(name) else "grpo", *words]
 
 
 def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
@@ -248,7 +250,7 @@ def _opens(name: str, folder: Path) -> str:
         with quietly(), surroundings(name, 0):
             if is_modular(name):
                 pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
-                pipe.load_components([part for part in pipe.components if part.startswith("transformer")])
+                pipe.load_components([part for part in pipe.components if part.startswith(("transformer", "unet"))])
             else:
                 own = read_processors(folder / "model")
                 pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)

@@ -1,8 +1,11 @@
 """A model of any modular pipeline of diffusers: its own blocks encode, give the velocity and decode."""
 
-import copy
+import dataclasses
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import key
-from fluvial.core.rollout import rollout
-from fluvial.core.transitions import ode
+from fluvial.core.rollout import Velocity, rollout
+from fluvial.core.transitions import ddim, ode
 from fluvial.models.digests import digest_file
-from fluvial.models.modular.blocks import Blocks, Entered, Network, enter, run_whole, split
+from fluvial.models.modular.blocks import Blocks, Entered, Network, copy_generator, enter, leave, run_whole, split
 from fluvial.models.modular.conditioning import describe, pad_rows, place_samples
 from fluvial.models.modular.velocity import ModularVelocity, find_velocity
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
 from fluvial.models.replay.arguments import forms
@@ -62,14 +65,16 @@ class AnyModular(AnyPipeline):
         name = type(self._empty).__name__
         if not parts:
             raise refusal(name, "its loop calls no network")
+        scheduler = local / "scheduler" / "scheduler_config.json"
+        settings = read_settings(scheduler) if scheduler.is_file() else {}
+        if "beta_schedule" in settings and settings.get("prediction_type") == "epsilon":
+            self.prediction = "epsilon"
         self.part = "transformer" if "transformer" in parts else next(iter(parts))
         kind, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
         defaults = {entry.name: entry.default for entry in blocks.inputs if entry.name not in (None, "strength")}
         takes = {name: kind(name, keyword, default=default) for name, default in defaults.items()}
         self._own = frozenset(takes)
-        if "num_inference_steps" not in takes:
-            raise refusal(name, "its call takes no num_inference_steps, so that its schedule is its own")
-        further = ["return_dict", "output_type", *(SCALES[:1] if _guiders(self._empty) else [])]
+        further = ["return_dict", "output_type", "num_inference_steps", *(SCALES[:1] if _guiders(self._empty) else [])]
         takes |= {name: kind(name, keyword, default=None) for name in further if name not in takes}
         return name, parts[self.part].__name__, takes
 
@@ -94,9 +99,11 @@ class AnyModular(AnyPipeline):
                 steps += steps - taken
                 entered = self._enter(self.example, steps)
             if len(entered.values) != self.steps:
-                raise refusal(self.pipeline, f"asked for {steps} steps, it takes {len(entered.values)}")
+                taken = len(entered.values)
+                raise refusal(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with quietly(), foreign(self.pipeline, "take a step"):
-                model = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+                found = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+            model = dataclasses.replace(found, prediction=self.prediction)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
             shapes = tuple(row.shape[1:] for row in rows)
             asked = {"num_inference_steps": steps}
@@ -169,11 +176,11 @@ class AnyModular(AnyPipeline):
 
             with torch.no_grad():
                 first = velocity(noise, schedule.levels[:1].to(noise.device), 0)
-                made = rollout(velocity, noise, schedule.levels, transition=ode, key=key(0), window=(), record=())
+                made = self._roll_out(velocity, noise, entered)
                 again = velocity(noise, schedule.levels[:1].to(noise.device), 0)
             if not torch.equal(first, again):
                 raise refusal(self.pipeline, "its velocity depends on the calls before: its network keeps what it computed")
-            ours = self._decode_all(made.final, prompt)
+            ours = self._decode_all(made, prompt)
             tolerance = TOLERANCES[self.dtype]
             for what, one, other in zip(("images", "sounds"), ours, theirs, strict=True):
                 if other is not None and one is not None:
@@ -182,6 +189,22 @@ class AnyModular(AnyPipeline):
             raise refusal(self.pipeline, "the blocks after its loop make no images and no sounds")
         check_initial_noise(self.pipeline, torch.cat(starts).flatten(1))
         return max(errors)
+
+    def _roll_out(self, velocity: Velocity, x: Tensor, entered: Entered) -> Tensor:
+        """Return where the pipeline's own steps lead from samples `[1, *event]`: along the ODE, or with new noise."""
+        levels, streams = self.known.schedule.levels, self.known.model.streams
+        if streams[0].scheduler:
+            still = ode if self.prediction == "velocity" else partial(ddim, eta=0.0)
+            own: dict[str, Any] = {"transition": still, "deterministic": still, "window": (), "record": ()}
+            return rollout(velocity, x, levels, key=key(0), **own).final
+        source = copy_generator(entered.state.get("generator"))
+        for step, (level, following) in enumerate(pairwise(levels.tolist())):
+            clean = x - level * velocity(x, levels[step : step + 1].to(x.device), step)
+            if following:
+                noise = [stream.take(torch.randn(stream.whole, generator=source)) for stream in streams]
+                clean = (1 - following) * clean + following * torch.cat(noise).reshape(x.shape).to(x)
+            x = clean
+        return x
 
     @alone
     def _run_own(self, module: nn.Module, prompt: TextPrompt) -> Output:
@@ -205,11 +228,8 @@ class AnyModular(AnyPipeline):
         entered, made = self._states[prompt], list[Output]()
         for sample in latents.to(self.device):
             values = place_samples(dict(entered.values[0]), sample.flatten(), streams)
-            state = copy.copy(entered.state)
-            state.values = {**entered.state.values, **{stream.field: values[stream.field] for stream in streams}}
-            with torch.no_grad(), quietly(), foreign(self.pipeline, "decode samples"):
-                for block in self._blocks.after:
-                    _, state = block(pipe, state)
+            with quietly(), foreign(self.pipeline, "decode samples"):
+                state = leave(pipe, self._blocks, entered, values, {stream.field for stream in streams})
             made.append(self._output(state))
         return Output(*(None if None in each else torch.cat(each) for each in zip(*made, strict=True)))
 
@@ -277,7 +297,7 @@ class AnyModular(AnyPipeline):
 
     def _place_parts(self, pipe: Any, blocks: Blocks) -> None:
         """Freeze the parts of a pipeline on the device, and set its guidance and its scheduler."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
+        from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in self._networks:
@@ -285,12 +305,19 @@ class AnyModular(AnyPipeline):
         settings = getattr(getattr(pipe, "scheduler", None), "config", {})
         if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:  # as `AnyPipeline`
             pipe.register_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        if self.prediction == "epsilon":  # as the adapter of Stable Diffusion
+            pipe.register_components(scheduler=DDIMScheduler.from_config(settings, clip_sample=False, thresholding=False))
+        if settings.get("scheduler_type") == "unipc":  # of Helios, whose levels are those of its Euler steps
+            pipe.scheduler.register_to_config(scheduler_type="euler")
         for guider in _guiders(pipe):
             guider.guidance_scale = self.asked.get(SCALES[0], 1.0)
         if isinstance(getattr(pipe, "vae", None), nn.Module):
             use_modes(pipe.vae)
         if hasattr(blocks.loop, "set_progress_bar_config"):
             blocks.loop.set_progress_bar_config(disable=True)
+        module = vars(sys.modules[type(blocks.inner).__module__])
+        if "tqdm" in module:  # which a block that takes all steps calls itself
+            module["tqdm"] = partial(module["tqdm"], disable=True)
 
 
 def _guiders(pipe: Any) -> list[Any]:

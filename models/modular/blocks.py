@@ -3,12 +3,15 @@
 A modular pipeline is a list of blocks, one of which is a loop of blocks. The blocks before the loop run once per prompt. The
 loop runs once with an empty step, which gives what enters each step without a forward pass. A velocity is one step of the
 loop's own blocks, with gradients, and with schedulers that say what they are asked to step with.
+
+A loop over chunks of a sample has a block in it that takes all steps of a chunk. With one chunk, that block takes each step
+as the only one, and the blocks before and after it in the loop run once.
 """
 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import optree
@@ -20,6 +23,7 @@ from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.experts import Through
 
 PROMPT = "prompt"  # argument of the call, and output of blocks that rewrite it
+SIGMA = "sigma"  # variable of loops that add new noise at each step, see `streams`
 Give = Callable[[int, Tensor], Tensor]  # what the schedulers' k-th step returns for a sample
 
 
@@ -30,6 +34,8 @@ class Blocks(NamedTuple):
     loop: Any
     after: tuple[Any, ...]
     inputs: tuple[Any, ...]  # of the call
+    inner: Any = None  # block of a loop over chunks that takes the steps
+    clock: str = "t"  # name of the loop's variable that tells the noise level
 
     def parts(self) -> dict[str, Any]:
         """Return the specifications of the parts that they use, by name."""
@@ -37,7 +43,7 @@ class Blocks(NamedTuple):
 
     def networks(self) -> dict[str, Any]:
         """Return the classes of the networks that the loop calls, by part."""
-        found = {spec.name: spec.type_hint for spec in self.loop.expected_components}
+        found = {spec.name: spec.type_hint for spec in (self.inner or self.loop).expected_components}
         return {name: kind for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
 
     def outputs(self) -> set[str]:
@@ -89,7 +95,23 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     (place,) = places
     if any(isinstance(block, LoopSequentialPipelineBlocks) for block in kept[place].sub_blocks.values()):
         raise refusal(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
-    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs))
+    inner = next((block for block in kept[place].sub_blocks.values() if _takes_all_steps(block)), None)
+    takes = {each for block in kept[place].sub_blocks.values() for each in _parameters(block)}
+    clock = SIGMA if SIGMA in takes and "t" not in takes else "t"
+    return Blocks(tuple(kept[:place]), kept[place], tuple(kept[place + 1 :]), tuple(every.inputs), inner, clock)
+
+
+def _parameters(block: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(type(block).__call__)).parameters
+
+
+def _takes_all_steps(block: Any) -> bool:
+    """Return whether a block in a loop calls a network and a scheduler, and is given no step."""
+    from diffusers import SchedulerMixin
+
+    kinds = [spec.type_hint for spec in block.expected_components if inspect.isclass(spec.type_hint)]
+    both = any(issubclass(kind, SchedulerMixin) for kind in kinds) and any(issubclass(kind, nn.Module) for kind in kinds)
+    return both and "i" not in _parameters(block)
 
 
 def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +185,69 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
             for block in blocks.before:
                 _, state = block(pipe, state)
             type(blocks.loop).__call__(dry, pipe, state)
+            if blocks.inner is not None:
+                values, variables = _enter_chunk(pipe, blocks, values, variables)
     finally:
         for hook in hooks:
             hook.remove()
     found = {*variables[0]} if variables else set()
-    if not {"i", "t"} <= found:
+    if not {"i", blocks.clock} <= found:
         raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
+    if blocks.clock != "t":  # the last step, of which only the level is another
+        variables = [{**variables[-1], "t": own[blocks.clock]} for own in variables]
     return Entered(state, values, variables)
+
+
+def _enter_chunk(
+    pipe: Any, blocks: Blocks, values: list[dict[str, Any]], variables: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what enters each step of the one chunk of a loop, and the variables of the loop and of the step."""
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    if len(values) != 1:
+        raise refusal(type(pipe).__name__, f"it makes a sample in {len(values)} chunks, each from the ones before")
+    state: Any = BlockState(**values[0])
+    for block in blocks.loop.sub_blocks.values():
+        if block is blocks.inner:
+            break
+        _, state = block(pipe, state, **variables[0])
+    if getattr(state, "timesteps", None) is None:
+        raise refusal(type(pipe).__name__, "a chunk of its loop has several schedules, as of stages of other sizes")
+    steps = [{**variables[0], "i": i, "t": t} for i, t in enumerate(state.timesteps)]
+    return [dict(vars(state)) for _ in steps], steps
+
+
+@torch.no_grad()
+def leave(pipe: Any, blocks: Blocks, entered: Entered, values: Mapping[str, Any], fields: Collection[str]) -> Any:
+    """Return the state after the blocks that follow the steps.
+
+    Args:
+        pipe, blocks: the pipeline and its blocks.
+        entered: what entered the steps of the prompt.
+        values: those of its first step, with the last sample in its place.
+        fields: names of the values that hold it.
+    """
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    state = copy.copy(entered.state)
+    state.values = {**entered.state.values, **{name: values[name] for name in fields}}
+    for name, value in state.values.items():
+        if isinstance(value, torch.Generator):  # which decoding may draw from, for each sample alike
+            state.values[name] = copy_generator(value)
+    if blocks.inner is not None:
+        every, variables = [*blocks.loop.sub_blocks.values()], _without_step(entered.variables[0])
+        chunk: Any = BlockState(**{name: [*value] if isinstance(value, list) else value for name, value in values.items()})
+        for block in every[every.index(blocks.inner) + 1 :]:
+            _, chunk = block(pipe, chunk, **variables)
+        blocks.loop.set_block_state(state, chunk)
+    for block in blocks.after:
+        _, state = block(pipe, state)
+    return state
+
+
+def copy_generator(source: torch.Generator) -> torch.Generator:
+    """Return a generator that draws the same numbers."""
+    return torch.Generator(source.device).set_state(source.get_state())
 
 
 def run_step(
@@ -189,7 +267,7 @@ def run_step(
         pipe: the pipeline.
         blocks: its blocks.
         values: what enters the step; dicts and lists must be the caller's to change.
-        variables: of the loop.
+        variables: of the loop; `t` is that of `Blocks.clock`.
         networks: parts of the pipeline in whose place others are called, by name.
         give: what a scheduler's step returns; by default the sample.
         calls: number of schedulers' steps after which nothing more is run.
@@ -205,13 +283,24 @@ def run_step(
     parts = {name: copy.copy(part) for name, part in own.items() if isinstance(part, BaseGuidance)}
     parts |= {name: _Stepped(replaced.get(name, part), name, step) for name, part in own.items() if is_scheduler(part)}
     held = {name: _Stepped(value, name, step) if is_scheduler(value) else value for name, value in values.items()}
+    if blocks.inner is not None:
+        held["timesteps"] = torch.as_tensor(variables["t"])[None]
+        variables = _without_step(variables)
+    elif blocks.clock != "t":
+        variables = {**variables, blocks.clock: variables["t"]}
+        del variables["t"]
     components, state = Components(pipe, {**parts, **networks}), BlockState(**held)
     try:
-        for block in blocks.loop.sub_blocks.values():
+        for block in blocks.loop.sub_blocks.values() if blocks.inner is None else (blocks.inner,):
             components, state = inspect.unwrap(type(block).__call__)(block, components, state, **variables)
     except _Ended:
         return Ran(seen, None)
     return Ran(seen, state)
+
+
+def _without_step(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a loop over chunks."""
+    return {name: value for name, value in variables.items() if name not in ("i", "t")}
 
 
 def is_scheduler(value: Any) -> bool:

@@ -8,6 +8,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.recorded import pad_to
 
 NUMBERS = (bool, int, float)
-PLAIN = (str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum, type(None))
+PLAIN = (str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum, type(None), np.ndarray)
 
 
 class Same(NamedTuple):
@@ -64,7 +65,7 @@ class Form(NamedTuple):
                 restored.append(own.to("cpu").clone() if leaf.device == "cpu" else own.contiguous().clone())
             elif isinstance(leaf, Same):
                 restored.append(restored[leaf.place])
-            elif leaf in NUMBERS:
+            elif isinstance(leaf, type) and leaf in NUMBERS:
                 restored.append(leaf(next(numbers)))
             else:
                 restored.append(leaf)
@@ -104,7 +105,7 @@ def describe(pipeline: str, entered: Entered, streams: Sequence[LoopStream]) -> 
         if is_scheduler(leaf) or isinstance(leaf, torch.Generator):
             leaves.append(leaf)
             continue
-        if any(one is not leaf and one != leaf for one in each[1:]):
+        if not all(one is leaf or _same(one, leaf) for one in each[1:]):
             raise refusal(pipeline, f"a value of its steps differs by step, and is a {type(leaf).__name__}")
         if type(leaf) in NUMBERS:
             leaves.append(type(leaf))
@@ -144,4 +145,8 @@ def _alike(one: Any, other: Any) -> bool:
         return bool(one == other)
     if is_scheduler(one) or isinstance(one, torch.Generator):
         return type(one) is type(other)
-    return bool(type(one) is type(other) and one == other)
+    return _same(one, other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(type(one) is type(other) and (np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other))

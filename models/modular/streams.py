@@ -3,9 +3,14 @@
 No names are needed. A value is filled with the digits of its own places, and the sample that a scheduler is given shows
 which of them it consists of: packing, leading tokens of an image, frames that are left out. What the schedulers return then
 shows which elements come back as samples, and which stay, as given frames do.
+
+A loop without a scheduler may add new noise at each step: x' = (1 - s') x0 + s' eps, with the clean estimate x0 of its
+network (Echo). Its last step, to s' = 0, returns x0, so that at any level s its velocity is (x - x0) / s. Flow-CPS at eta 1
+takes the same steps.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +29,7 @@ Run = Callable[..., Ran]  # values, variables and `give` of `run_step`
 class LoopStream(NamedTuple):
     """A tensor that a scheduler steps: the generated elements of one value."""
 
-    scheduler: str
+    scheduler: str  # empty for one whose steps return its clean estimate
     field: str  # name of the value
     places: Tensor  # [n] int64 elements of the flat value, in the sample's order
     live: Tensor  # [n] int64 elements of the scheduler's flat sample
@@ -90,6 +95,30 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
     return streams
 
 
+def find_clean_estimates(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
+    """Return the streams of a loop without a scheduler, whose last step returns clean estimates.
+
+    Raises:
+        ReplayError: its steps move nothing, or change shapes.
+    """
+    values, levels = entered.values[0], [float(variables["t"]) for variables in entered.variables]
+    after, streams = run(values, entered.variables[0]).after, list[LoopStream]()
+    for name, value in values.items():
+        moved = getattr(after, name, None)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or moved is value or _same(moved, value):
+            continue
+        if not isinstance(moved, Tensor) or moved.shape != value.shape or not moved.requires_grad:
+            raise refusal(pipeline, f"its step changes the shape of {name}, or computes it without gradients")
+        places = torch.nonzero(moved.detach().flatten() != value.flatten()).flatten()  # given frames stay
+        whole = len(places) == value.numel()
+        streams.append(
+            LoopStream("", name, places, places, value.shape, value.dtype, 1.0, torch.tensor([*levels, 0.0]), whole)
+        )
+    if not streams:
+        raise refusal(pipeline, "its step calls no scheduler, in whose place a rollout could step")
+    return streams
+
+
 def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, steps: int) -> LoopStream:
     """Return a stream with its noise levels, and the sign of its velocity, by a trial step of its scheduler.
 
@@ -101,9 +130,19 @@ def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, s
         steps: number of steps of the loop.
 
     Raises:
-        ReplayError: the scheduler has no levels that fall to 0, or its steps are not Euler's.
+        ReplayError: the scheduler has no levels that fall to 0, or its steps are not Euler's; for one of epsilon, no signal
+            powers that rise, or its steps are not DDIM's.
     """
     kind = type(scheduler).__name__
+    if (powers := getattr(scheduler, "alphas_cumprod", None)) is not None:
+        levels = torch.cat([powers[scheduler.timesteps.cpu()], scheduler.final_alpha_cumprod[None]]).cpu()
+        now, then = levels[0].item(), levels[1].item()
+        expected = (math.sqrt(1 - then) - math.sqrt(then * (1 - now) / now), math.sqrt(then / now))
+        ends = _try_step(pipeline, stream, scheduler, asked)
+        near = all(abs(end - other) <= ROUNDING * max(1, abs(other)) for end, other in zip(ends, expected, strict=True))
+        if len(levels) != steps + 1 or not (levels.diff() > 0).all() or not near:
+            raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not DDIM's")
+        return stream._replace(levels=levels)
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is None:
         raise refusal(pipeline, f"its {stream.scheduler} ({kind}) has no noise levels")
@@ -112,17 +151,23 @@ def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any, s
         raise refusal(pipeline, f"it takes {steps} steps of a schedule of {len(levels) - 1}, as from an image")
     if levels[-1] != 0 or levels[0] > 1 or not (levels.diff() < 0).all():
         raise refusal(pipeline, f"the noise levels of its {stream.scheduler} ({kind}) do not fall from at most 1 to 0")
+    ends = _try_step(pipeline, stream, scheduler, asked)
+    slope = ends[0] / float(levels[1] - levels[0])
+    if abs(abs(slope) - 1) > ROUNDING or abs(ends[1] - 1) > ROUNDING:
+        raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
+    return stream._replace(levels=levels, sign=1.0 if slope > 0 else -1.0)
+
+
+def _try_step(pipeline: str, stream: LoopStream, scheduler: Any, asked: Any) -> list[float]:
+    """Return where the first step leads from 0 with an output of 1, and from 1 with an output of 0."""
     ends = []
     for x, v in ((0.0, 1.0), (1.0, 0.0)):
         like = torch.ones_like(asked.sample.detach(), dtype=torch.float32)
         try:
             ends.append(float(copy.deepcopy(scheduler).step(v * like, asked.t, x * like, return_dict=False)[0].flatten()[0]))
         except Exception as error:
-            raise refusal(pipeline, f"its {stream.scheduler} ({kind}) cannot step: {error}") from error
-    slope = ends[0] / float(levels[1] - levels[0])
-    if abs(abs(slope) - 1) > ROUNDING or abs(ends[1] - 1) > ROUNDING:
-        raise refusal(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
-    return stream._replace(levels=levels, sign=1.0 if slope > 0 else -1.0)
+            raise refusal(pipeline, f"its {stream.scheduler} ({type(scheduler).__name__}) cannot step: {error}") from error
+    return ends
 
 
 def find_scheduler(pipe: Any, entered: Entered, name: str) -> Any:

@@ -15,7 +15,7 @@ from fluvial.core.types import Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
 from fluvial.models.modular.conditioning import Form, describe, place_samples
-from fluvial.models.modular.streams import LoopStream, find_scheduler, find_streams, read_levels
+from fluvial.models.modular.streams import LoopStream, find_clean_estimates, find_scheduler, find_streams, read_levels
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.experts import place_network
@@ -80,7 +80,7 @@ class ModularVelocity:
             step, variables = self._step(found, float(levels[pair]), x.device)
             values = self.form.restore([row[pair] for row in cond[:-1]], own, step)
             values = place_samples(values, x[pair].flatten(), self.streams)
-            rows.append(self._velocity(values, variables, networks, step).to(x.dtype))
+            rows.append(self._velocity(values, variables, networks, float(levels[pair])).to(x.dtype))
         return torch.stack(rows).reshape(x.shape)
 
     def _step(self, found: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
@@ -96,9 +96,15 @@ class ModularVelocity:
         return 0, {**self.variables[0], "t": torch.tensor(self.time * level, dtype=like.dtype, device=like.device)}
 
     def _velocity(
-        self, values: dict[str, Any], variables: Mapping[str, Any], networks: Mapping[str, Any], step: int
+        self, values: dict[str, Any], variables: Mapping[str, Any], networks: Mapping[str, Any], level: float
     ) -> Tensor:
-        """Return the velocity `[n]` at values that hold a sample."""
+        """Return the velocity `[n]` at values that hold a sample of a noise level."""
+        if not self.streams[0].scheduler:
+            after = run_step(self.pipe, self.blocks, values, variables, networks).after
+            pairs = (
+                (stream.take(values[stream.field]), stream.take(getattr(after, stream.field))) for stream in self.streams
+            )
+            return torch.cat([(x - clean) / level for x, clean in pairs])
         calls = len(self.streams)
         asked = run_step(self.pipe, self.blocks, values, variables, networks, calls=calls).asked
         return torch.cat([stream.sign * stream.take(each.output) for stream, each in zip(self.streams, asked, strict=True)])
@@ -121,11 +127,14 @@ def find_velocity(
     """
     pipeline, inputs = type(pipe).__name__, list[list[Tensor]]()
     run = partial(_run_probe, pipe, blocks, parts, inputs)
-    streams = find_streams(pipeline, run, entered)
-    steps, asked = len(entered.values), run(entered.values[0], entered.variables[0]).asked
-    for number, stream in enumerate(streams):
-        scheduler = find_scheduler(pipe, entered, stream.scheduler)
-        streams[number] = read_levels(pipeline, stream, scheduler, asked[number], steps)
+    if blocks.clock == "t":
+        streams = find_streams(pipeline, run, entered)
+        steps, asked = len(entered.values), run(entered.values[0], entered.variables[0]).asked
+        for number, stream in enumerate(streams):
+            scheduler = find_scheduler(pipe, entered, stream.scheduler)
+            streams[number] = read_levels(pipeline, stream, scheduler, asked[number], steps)
+    else:
+        streams = find_clean_estimates(pipeline, run, entered)
     form, _, _ = describe(pipeline, entered, streams)
     passes = []
     for values, variables in zip(entered.values, entered.variables, strict=True):

@@ -75,6 +75,7 @@ class Pipeline:
 
     pipeline: str  # class of diffusers' pipeline, as model_index.json names it
     network: str  # class of diffusers' network, which is trained
+    former: ClassVar[tuple[str, ...]] = ()  # names that published folders still have for it
     part: str = "transformer"  # folder of the network
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
     packed: ClassVar[bool] = False  # whether the network takes tokens of 2 x 2 latents
@@ -126,8 +127,7 @@ class Pipeline:
         self.config, self.vae_config = (
             read_settings(self.folder / part / "config.json") if part in self.parts else {} for part in (self.part, "vae")
         )
-        if self.config.get("_class_name") != self.network:
-            held = self.config.get("_class_name")
+        if (held := self.config.get("_class_name")) not in (self.network, *self.former):
             raise ValueError(f"{self.folder / self.part} holds a {held}, expected a {self.network}")
         self._tokenizers: Any = None
         self._text: Any = None

@@ -82,6 +82,7 @@ def load_adapter(spec: str) -> DiffusionModel:
 
 def built_in() -> dict[str, type[Pipeline]]:
     """Return the built-in adapters by the class of diffusers' pipeline."""
+    from fluvial.models.pipelines.dit import DiT
     from fluvial.models.pipelines.flux import Flux
     from fluvial.models.pipelines.qwen_image import QwenImage
     from fluvial.models.pipelines.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
@@ -98,7 +99,7 @@ def built_in() -> dict[str, type[Pipeline]]:
 
     adapters: tuple[type[Pipeline], ...] = (
         *(SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, WanImageToVideo, QwenImage, ZImage),
-        *(QwenImageEdit, QwenImageEditPlus),
+        *(QwenImageEdit, QwenImageEditPlus, DiT),
         *(StableDiffusionImageToImage, StableDiffusionInpaint, StableDiffusionXLImageToImage, StableDiffusionXLInpaint),
     )
     return {adapter.pipeline: adapter for adapter in adapters}

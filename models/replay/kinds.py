@@ -184,7 +184,7 @@ IMAGE = Kind(
 )
 VIDEO = Kind(
     "video",
-    ("video", "control_video", "pose_video", "face_video", "background_video", "mask_video"),
+    ("video", "control_video", "pose_video", "face_video", "background_video", "mask_video", "driving_video"),
     read_video,
     write_video,
     lambda frames: [invert(frame) for frame in frames],

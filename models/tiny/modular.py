@@ -30,7 +30,7 @@ class TinyModular(NamedTuple):
     frames: int = 1
     like: str = ""  # pipeline that is not modular, whose settings of parts it has; by default the one of its name
     guided: bool = True  # whether it is tried with guidance
-    media: tuple[str, ...] = ()  # arguments that are images
+    media: tuple[str, ...] = ()  # arguments that are images or videos
 
 
 def find_call(name: str) -> TinyCall:
@@ -218,7 +218,9 @@ def _rows() -> dict[str, TinyModular]:
         "HunyuanVideo15": TinyModular(**video),
         "LTX": TinyModular(size=32, frames=9),
         "LTX2": TinyModular({"duration_head": _nothing}, **ltx),
-        "LTX25": TinyModular({"duration_head": _nothing, "diffusion_decoder": _nothing}, **ltx),
+        "LTX25": TinyModular(
+            {"duration_head": _nothing, "vae": _nothing, "diffusion_decoder": _ltx_decoder}, **{**ltx, "frames": 9}
+        ),
         "Ideogram4": TinyModular(
             {"text_encoder": partial(_language, "Qwen3VLModel", 36), "tokenizer": _tokenizer},
             {"max_sequence_length": 512, "guidance_schedule": [7.0, 5.0, 3.0]},
@@ -245,15 +247,36 @@ def _rows() -> dict[str, TinyModular]:
         ),
         "Wan22Image2Video": TinyModular(like="WanImageToVideoPipeline", **video, **image),
         "Wan22Vace": TinyModular(dict.fromkeys(("transformer", "transformer_2"), _vace), like="WanVACEPipeline", **video),
-        "Echo": TinyModular(size=32, frames=9, guided=False),
+        "Echo": TinyModular(call={"sigmas": [1.0, 0.7, 0.4, 0.0]}, size=32, frames=9, like="LTX2Pipeline", guided=False),
+        "Helios": TinyModular(
+            {"transformer": _helios, "scheduler": partial(diffusers.HeliosScheduler, stages=1, use_dynamic_shifting=True)},
+            {"num_latent_frames_per_chunk": 3},
+            size=32,
+            frames=5,
+            like="HeliosPipeline",
+        ),
         **{
             f"Helios{kind}": TinyModular(
                 {"transformer": _helios, "scheduler": flow}, size=32, frames=9, like="HeliosPipeline", guided=False
             )
-            for kind in ("", "Pyramid", "PyramidDistilled")
+            for kind in ("Pyramid", "PyramidDistilled")
+        },
+        **{
+            f"WanAnimate2{kind}": TinyModular(
+                {"transformer": _animate, "image_encoder": _clip},
+                {"segment_frame_length": 5},
+                size=32,
+                frames=5,
+                like="WanImageToVideoPipeline",
+                guided=not kind,
+                media=("image", "driving_video"),
+            )
+            for kind in ("", "Distilled")
         },
         "MiniMaxMusic3": TinyModular(guided=False),
-        "StableDiffusionXL": TinyModular(size=32),
+        "StableDiffusionXL": TinyModular(
+            {"controlnet": _nothing, "scheduler": partial(diffusers.EulerDiscreteScheduler, **networks.BETAS)}, size=32
+        ),
     }
     return {f"{name}{ENDING}": row for name, row in rows.items()}
 
@@ -425,6 +448,21 @@ def _cosmos_sound() -> Any:
     )
 
 
+def _ltx_decoder() -> Any:
+    from diffusers import LTX2VideoDiffusionDecoderModel
+
+    return LTX2VideoDiffusionDecoderModel(
+        latent_channels=LATENT,
+        decoder_head_dim=HEAD,
+        decoder_stage_channels=(WIDTH,) * 5,
+        decoder_stage_depths=(1,) * 5,
+        decoder_stage_kernels=((1, 1, 1),) * 4,
+        decoder_upsample_channel_reductions=(1,) * 4,
+        decoder_stage5_kernel=(1, 3, 3),
+        decoder_t_emb_dim=WIDTH,
+    )
+
+
 def _ernie() -> Any:
     from diffusers import ErnieImageTransformer2DModel
 
@@ -454,6 +492,17 @@ def _helios() -> Any:
         num_layers=1,
         rope_dim=(4, 2, 2),
     )
+
+
+def _animate() -> Any:
+    return _network("WanAnimate2Transformer3DModel", in_dim=2 * LATENT + 4, out_dim=LATENT)
+
+
+def _clip() -> Any:
+    """Return a CLIP for images of the size that Wan Animate 2 scales them to."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return CLIPVisionModel(CLIPVisionConfig(**{**encoders.vision_settings(), "image_size": 224, "patch_size": 112}))
 
 
 def _vace() -> Any:

@@ -48,6 +48,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "mlp_ratio": 2,
         "attention_head_dim": 16,
     },
+    "DiTTransformer2DModel": {"out_channels": 2 * LATENT, "num_layers": 3, "sample_size": 8, "num_attention_heads": 2},
     "Flux2Transformer2DModel": {"joint_attention_dim": 3 * WIDTH, "guidance_embeds": False},
     "FluxTransformer2DModel": {"guidance_embeds": True},
     "HiDreamImageTransformer2DModel": {

@@ -123,6 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
     "StableDiffusion3PAGPipeline": {"pag_applied_layers": "blocks.0"},
     "StableDiffusion3PAGImg2ImgPipeline": {"pag_applied_layers": "blocks.0"},
     "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
+    "DiTPipeline": {"id2label": {"0": "a fox, a red fox", "1": "two cats, cats", "2": "an owl", "9": "9 owls in 1 barn"}},
 }
 
 # Channels of the VAE's latents, and its blocks, where a pipeline has their number built in.
@@ -389,9 +390,12 @@ def write(pipeline: Any, folder: Path) -> Path:
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
-    index.write_text(
-        index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers"), encoding="utf-8"
-    )
+    text = index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers")
+    if (
+        names := OWN.get(type(pipeline).__name__, {}).get("id2label")
+    ) is not None:  # which diffusers reads, and does not save
+        text = json.dumps({**json.loads(text), "id2label": names}, indent=2)
+    index.write_text(text, encoding="utf-8")
     return folder
 
 
@@ -401,7 +405,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     import transformers
 
     names = [one.__name__ for one in _classes(hint)]
-    if part == "scheduler" and "unet" in hints:
+    if part == "scheduler" and ("unet" in hints or pipeline == "DiTPipeline"):
         return diffusers.DDIMScheduler(**BETAS)
     if part == "scheduler":
         return _scheduler(names, pipeline)

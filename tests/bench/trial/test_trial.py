@@ -35,7 +35,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     assert lines[3].endswith("refused because it does this or or that |")
     assert lines[4].endswith("is off policy |")
     assert TRAINS._replace(guided=False).cells()[-1] == "trains without guidance"
-    assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
+    assert lines[-1] == "1 of 3 flow pipelines train; 0 of 1 others, which are not flows."
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_one_that_cannot_be_trained_is_said(capsys: pytest.CaptureFixture[str]) 
     assert cli.run(["models", "--measured", "VQDiffusionPipeline"]) == 0
     told = capsys.readouterr()
     assert "refused because its scheduler is not a flow's (VQDiffusionScheduler)" in told.out
-    assert told.out.endswith("0 of 0 flow pipelines train; 1 others are not flows.\n")
+    assert told.out.endswith("0 of 0 flow pipelines train; 0 of 1 others, which are not flows.\n")
     assert told.err.startswith("VQDiffusionPipeline |")
 
 

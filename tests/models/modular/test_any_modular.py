@@ -14,8 +14,7 @@ from helpers.tiny_modular import REFUSED, STEPS, TRAIN, opened, prompts
 from torch import Tensor, nn
 
 from fluvial.core.random import key, normal
-from fluvial.core.rollout import rollout
-from fluvial.core.transitions import bind, ode
+from fluvial.core.transitions import bind
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import write_lora
 from fluvial.models import is_recorded, knows_any_level
@@ -55,10 +54,11 @@ def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Ten
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         return model.predict(module, x, level, cond)
 
+    entered = model._enter(prompt, steps)
     with torch.no_grad():
-        levels, noise = model.schedule(STEPS, model.known.shape).levels, model._take_samples(model._enter(prompt, steps))
-        final = rollout(velocity, noise, levels, transition=ode, key=key(0), window=(), record=()).final
-    ours, theirs = model._decode_all(final, prompt), model._output(state)
+        final = model._roll_out(velocity, model._take_samples(entered), entered)
+    ours, again, theirs = model._decode_all(final, prompt), model._decode_all(final, prompt), model._output(state)
+    assert all(one is None or torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
@@ -69,9 +69,10 @@ def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Ten
 @pytest.mark.bits
 @few
 def test_samples_are_those_of_diffusers_own_call(name: str, folder: Folders) -> None:
-    """From the same noise the ODE ends at the images and sounds of the pipeline's call, to the bit or as its row says."""
+    """From the same noise the ODE, or Echo's steps, end at those of the pipeline's call, to the bit or as its row says."""
     model, pipe = opened(name, folder(name)), tiny_modular.loaded(name, folder(name))
-    use_modes(pipe.vae)
+    if isinstance(pipe.vae, nn.Module):
+        use_modes(pipe.vae)
     for one, other in both(model, model.build().eval().requires_grad_(False), pipe):
         assert float((one - other).norm() / other.norm()) <= TRAIN[name].error
 
@@ -148,7 +149,8 @@ def test_gradients_are_the_differences_of_the_loss(name: str, folder: Folders) -
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
     cond = tuple(row.double() if row.is_floating_point() else row for row in model.encode(prompts(name)[:1]))
     levels = model.schedule(STEPS, model.known.shape).levels
-    transition = bind("flow_sde", 0.7, levels)(levels[1:2].double(), levels[2:3].double())
+    sampler, eta = ("ddim", 1.0) if model.prediction == "epsilon" else ("flow_sde", 0.7)
+    transition = bind(sampler, eta, levels)(levels[1:2].double(), levels[2:3].double())
     x, moved = (torch.randn(1, *model.known.shape, generator=source, dtype=torch.float64) for _ in range(2))
 
     def loss() -> Tensor:
@@ -175,7 +177,7 @@ def test_gradients_are_the_differences_of_the_loss(name: str, folder: Folders) -
 def test_levels_between_those_of_the_schedule(name: str, folder: Folders) -> None:
     """The velocity at a level is the same whether another schedule has it, or none; or the level is refused."""
     model, other = opened(name, folder(name)), opened(name, folder(name), steps=STEPS + 2)
-    if name in ("Cosmos3Distilled", "Ideogram4"):  # whose number of steps is fixed
+    if name in ("Cosmos3Distilled", "Echo", "Ideogram4"):  # whose number of steps is fixed
         other = model
     module, cond = model.build().eval(), model.encode(prompts(name)[:1])
     level = other.schedule(other.steps, other.known.shape).levels[1:2] if other is not model else torch.tensor([0.77])
@@ -194,6 +196,17 @@ def test_levels_between_those_of_the_schedule(name: str, folder: Folders) -> Non
 @pytest.mark.parametrize("name", ["Flux3Distilled", *(long(name) for name in REFUSED if name != "Flux3Distilled")])
 def test_what_is_no_velocity_is_refused(name: str, folder: Folders) -> None:
     refuses(rf"^{name}ModularPipeline cannot be trained .*{REFUSED[name]}$", lambda: opened(name, folder(name)).known)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "asked", "says"),
+    [("Helios", {"frames": 13}, "it makes a sample in 3 chunks"), ("Echo", {"steps": 4}, "it takes 3: --sampling.steps 3$")],
+)
+def test_samples_in_chunks_and_steps_of_another_number_are_refused(
+    name: str, asked: dict[str, int], says: str, folder: Folders
+) -> None:
+    refuses(says, lambda: opened(name, folder(name), **asked).known)
 
 
 def test_a_network_that_keeps_what_it_computed_is_refused(folder: Folders) -> None:

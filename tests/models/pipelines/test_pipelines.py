@@ -74,7 +74,7 @@ def test_guidance_and_prompt_count_and_every_block_is_adapted(name: str, folders
     model = opened(name, folders(name))
     module = model.build()
     kinds = {type(block) for block in model.blocks(module)}
-    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) > 1
+    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) + row.apart > 1
     add_lora(module, LoraConfig(rank=2), model.lora_targets)
     for block in model.blocks(module):
         assert any(".lora_A." in each for each, _ in block.named_parameters())

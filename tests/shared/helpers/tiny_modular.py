@@ -12,6 +12,7 @@ from PIL import Image
 
 from fluvial.models.modular.any_modular import AnyModular
 from fluvial.models.modular.blocks import PROMPT
+from fluvial.models.replay.kinds import VIDEO
 from fluvial.models.replay.media import MediaPrompt, TextPrompt
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.tiny.modular import find_call, save
@@ -34,18 +35,21 @@ TRAIN: dict[str, TinyRow] = {
     "Anima": TinyRow(),
     "Cosmos3Distilled": TinyRow(),
     "Cosmos3Omni": TinyRow(),
+    "Echo": TinyRow(error=1e-5),  # a velocity of its clean estimate, of which the steps are made again
     "ErnieImage": TinyRow(),
     "Flux": TinyRow(),
     "Flux2": TinyRow(),
     "Flux2Klein": TinyRow(),
     "Flux2KleinBase": TinyRow(),
     "FluxKontext": TinyRow(),
+    "Helios": TinyRow(error=1e-5),  # its levels are of float64
     "HunyuanVideo15": TinyRow(),
     "Ideogram4": TinyRow(any_level=False),  # a scale of guidance per step
     "Krea2": TinyRow(),
     "Krea2Turbo": TinyRow(),
     "LTX": TinyRow(),
     "LTX2": TinyRow(any_level=False),
+    "LTX25": TinyRow(any_level=False, error=1e-5),
     "MiniMaxH3": TinyRow(
         any_level=False, error=5e-6
     ),  # a level for the video and one for the sound; its steps round otherwise
@@ -55,6 +59,7 @@ TRAIN: dict[str, TinyRow] = {
     "QwenImageEditPlus": TinyRow(),
     "QwenImageLayered": TinyRow(),
     "StableDiffusion3": TinyRow(),
+    "StableDiffusionXL": TinyRow(any_level=False, error=1e-5),  # of epsilon
     "Wan22": TinyRow(),
     "Wan22Image2Video": TinyRow(),
     "Wan22Vace": TinyRow(),
@@ -62,10 +67,9 @@ TRAIN: dict[str, TinyRow] = {
     "ZImage": TinyRow(),
 }
 REFUSED = {
-    "Echo": "its call takes no num_inference_steps, so that its schedule is its own",
     "Flux3Distilled": "its network is given the time of the next step, so that it is no velocity but a flow map",
-    "Helios": "a step of its loop is given k, expected i and t",
-    "HeliosPyramid": "its call takes no num_inference_steps, so that its schedule is its own",
+    "HeliosPyramid": "a chunk of its loop has several schedules, as of stages of other sizes",
+    "WanAnimate2": "it calls its network before the loop, so that what it computes would not follow the weights",
 }
 
 
@@ -81,7 +85,11 @@ def prompts(name: str, count: int = 2) -> list[TextPrompt]:
     asked = find_call(f"{name}ModularPipeline")
     if not asked.media:
         return [*TEXTS[:count]]
-    return [MediaPrompt(text, dict.fromkeys(asked.media, draw(seed, asked.size))) for seed, text in enumerate(TEXTS[:count])]
+    given = {kind: draw_video if kind in VIDEO.arguments else draw for kind in asked.media}
+    return [
+        MediaPrompt(text, {name: make(seed, asked.size) for name, make in given.items()})
+        for seed, text in enumerate(TEXTS[:count])
+    ]
 
 
 def draw(seed: int, size: int) -> bytes:
@@ -89,6 +97,13 @@ def draw(seed: int, size: int) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
     with io.BytesIO() as file:
         Image.fromarray(pixels).save(file, "PNG")
+        return file.getvalue()
+
+
+def draw_video(seed: int, size: int) -> bytes:
+    """Return a random video of five frames as the bytes of a file."""
+    with io.BytesIO() as file:
+        np.save(file, np.random.default_rng(seed).integers(0, 256, (5, size, size, 3), dtype=np.uint8))
         return file.getvalue()
 
 
@@ -102,7 +117,7 @@ def opened(name: str, folder: Path, **options: Any) -> AnyModular:
 
 def loaded(name: str, folder: Path) -> Any:
     """Return diffusers' own pipeline with Euler's steps and the scale of guidance that the model is opened with."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ModularPipeline
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, ModularPipeline
 
     pipe = ModularPipeline.from_pretrained(str(folder), local_files_only=True)
     processors = read_processors(folder)
@@ -112,7 +127,12 @@ def loaded(name: str, folder: Path) -> Any:
     for each in [*blocks]:  # blocks that rewrite the prompt by a language model
         if each != "text_encoder" and PROMPT in {output.name for output in blocks[each].intermediate_outputs}:
             blocks.pop(each)
-    if type(pipe.scheduler).__name__ == "UniPCMultistepScheduler":
+    kind = type(getattr(pipe, "scheduler", None)).__name__
+    if kind == "EulerDiscreteScheduler":
+        pipe.update_components(scheduler=DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False))
+    if kind == "HeliosScheduler":
+        pipe.scheduler.register_to_config(scheduler_type="euler")
+    if kind == "UniPCMultistepScheduler":
         pipe.update_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=pipe.scheduler.config.flow_shift))
     for part in pipe.components.values():
         if hasattr(part, "guidance_scale"):

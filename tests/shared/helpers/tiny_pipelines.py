@@ -6,12 +6,14 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from einops import rearrange
 from helpers import stored
 from helpers.marks import long
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fluvial.core import transitions
@@ -21,6 +23,7 @@ from fluvial.core.transitions import Sampler
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.pipelines.dit import DiT
 from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.pipelines.open import open_model
@@ -30,7 +33,7 @@ from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.pipelines.wan import Wan
 from fluvial.models.pipelines.z_image import ZImage
 from fluvial.models.tiny.encoders import clip_encoder, clip_tokenizer, t5_encoder
-from fluvial.models.tiny.pipelines import build, build_network, random_weights
+from fluvial.models.tiny.pipelines import build, build_network, random_weights, write
 
 STEPS = 3
 TEXT = 40  # tokens per prompt, padding included
@@ -59,6 +62,8 @@ class TinyArchitecture(NamedTuple):
     scheduler: Callable[[Any], Any] | None = None  # replaces the pipeline's scheduler, given its settings
     load_lora: Callable[[Any, Path], None] = lambda pipeline, folder: pipeline.load_lora_weights(folder)
     exact: bool = True  # whether the pipeline computes its steps with the same operations
+    sample: Callable[..., Any] = lambda pipeline, **given: pipeline(**given)  # calls the pipeline
+    apart: int = 0  # blocks that are no units of their own
 
 
 def flow(**levels: Any) -> Any:
@@ -236,6 +241,29 @@ def load_both(pipeline: Any, folder: Path) -> None:
     pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
 
 
+def dit() -> Any:
+    """Build a tiny DiT, whose pipeline takes no shift of the VAE's latents."""
+    pipeline = build("DiTPipeline")
+    pipeline.vae.register_to_config(shift_factor=None)
+    return pipeline
+
+
+def sample_classes(pipeline: Any, *, prompt: list[str], latents: Tensor, height: int, width: int, **given: Any) -> Any:
+    """Call a DiTPipeline, which draws its noise itself, with noise and prompts that are numbers or names."""
+    classes = [int(each) if each.isdigit() else pipeline.labels[each] for each in prompt]
+    with patch("diffusers.pipelines.dit.pipeline_dit.randn_tensor", return_value=latents):
+        return pipeline(classes, **given)
+
+
+def merge_lora(pipeline: Any, folder: Path) -> None:
+    """Add an exported adapter of alpha / rank 3 / 2 to the weights of a pipeline that loads none."""
+    tensors = load_file(folder / "pytorch_lora_weights.safetensors")
+    for name, down in tensors.items():
+        if name.endswith(end := ".lora_A.weight"):
+            layer = attrgetter(name.removesuffix(end))(pipeline)
+            layer.weight.data += 3 / 2 * tensors[name.replace("lora_A", "lora_B")] @ down
+
+
 # The last block of SD3 drops the text tokens after attention.
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
@@ -273,6 +301,17 @@ ROWS: dict[str, TinyArchitecture] = {
     "sd1": UNET,
     "sd2-v": UNET._replace(make=lambda: stable_diffusion(predicts="v_prediction"), variant=True),
     "sdxl": UNET._replace(adapter=StableDiffusionXL, make=lambda: stable_diffusion(large=True)),
+    "dit": UNET._replace(
+        adapter=DiT,
+        make=dit,
+        prompts=("207", "two cats", "9 owls in 1 barn"),
+        sizes=((16, 16),) * 2,
+        sample=sample_classes,
+        load_lora=merge_lora,
+        options={"text_tokens": None},
+        variant=True,
+        apart=1,
+    ),
     "wan": VIDEOS,
     "wan-experts": VIDEOS._replace(make=lambda: wan(experts=True), load_lora=load_both, variant=True),
 }
@@ -288,7 +327,7 @@ def save(row: TinyArchitecture, folder: Path) -> Path:
 
 def _make(row: TinyArchitecture, folder: Path) -> None:
     with quietly():
-        random_weights(row.make, 0.1).save_pretrained(folder)
+        write(random_weights(row.make, 0.1), folder)
 
 
 each_row = pytest.mark.parametrize("name", [long(name) if row.variant else name for name, row in ROWS.items()])
@@ -316,7 +355,7 @@ def images_of(
     size = [model.vae_scale * side for side in x.shape[-2:]]
     given = {"prompt": list(prompts), "height": size[0], "width": size[1], "latents": row.latents(x)}
     options = {"num_inference_steps": STEPS, "output_type": "pt"}
-    return row.images(pipeline(**given, **options, **row.asked(x), **row.call(scale)))
+    return row.images(row.sample(pipeline, **given, **options, **row.asked(x), **row.call(scale)))
 
 
 def conditions(model: Pipeline, prompts: Sequence[str], scale: float) -> Any:

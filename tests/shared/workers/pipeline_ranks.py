@@ -22,12 +22,11 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.pipelines.open import open_model
 from fluvial.models.protocol import DiffusionModel, Schedule
 
 ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
-WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not row.variant)
+WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not row.variant or row.apart)
 SPLIT = ("flux", "qwen-image", "wan", "flux2")  # pipelines whose tokens diffusers can split over ranks
 # Every pipeline, and the number of ranks that share a sample.
 RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
@@ -57,7 +56,7 @@ def save(root: Path, name: str) -> None:
 def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
     if name in WITH_ADAPTER:
         row = tiny_pipelines.ROWS[name]
-        model: DiffusionModel = open_model(root / name, text_tokens=tiny_pipelines.TEXT, device="cpu", **row.options)
+        model: DiffusionModel = tiny_pipelines.opened(name, root / name)
         return model, model.latent_shape(*row.sizes[0])
     model = tiny_replayed.opened(name, root / name, device="cpu")
     return model, model.latent_shape(*model.size)
@@ -74,7 +73,7 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
         OptimizerConfig(lr=0.01, weight_decay=0.0),
         world,
         updates=1,
-        sharding=EngineConfig(context_parallel=context_parallel),
+        sharding=EngineConfig(context_parallel=context_parallel, comm="reshard" if name == "dit" else "keep"),
         weights=model.weights,
     )
     split = engine.world
