@@ -41,8 +41,8 @@ BEAT, STALE = 5.0, 120.0  # seconds; network file systems show the attributes of
 class FolderLock:
     """Hold of a run folder by this process: a lease of `filelock`, which the holder renews every `BEAT` seconds.
 
-    Kernel locks do not reach other hosts on every network file system. A dead holder on this machine is replaced at once, any
-    other once it has given no sign of life for `STALE` seconds by the clock of the one that waits.
+    Kernel locks do not reach other hosts on every network file system. A dead holder on this machine is replaced at once,
+    any other once it has given no sign of life for `STALE` seconds by the clock of the one that waits.
 
     Args:
         folder: folder that exists.
@@ -55,8 +55,10 @@ class FolderLock:
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self.folder = folder
-        path, shared = folder / NAME, {"lease_duration": STALE, "heartbeat_interval": BEAT, "thread_local": False}
-        self._lease = SoftFileLease(path, poll_interval=min(1.0, BEAT / 4), **shared)
+        path, pause = folder / NAME, min(1.0, BEAT / 4)
+        self._lease = SoftFileLease(
+            path, lease_duration=STALE, heartbeat_interval=BEAT, poll_interval=pause, thread_local=False
+        )
         try:
             self._lease.acquire(timeout=0)
         except Timeout:
