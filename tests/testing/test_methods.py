@@ -29,10 +29,9 @@ from fluvial.testing.methods import is_the_same_on_two_ranks
 ALONE = [name for name in PROPERTIES if name != is_the_same_on_two_ranks.__name__]
 # Two teachers need a job whose prompts have sources; a correction takes a ratio that is not 1.
 BUILT_IN = [name for name in RUNS if name not in ("distill by source", "correction")]
-SHORT = ("dpo", "minibatches")
 
 
-@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in BUILT_IN])
+@pytest.mark.parametrize("name", [long(name) for name in BUILT_IN])
 def test_built_in_methods_have_every_property(one: World, name: str) -> None:
     changes = dict(RUNS[name])
     check_method(changes.pop("method", Grpo()), ALONE, world=one, **changes)
