@@ -32,6 +32,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "wandb": "fluvial.engines.extensions.report.trackers:Wandb",
         "trackio": "fluvial.engines.extensions.report.trackers:Trackio",
         "swanlab": "fluvial.engines.extensions.report.trackers:SwanLab",
+        "mlflow": "fluvial.engines.extensions.report.trackers:Mlflow",
     },
     "reward_makers": {"clients": "fluvial.engines.extensions.judges.table:MAKERS"},
     "reports": {"page": "fluvial.engines.extensions.report.page:finish"},

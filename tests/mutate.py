@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "models", "engines", "bench")
+FOLDERS = ("core", "kernels", "models", "engines", "bench", "testing")
 COPIED = (*FOLDERS, "tests", "pyproject.toml", "README.md", "constraints.txt", "Makefile")
 INTERPRETER = {"TRITON_INTERPRET": "1", "FLUVIAL_NO_TYPECHECK": "1"}
 

@@ -27,7 +27,8 @@ SLOWEST = 10
 TESTS_FAILED, NOTHING_SELECTED = 1, 5  # pytest's exit codes
 UNTYPED = {"FLUVIAL_NO_TYPECHECK": "1"}
 CHECKED = ("tests/core", "tests/kernels")
-OTHERS = ("tests/bench", "tests/engines", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")))
+FOLDERS = ("tests/bench", "tests/engines", "tests/models", "tests/testing")
+OTHERS = (*FOLDERS, *(f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")))
 WITHOUT_CHECKS = (
     "tests/core/test_composes.py",
     "tests/core/test_checks.py",

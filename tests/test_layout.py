@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "models", "engines", "bench")
+FOLDERS = ("core", "kernels", "models", "engines", "bench", "testing")
 MOST_FILES, MOST_LINES = 20, 600
 RUNS = ("run", "Popen", "check_output")  # functions of subprocess with an argument text
 MORE_FILES = {"core": 24, "engines/methods": 33, "engines/cli": 21}  # one file per formula, per method, and per command
@@ -50,7 +50,7 @@ FLOORS = (
     tuple(f"engines.extensions{name}" for name in ("", *(f".{name}" for name in EXTENSIONS))),
     ("bench.pretrain", "bench.trial"),
     ("engines.cli", "engines"),
-    ("bench",),
+    ("bench", "testing"),
 )
 
 

@@ -109,6 +109,12 @@ def test_a_page_that_is_opened_first_is_short(name: str) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]
 
 
+def test_code_of_the_shop_window_fits_a_screen() -> None:
+    """No line of the README's blocks is cut off, or scrolls, where the page is narrow."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for block in fenced for line in block.splitlines() if len(line) >= 100] == []
+
+
 def test_the_files_to_read_are_short() -> None:
     """A stranger has read them in an evening, and each method in one sitting."""
     table = (ROOT / "engines" / "README.md").read_text().partition("## Eight files to read")[2].partition("## Tasks")[0]

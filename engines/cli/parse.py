@@ -238,7 +238,7 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
             raise UsageError(f"unknown flag {unknown}: {hint}")
         near = did_you_mean(unknown, [_flag(name) for name in form.names])
         name = unknown[2:].replace("-", "_")
-        if form.bare and (hint := explain_unknown(name, form.names, _flag)) is not None:
+        if (hint := explain_unknown(name, form.names, _flag, of_method=bool(form.bare))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):

@@ -22,6 +22,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.base import has_frames
 from fluvial.engines.run.jobs.pipeline import check_second_scale
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
@@ -139,7 +140,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
 
     Of each group only the two are kept, so that memory does not grow with the number of samples.
     """
-    weighted = select(job.rewards, config.rewards)
+    weighted = select(job.rewards, config.rewards, videos=has_frames(config.pipeline.frames, job.shape))
     device = default_device()
     schedule = on_device(job.model.schedule(config.steps, job.shape), device)
     tokens = TextLengths(job.model).of(config.guidance.texts(job.model, asked))

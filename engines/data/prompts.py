@@ -15,7 +15,7 @@ from fluvial.engines.data.prompt_sets import Part, is_set
 from fluvial.engines.data.prompt_table import PromptTable, examples, select
 from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
-from fluvial.engines.data.tables import PROMPT_FILES, is_text, read_lines, rows
+from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 
 
@@ -55,7 +55,7 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource,
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
 
     def name_of(path: Path) -> str:
-        if is_set(path):
+        if is_set(path) or is_hub(path):
             return str(path)
         places = [os.path.abspath(other) for other, _ in found if other.stem == path.stem and not is_set(other)]
         top = os.path.commonpath([os.path.dirname(place) for place in places])
@@ -70,6 +70,8 @@ def is_prompt_file(word: str) -> bool:
     Raises:
         UsageError: there is no such file, or one with another ending.
     """
+    if is_hub(word):
+        return True
     if not word.lower().endswith(PROMPT_FILES):
         if os.path.isfile(word):
             raise UsageError(f"{word} is a file, expected a text, or a file that ends in {', '.join(PROMPT_FILES)}")
@@ -94,7 +96,7 @@ def read_prompts(
     folder that datasets saved to disk, has one record per prompt, see `records.parse_prompt`.
 
     Args:
-        path: the file, or `@name` of a prompt set, see `prompt_sets`.
+        path: the file, `@name` of a prompt set, see `prompt_sets`, or `hub:OWNER/NAME` of a data set.
         part: part of a prompt set.
         check: function that raises ValueError for a string that is not a prompt of the model.
         heldout: model inputs of the prompts of the evaluation, which must not be in the file.
@@ -105,7 +107,7 @@ def read_prompts(
         UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
             file, line and column.
     """
-    name = (str(path) if is_set(path) else path.stem) if source is None else source
+    name = (str(path) if is_set(path) or is_hub(path) else path.stem) if source is None else source
     found = check_prompts(_locate(path, name, media, part), check=check, heldout=heldout)
     if not found and is_set(path):
         raise UsageError(f"prompt set {path} has no prompt in the part {part}, expected at least one")

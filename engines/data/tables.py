@@ -1,9 +1,10 @@
-"""Rows of records from files: JSON, CSV, TSV, Parquet, TOML, tars of webdataset, folders that `datasets` saved to disk."""
+"""Rows of records: JSON, CSV, TSV, Parquet, TOML, tars of webdataset, folders of `datasets`, data sets of the Hub."""
 
 import csv
 import io
 import json
 import os
+import re
 import tarfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,13 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.core.checks import type_of
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, convert_errors
+from fluvial.models.hub import probe_hub
 from fluvial.models.images import ENDINGS
 
 # In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 TEXT = ".txt"
 CAPTION_FILES = ("txt", "caption")  # endings of the caption of an image
+HUB = "hub:"  # begins the name of a data set of the Hub
+NAMED = re.compile(r"hub:([^/]+/[^/]+)(?:/([^/]+)/([^/]+))?")
+CONVERTED = "refs/convert/parquet"  # branch of a data set where the Hub keeps it as Parquet files
 END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a stream of Arrow
 
 
@@ -41,19 +46,24 @@ def is_data_set(path: Path) -> bool:
     return (path / STATE).is_file() or (path / SPLITS).is_file()
 
 
+def is_hub(word: object) -> bool:
+    """Return whether a word names a data set of the Hugging Face Hub."""
+    return str(word).startswith(HUB)
+
+
 def rows(path: Path, what: str) -> Iterator[FileRecord]:
     """Yield the records of a file in their order; a null is an absent column.
 
     Args:
         path: file that ends in .jsonl, .json, .csv, .tsv, .parquet, .toml (tables `[[prompts]]`, as in a suite) or .tar (of
-            webdataset), or a folder that datasets' `save_to_disk` wrote.
+            webdataset), a folder that datasets' `save_to_disk` wrote, or `hub:OWNER/NAME[/CONFIG/SPLIT]`.
         what: kind of file, which begins each message, e.g. "prompts file".
 
     Raises:
         UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
     """
     label = f"{what} {path}"
-    read = _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
+    read = _hub if is_hub(path) else _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
     if read is None and not path.exists():
         text = "" if path.suffix else "; texts go into a file with one per line, or to Job(model, prompts=[...])"
         raise UsageError(f"{label} cannot be read: No such file or directory{text}")
@@ -202,6 +212,25 @@ def _parquet(path: Path, label: str) -> Iterator[FileRecord]:
         from pyarrow.parquet import ParquetFile
 
         yield from _records(ParquetFile(path).iter_batches(), label)
+
+
+def _hub(path: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the rows of a data set of the Hub, which is downloaded into the Hub's cache; by default default/train."""
+    from huggingface_hub import snapshot_download
+
+    if (parts := NAMED.fullmatch(str(path))) is None:
+        raise UsageError(f"{label} names no data set, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME/CONFIG/SPLIT")
+    config, split = parts[2] or "default", parts[3] or "train"
+    with convert_errors(UsageError, OSError, ValueError, says=f"{label} cannot be downloaded"), probe_hub():
+        wanted = f"{config}/{split}/*.parquet"
+        folder = Path(snapshot_download(parts[1], repo_type="dataset", revision=CONVERTED, allow_patterns=wanted))
+    files = sorted((folder / config / split).glob("*.parquet"))
+    if not files:
+        there = sorted({"/".join(file.relative_to(folder).parts[:2]) for file in folder.glob("*/*/*.parquet")})
+        hint = f"name one of {', '.join(there)}" if there else f"name both, as in {path}/CONFIG/SPLIT"
+        raise UsageError(f"{label} has no configuration {config} with a split {split}: {hint}")
+    for file in files:
+        yield from _parquet(file, label)
 
 
 def _data_set(folder: Path, label: str) -> Iterator[FileRecord]:

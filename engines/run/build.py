@@ -26,7 +26,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Base, BySource, Start, Teacher, Trained
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.base import has_one_size
+from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
@@ -365,16 +365,12 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
         with torch.no_grad():
             return job.model.decode(torch.zeros(1, *job.shape))
     (height, width), frames = config.pipeline.size, config.pipeline.frames
-    return torch.zeros(1, 3, *([frames] if _is_video(frames, job.shape) else []), height, width)
-
-
-def _is_video(frames: int, shape: tuple[int, ...]) -> bool:
-    return frames > 1 or len(shape) > 3
+    return torch.zeros(1, 3, *([frames] if has_frames(frames, job.shape) else []), height, width)
 
 
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
-    videos = _is_video(config.pipeline.frames, job.shape)
+    videos = has_frames(config.pipeline.frames, job.shape)
     rewards = select(job.rewards, config.rewards, videos=videos) if config.method.is_scored else {}
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}

@@ -47,7 +47,7 @@ class TrainConfig:
             functions of (images, prompts) -> [B], or classes, as module:name. By default the first of the built-in
             model, or of the job; a pipeline has none.
         tracker: Where numbers, images and settings go besides the run folder: tensorboard (its folder tensorboard), wandb,
-            trackio, swanlab (each needs the extra of its name, and is offline without a login), none, or your own as
+            trackio, swanlab, mlflow (each needs the extra of its name, and is offline without a login), none, or your own as
             module:name; several with commas between them.
         resume: Continue the run in `out` from its newest whole checkpoint, with its recorded settings where none is given. A
             continued run may change what does not change an update: `updates` (fewer, too; not more while the learning rate

@@ -106,6 +106,9 @@ class ReadingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling", prompts=BATCH, group=BATCH, steps=STEPS)
+        if self.batch > BATCH[1]:
+            hint = f"with groups of {self.group} it makes {self.batch:,} samples per batch"
+            raise UsageError("sampling.prompts", self.prompts, f"at most {BATCH[1] // self.group}", hint)
 
     @property
     def batch(self) -> int:

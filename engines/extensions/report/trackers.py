@@ -1,8 +1,10 @@
-"""Trackers that come with fluvial: TensorBoard, Weights & Biases, Trackio and SwanLab."""
+"""Trackers that come with fluvial: TensorBoard, Weights & Biases, Trackio, SwanLab and MLflow."""
 
 import json
+import math
 import netrc
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from fluvial.engines.run.log.trackers import Samples, TrackedRun
 
 PROJECT = "fluvial"
+HISTOGRAM = "/histogram/"  # in the name of a bin: what it is of, and its lower edge; the first is `below`
 
 
 class TensorBoard:
@@ -84,10 +87,13 @@ class Wandb(PackageTracker):
         made.define_metric("update")
         made.define_metric("*", step_metric="update")
         super().__init__(made, wandb.Image)
+        self.histogram = wandb.Histogram
 
     def log(self, numbers: Mapping[str, Any], step: int) -> None:
-        """Log numbers over updates."""
-        self.target.log({**numbers, "update": step})
+        """Log numbers over updates, and histograms as such."""
+        plain = {name: number for name, number in numbers.items() if HISTOGRAM not in name}
+        shown = {name: self.histogram(np_histogram=bins) for name, bins in read_histograms(numbers).items()}
+        self.target.log({**plain, **shown, "update": step})
 
 
 class Trackio(PackageTracker):
@@ -132,6 +138,49 @@ class SwanLab(PackageTracker):
             resume="allow",
         )
         super().__init__(swanlab, swanlab.Image)
+
+
+class Mlflow:
+    """Logs to MLflow: to the server of MLFLOW_TRACKING_URI, else to a database in the run folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            folder = run.folder.absolute()
+            mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+            if mlflow.get_experiment_by_name(PROJECT) is None:
+                mlflow.create_experiment(PROJECT, artifact_location=(folder / "mlflow").as_uri())
+        mlflow.set_experiment(PROJECT)
+        # MLflow makes the ids of runs itself.
+        found = mlflow.search_runs(filter_string=f"tags.{PROJECT} = '{run.id}'", output_format="list")
+        known = {"run_id": found[0].info.run_id} if found else {"run_name": run.folder.name}
+        mlflow.start_run(**known, tags={PROJECT: run.id})
+        mlflow.log_dict(dict(run.config), "config.json")
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Log numbers over updates; characters that MLflow does not take in names become underscores."""
+        self.mlflow.log_metrics({re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}, step=step)
+
+    def images(self, samples: Samples, step: int) -> None:
+        """Log the sheet, which has the captions that MLflow lacks."""
+        self.mlflow.log_image(samples.sheet, key=f"samples/{samples.name}", step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self.mlflow.end_run()
+
+
+def read_histograms(numbers: Mapping[str, float]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the heights and the edges of each histogram among numbers; outer bins, which have no end, get the width 1."""
+    found = dict[str, dict[float, float]]()
+    for name, height in numbers.items():
+        of, is_bin, edge = name.partition(HISTOGRAM)
+        if is_bin:
+            found.setdefault(f"{of}{HISTOGRAM}".rstrip("/"), {})[-math.inf if edge == "below" else float(edge)] = height
+    every = {name: (sorted(bins)[1:], [bins[edge] for edge in sorted(bins)]) for name, bins in found.items()}
+    return {name: (heights, [edges[0] - 1, *edges, edges[-1] + 1]) for name, (edges, heights) in every.items()}
 
 
 def has_login(host: str) -> bool:

@@ -61,7 +61,9 @@ def load_foreign() -> dict[str, list[Foreign]]:
     return found
 
 
-def explain_unknown(name: str, names: Sequence[str], show: Callable[[str], str] = str) -> str | None:
+def explain_unknown(
+    name: str, names: Sequence[str], show: Callable[[str], str] = str, *, of_method: bool = True
+) -> str | None:
     """Return a hint for a setting that a run does not have; None for a name that nothing knows.
 
     It had another name once, another trainer calls it so, or other methods have it.
@@ -70,6 +72,7 @@ def explain_unknown(name: str, names: Sequence[str], show: Callable[[str], str] 
         name: what was typed, with underscores.
         names: settings that there are.
         show: function of one of these that returns it as it is typed.
+        of_method: whether the settings of a method are among them.
     """
     from fluvial.engines.methods.table import METHODS
     from fluvial.engines.run.renames import has_field, rename
@@ -80,5 +83,5 @@ def explain_unknown(name: str, names: Sequence[str], show: Callable[[str], str] 
         if (is_command := row.ours.startswith("fluvial ")) or row.ours in names:
             note = f" ({row.note})" if row.note else ""
             return f"here it is {row.ours if is_command else show(row.ours)}{note}; the name is that of {row.of}"
-    having = [method for method, kind in METHODS.items() if has_field(kind, now.split("."))]
+    having = [method for method, kind in METHODS.items() if of_method and has_field(kind, now.split("."))]
     return f"this method has none, and {', '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else None

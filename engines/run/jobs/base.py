@@ -158,6 +158,11 @@ def _name_rewards(field: str, rewards: Mapping[str, Reward] | Reward | None) -> 
     return {name if name.isidentifier() else "reward": rewards}
 
 
+def has_frames(frames: int, shape: tuple[int, ...]) -> bool:
+    """Return whether samples of a number of frames and a shape are videos."""
+    return frames > 1 or len(shape) > 3
+
+
 def only_shape(model: DiffusionModel) -> tuple[int, ...]:
     """Return the shape of a sample of a model that has one size; UsageError if the model has several sizes."""
     if not has_one_size(model):

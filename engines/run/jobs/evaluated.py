@@ -12,7 +12,7 @@ from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.run.jobs.base import Job, has_frames, has_one_size, only_shape
 from fluvial.engines.run.jobs.media import check_columns, media_columns
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -38,7 +38,7 @@ def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig
         check_columns(job.model, [*job.prompts[:1], *examples(heldout)], columns)
         changes["heldout"] = heldout
     if config.rewards:
-        changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
+        changes["evaluators"] = evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")
     if config.height is not None or config.width is not None:
         height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
         changes["shape"] = _shape(job, height, width, pipeline.frames)
@@ -78,13 +78,14 @@ def _makes(job: Job, height: int, width: int, frames: int) -> bool:
         return False
 
 
-def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Reward]:
+def evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -> dict[str, Reward]:
     """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
 
     Raises:
         UsageError: a name is unknown or stands twice, or is not a reward.
     """
-    selected = select({**job.rewards, **job.evaluators}, names, field=field)
+    videos = has_frames(frames, job.shape)
+    selected = select({**job.rewards, **job.evaluators}, names, field=field, videos=videos)
     if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
         raise UsageError(
             f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "

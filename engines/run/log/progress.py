@@ -52,6 +52,7 @@ class RunProgress(ExitStack):
                 TextColumn("{task.fields[status]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
                 expand=True,
+                transient=True,  # what follows the run stands below its lines, not below a bar
             )
             self.task = self.bar.add_task("update", total=total, completed=done, status="", left="")
 
@@ -86,14 +87,15 @@ class RunProgress(ExitStack):
         """Advance by `updates`, and show their numbers and the seconds of their phases."""
         before, self.done = self.done, self.done + updates
         self.marks.append((self.clock(), self.done))
-        left = "" if self.seconds_left is None else f"{format_seconds(self.seconds_left)} left"
+        ends = self.seconds_left is None or self.done == self.total
+        left = "" if ends else f"{format_seconds(self.seconds_left or 0.0)} left"
         self.numbers = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
         phases = " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
         if self.bar:
             self.bar.update(self.task, completed=self.done, left=left)
             self.phase(phases)
         elif self.done // self.every > before // self.every or self.done == self.total:
-            parts = (f"update {self.done}/{self.total}", left if self.done < self.total else "", self.numbers, phases)
+            parts = (f"update {self.done}/{self.total}", left, self.numbers, phases)
             self.say("  ".join(part for part in parts if part))
 
     def phase(self, name: str) -> None:
@@ -103,9 +105,9 @@ class RunProgress(ExitStack):
             self.bar.update(self.task, status="  ".join(part for part in (first, name, *others) if part))
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, unbroken, so that a command in it can be copied."""
         if self.console:
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def say_wait(self, line: str) -> None:
         """Print what is waited for, unless the bar shows it."""

@@ -52,7 +52,7 @@ class Tracker(Protocol):
 Maker = Callable[[TrackedRun], Tracker]
 
 
-EXTRAS = ("wandb", "trackio", "swanlab")  # packages, each with an extra of its name
+EXTRAS = ("wandb", "trackio", "swanlab", "mlflow")  # packages, each with an extra of its name
 
 
 def find(name: str) -> Maker | None:

@@ -116,6 +116,8 @@ WRONG: list[tuple[str, str]] = [
     ("train ddpo --model handwriting", "expected flow_sde or dance_sde or cps"),
     ("plan sd4", "got 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),
     ("plan handwriting --gpus 0", "gpus is 0"),
+    ("train grpo --sampling.prompts 1000000", "prompts is 1000000, expected at most 131072: with groups of 8 it makes"),
+    ("plan sd3.5-medium --resolution 512", "unknown flag --resolution: here it is --pipeline.height"),
     ("train grpo --processes 1000000", "--processes is '1000000', expected a number from 1 to "),
     ("sample handwriting --each 100000000", "--each is 100000000"),
     (
@@ -135,6 +137,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "sampling.sampler.eta": (50.0, -1.0),
     "sampling.steps": (10**6, -4),
     "sampling.group": (10**8, 0),
+    "sampling.prompts": (10**8, 0),
     "sampling.guidance.scale": (1e9, -5.0),
     "lora.rank": (10**5, 0),
     "optimizer.lr": (1e20, -1.0),
@@ -229,8 +232,15 @@ def test_a_plan_is_printed_and_checked(fluvial: Any) -> None:
 
 @pytest.mark.long
 def test_a_reward_of_videos_is_refused_before_its_download(tmp_path: Path, fluvial: Any) -> None:
-    line = fluvial("train", "grpo", "--out", tmp_path / "run", "--rewards", "videoreward", code=2)
-    assert "--rewards 'videoreward' scores videos, and samples are images" in line
+    """Also as an evaluator, and as the judge of preferences."""
+    for command, flag in (
+        (("train", "grpo"), "--rewards"),
+        (("train", "grpo"), "--evaluation.rewards"),
+        (("eval", "handwriting"), "--rewards"),
+        (("preferences", "handwriting"), "--rewards"),
+    ):
+        line = fluvial(*command, "--out", tmp_path / command[0], flag, "videoreward", code=2)
+        assert "'videoreward' scores videos, and samples are images" in line
 
 
 @pytest.mark.long

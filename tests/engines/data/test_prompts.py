@@ -397,3 +397,52 @@ def test_rewards_see_what_the_model_is_given() -> None:
     prompt = Prompt("an owl", media=files, audio=b"sound")
     assert (prompt.image, prompt.video, prompt.audio) == (b"first", Path("clip.mp4"), b"sound")
     assert Prompt("an owl", image=b"other", media=files).image == b"other"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of the Hub with a data set of two splits, as its client leaves one, and no network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "datasets--me--foxes"
+    snapshot = folder / "snapshots" / ("a" * 40)
+    for place, records in {
+        "default/train/0000": RECORDS[:1],
+        "default/train/0001": RECORDS[1:],
+        "small/test/0000": RECORDS,
+    }.items():
+        (snapshot / place).parent.mkdir(parents=True, exist_ok=True)
+        parquet(snapshot / f"{place}.parquet", records)
+    reference = folder / "refs" / "refs" / "convert" / "parquet"
+    reference.parent.mkdir(parents=True)
+    reference.write_text("a" * 40)
+    return snapshot
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_name(hub: Path) -> None:
+    """All its Parquet files in their order, of the configuration and split that are named; it may have a weight."""
+    for word, file in (("hub:me/foxes", "default/train"), ("hub:me/foxes/small/test", "small/test")):
+        found = read_prompts(Path(word), check=words)
+        here = [prompt for each in sorted((hub / file).iterdir()) for prompt in read_prompts(each, check=words)]
+        assert [(prompt.text, prompt.metadata) for prompt in found] == [(prompt.text, prompt.metadata) for prompt in here]
+        assert {prompt.source for prompt in found} == {word}
+    (source,) = sources(["hub:me/foxes=2"])
+    assert (source.name, source.weight) == ("hub:me/foxes", 2.0)
+    assert is_prompt_file("hub:me/foxes")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("hub:foxes", "prompts file hub:foxes names no data set, expected hub:OWNER/NAME or hub:OWNER/NAME/CONFIG/SPLIT"),
+        ("hub:me/foxes/default", "names no data set"),
+        ("hub:me/wolves", "prompts file hub:me/wolves cannot be downloaded: "),
+        ("hub:me/foxes/big/train", "no configuration big with a split train: name one of default/train, small/test"),
+    ],
+)
+def test_what_the_hub_does_not_have(hub: Path, word: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        read_prompts(Path(word), check=words)
+    assert "\n" not in str(refused.value)

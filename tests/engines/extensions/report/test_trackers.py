@@ -26,6 +26,9 @@ calls = []
 class Image:
     def __init__(self, image, caption=None):
         self.image, self.caption = image, caption
+class Histogram:
+    def __init__(self, *, np_histogram):
+        self.bins = np_histogram
 class Settings:
     def __init__(self, console):
         self.console = console
@@ -141,6 +144,74 @@ def test_a_login_or_a_mode_takes_a_tracker_online(tmp_path: Path, monkeypatch: p
     assert calls("swanlab")[0][1]["mode"] is None
 
 
+@pytest.mark.usefixtures("fakes")
+def test_wandb_gets_a_histogram_as_one(tmp_path: Path) -> None:
+    """The outer bins have no end; there they are as wide as 1. Whatever is no bin stays a number."""
+    claim(tmp_path / "run", resume=False)
+    made = RunFolder(tmp_path / "run", {}, tracker="wandb")
+    made.log({"update": 1, "advantage": {"std": 1.0, "histogram": {"below": 0.25, "-0.5": 0.5, "2": 0.25}}})
+    made.close()
+    (logged,) = (call[1] for call in calls("wandb") if call[0] == "log")
+    histogram = logged.pop("advantage/histogram")
+    assert logged == {"update": 1, "advantage/std": 1.0}
+    assert histogram.bins == ([0.25, 0.5, 0.25], [-1.5, -0.5, 2.0, 3.0])
+
+
+# The functions of mlflow 3.17 that are called, over a list of runs that its module keeps.
+MLFLOW = """
+import re
+from types import SimpleNamespace
+calls, runs = [], []
+def search_runs(*, filter_string, output_format):
+    assert output_format == "list"
+    wanted = re.fullmatch(r"tags\\.fluvial = '(\\w+)'", filter_string)[1]
+    return [run for run in runs if run.tags["fluvial"] == wanted]
+def start_run(run_id=None, *, run_name=None, tags=None):
+    calls.append(("start_run", run_id, run_name))
+    if run_id is None:
+        runs.append(SimpleNamespace(tags=tags, info=SimpleNamespace(run_id=f"run{len(runs)}")))
+def log_metrics(metrics, step=None):
+    assert all(re.fullmatch(r"[\\w\\-. :/]+", name) for name in metrics), metrics
+    calls.append(("log_metrics", metrics, step))
+def log_image(image, *, key, step):
+    calls.append(("log_image", image, key, step))
+def get_experiment_by_name(name):
+    return None
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *args, **options: calls.append((name, *args, *options.values()))
+"""
+
+
+def test_mlflow_gets_numbers_images_and_settings_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database in the run folder, or the server that the environment names; names of numbers in its characters."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    out = tmp_path / "run"
+    folder(out, "mlflow")
+    first = calls("mlflow")[:]
+    assert ("set_tracking_uri", f"sqlite:///{out}/mlflow.db") in first
+    assert ("create_experiment", "fluvial", f"file://{out}/mlflow") in first
+    assert ("start_run", None, "run") in first
+    assert ("log_dict", {"seed": 3}, "config.json") in first
+    assert ("log_metrics", {"update": 1, "reward/mean": 0.5}, 1) in first
+    assert [call[2:] for call in first if call[0] == "log_image"] == [("samples/before", 0)]
+    assert first[-1] == ("end_run",)
+    calls("mlflow").clear()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    made = RunFolder(out, {}, update=1, tracker="mlflow")
+    made.log({"update": 2, "tags": {"a (b)|c": {"reward": 1.0}}})
+    made.close()
+    assert ("start_run", "run0", None) in calls("mlflow")
+    assert ("log_metrics", {"update": 2, "tags/a _b__c/reward": 1.0}, 2) in calls("mlflow")
+    assert "set_tracking_uri" not in [call[0] for call in calls("mlflow")]
+    sys.modules.pop("mlflow")
+
+
 def test_tensorboard_gets_images_and_settings(tmp_path: Path) -> None:
     folder(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run" / "tracker.json").exists()
@@ -240,7 +311,7 @@ def test_a_tracker_that_cannot_be_had_is_one_line(
     out = tmp_path / "run"
     assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
     said = launch.one_line(capsys.readouterr().err)
-    assert "tracker is 'tensorbord', expected one of none, tensorboard, wandb, trackio, swanlab, or module:name" in said
+    assert "tracker is 'tensorbord', expected one of none, tensorboard, wandb, trackio, swanlab, mlflow, or" in said
     assert "did you mean 'tensorboard'?" in said
     assert not out.exists()
     with pytest.raises(UsageError, match="is of type str, expected a function or a class of a TrackedRun"):

@@ -10,15 +10,17 @@ from rich.console import Console
 from fluvial.engines.run.log.progress import RunProgress, table
 
 
-def lines(*, width: int = 0, every: int = 1, total: int = 25, step: int = 1, done: int = 0) -> list[str]:
-    """Return what a run prints whose updates take 30 s each; `width` is that of a terminal, 0 is none."""
+def lines(
+    *, width: int = 0, every: int = 1, total: int = 25, step: int = 1, done: int = 0, end: int | None = None
+) -> list[str]:
+    """Return what a run prints until update `end`, 30 s each; `width` is that of a terminal, 0 is none."""
     out, now = io.StringIO(), itertools.count(0, 30 * step)
     shown = Console(file=out, force_terminal=bool(width), width=width or 120)
     progress = RunProgress(shown, total=total, every=every)
     with progress:
         progress.clock = lambda: float(next(now))
         progress.begin(done)
-        for _ in range(done, total, step):
+        for _ in range(done, end or total, step):
             progress.advance({"reward": 0.51234, "grad_norm": 12345.0}, {"rollout": 1.256}, updates=step)
     return out.getvalue().splitlines()
 
@@ -41,17 +43,21 @@ def test_a_line_is_printed_per_update_with_the_time_that_is_left() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_shows_count_bar_time_left_and_reward(width: int) -> None:
-    shown = [line for line in lines(width=width, total=200, done=190) if "200/200" in line]
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown[-1]).strip()
-    assert re.match(r"update 200/200 ━+ 0 s left reward 0\.512  rollout 1\.26s ", text)
-    assert text.count("━") == (10 if width == 80 else 20)
-    assert len(text) <= width
+    """The time that is left before the end; then the bar goes, so that what follows stands below the run's lines."""
+    for end, left in ((199, "30 s left"), (200, "")):
+        printed = lines(width=width, total=200, done=190, end=end)
+        shown = [line for line in printed if f"{end}/200" in line]
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown[-1]).strip()
+        assert re.match(rf"update {end}/200 [━╸╺]+ +{left} *reward 0\.512  rollout 1\.26s ", text)
+        assert len(re.findall("[━╸╺]", text)) == (10 if width == 80 else 20)
+        assert len(text) <= width
+        assert printed[-1].endswith("\x1b[2K")
 
 
 def test_a_line_stands_above_the_bar_as_it_is() -> None:
     """Brackets are markup to rich, and a long line would be wrapped."""
     out = io.StringIO()
-    line = "samples " + "x" * 200
+    line = "samples [red] [/x] " + "x" * 200
     RunProgress(Console(file=out, width=40), total=1).say(line)
     assert out.getvalue() == line + "\n"
 

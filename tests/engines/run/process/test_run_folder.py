@@ -1,10 +1,13 @@
 """The run folder: what is written where, and what a resumed run keeps."""
 
 import json
-import os
+import socket
 import subprocess
-import threading
+import sys
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,98 +135,82 @@ def test_a_folder_is_claimed_once_and_resumed_only_if_it_holds_a_run(tmp_path: P
         claim(tmp_path / "file" / "run", resume=False)
 
 
-def hold(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Write the lock of another process, by default one of this machine that has ended, and return its holder."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    holder = {**run_folder._this_process(), "pid": ended.pid, **changes}
-    (folder / run_folder.NAME).write_text(json.dumps(holder))
-    return holder
+# A process that takes the lease of a folder, as one of the host of a name, and ends or lives until its input is closed.
+HOLDER = """
+import os, socket, sys
+path, host, beat, stale, lives = sys.argv[1:]
+socket.gethostname = lambda: host
+from filelock import SoftFileLease
+lease = SoftFileLease(path, lease_duration=float(stale), heartbeat_interval=float(beat), thread_local=False)
+lease.acquire()
+print("holds", flush=True)
+if lives == "True":
+    sys.stdin.read()
+os._exit(0)
+"""
 
 
-def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Path) -> None:
-    """Also where its process id is that of another process now."""
-    for dead in ({}, {"pid": os.getppid(), "started": "1"}):
-        hold(tmp_path, **dead)
-        FolderLock(tmp_path).release()
-        assert [*tmp_path.iterdir()] == []
-    parent = os.getppid()
-    hold(tmp_path, pid=parent, started=run_folder._find_start(parent))
-    with pytest.raises(
-        UsageError, match=rf"is held by process {parent} on .*: wait for its end, or set out to another folder"
-    ):
-        FolderLock(tmp_path)
+@contextmanager
+def held(folder: Path, *, host: str, lives: bool) -> Iterator[int]:
+    """Let another process hold a folder, and yield its number; it has ended unless it lives."""
+    beat = (run_folder.BEAT, run_folder.STALE)
+    words = [str(folder / run_folder.NAME), host, *map(str, beat), str(lives)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, *words], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"holds\n"
+        if not lives:
+            process.wait()
+        yield process.pid
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
-    """A sign of life refuses the newcomer; without one it takes the folder. Clocks of hosts are not compared."""
-    path, waits, said = tmp_path / run_folder.NAME, list[float](), list[str]()
-    hold(tmp_path, host="other", started="1")
-    os.utime(path, ns=(0, 2**62))  # a clock far ahead
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if lives and len(waits) == 3:
-            os.utime(path, ns=(0, 1))
-
-    monkeypatch.setattr(run_folder.time, "sleep", wait)
-    if lives:
-        with pytest.raises(UsageError, match="on other: wait for its end"):
-            FolderLock(tmp_path, said.append)
-        assert len(waits) == 3
-    else:
-        taken = FolderLock(tmp_path, said.append)
-        assert sum(waits) == run_folder.STALE
-        taken.check()
-        taken.release()
-    assert ["waiting up to 120 s for a sign of life" in line for line in said] == [True]
-
-
-def test_one_of_many_takes_the_folder_of_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of processes that all find it dead."""
-    dead = hold(tmp_path)
-    monkeypatch.setattr(run_folder, "_is_alive", lambda path, known, say: known[0] != dead)
-    holders = [{**dead, "pid": -number} for number in range(1, 17)]
-    ends, begin = list[str](), threading.Barrier(len(holders))
-
-    def take(holder: dict[str, Any]) -> None:
-        begin.wait()
-        try:
-            run_folder._take(tmp_path / run_folder.NAME, holder, lambda line: None)
-            ends.append("taken")
-        except UsageError:
-            ends.append("refused")
-
-    threads = [threading.Thread(target=take, args=(holder,)) for holder in holders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ends) == ["refused"] * 15 + ["taken"]
-    assert [path.name for path in tmp_path.iterdir()] == [run_folder.NAME]
+@pytest.mark.parametrize("host", [socket.gethostname(), "other"])
+def test_a_living_holder_refuses_others_and_a_dead_one_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, lives: bool
+) -> None:
+    """A dead one of this machine at once; one of another is watched first, and a sign of life refuses the newcomer."""
+    monkeypatch.setattr(run_folder, "BEAT", 0.2)
+    monkeypatch.setattr(run_folder, "STALE", 1.0)
+    said = list[str]()
+    with held(tmp_path, host=host, lives=lives) as holder:
+        if lives:
+            says = rf"is held by process {holder} on {host}\S*: wait for its end, or set out to another folder"
+            with pytest.raises(UsageError, match=says):
+                FolderLock(tmp_path, said.append)
+        else:
+            began = time.monotonic()
+            taken = FolderLock(tmp_path, said.append)
+            assert (time.monotonic() - began >= run_folder.STALE) == (host == "other")
+            taken.check()
+            taken.release()
+            assert [*tmp_path.iterdir()] == []
+    watched = lives or host == "other"
+    assert ["waiting up to 1 s for a sign of life" in line for line in said] == [True] * watched
 
 
 def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
     """And leaves the other's hold as it is."""
     own = FolderLock(tmp_path)
     own.check()
-    other = hold(tmp_path, host="other")
-    with pytest.raises(RunError, match=r"is held by process .* on other, while this process was suspended"):
+    (tmp_path / run_folder.NAME).unlink()
+    other = FolderLock(tmp_path)
+    with pytest.raises(RunError, match=r"is held by process .* on .*, while this process was suspended"):
         own.check()
     own.release()
-    assert json.loads((tmp_path / run_folder.NAME).read_text()) == other
+    other.check()
+    assert (tmp_path / run_folder.NAME).is_file()
 
 
 def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run began, and ended, between the look at the folder and the hold."""
-    taken = run_folder._take
+    held_before = run_folder._check_held
 
-    def take(path: Path, *arguments: Any) -> None:
-        taken(path, *arguments)
+    def check(out: Path, **options: Any) -> None:
+        held_before(out, **options)
         write_json(tmp_path / "config.json", {})
 
-    monkeypatch.setattr(run_folder, "_take", take)
+    monkeypatch.setattr(run_folder, "_check_held", check)
     with pytest.raises(UsageError, match="already holds a run"):
         claim(tmp_path, resume=False)
     assert not (tmp_path / run_folder.NAME).exists()
