@@ -67,6 +67,7 @@ class _Push(NamedTuple):
     peers: list[HttpClient]  # on the main rank
     failed: Failed
     adapter: str | None  # adapter that makes the rollouts; None where the module has none
+    label: str = ""  # at the end of the folders' names
 
 
 class WeightSync:
@@ -115,13 +116,22 @@ class WeightSync:
         self._summing = threading.Lock()
 
     @collective
-    def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
+    def push(
+        self,
+        engine: Holder,
+        version: int,
+        peers: Sequence[HttpClient],
+        *,
+        adapter: str = "default",
+        label: str = "",
+    ) -> dict[str, str]:
         """Give servers the current weights.
 
         Args:
             version: number of updates that made them.
             peers: the servers; those of the main rank count.
             adapter: adapter that makes the rollouts.
+            label: end of the folder's name, for other weights of the same version: sglang reads a path once.
 
         Returns:
             Why a server did not take them, by its address, the same on all ranks. Such a server has to be left out until a
@@ -133,7 +143,7 @@ class WeightSync:
         """
         module, failed = engine.module, Failed()
         trained = adapter if lora_layers(module) else None
-        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
+        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained, label)
         with self._turn:
             self._push(push)
         count, failed = self._share((len(push.peers), failed))
@@ -233,7 +243,7 @@ class WeightSync:
             self._based.add(peer.address)
 
     def _push_adapter(self, push: _Push, adapter: str) -> None:
-        name = f"lora-{push.version}"
+        name = f"lora-{push.version}{push.label}"
         with self._writing(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
         scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
@@ -272,7 +282,7 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options, plain = f"weights-{push.version}", self._options(push), dict[str, torch.dtype]()
+        name, options, plain = f"weights-{push.version}{push.label}", self._options(push), dict[str, torch.dtype]()
         with self._writing(name) as out:
             for part, network in components(push.module).items():
                 like, tensors = layout(network, **options), gather_weights(network, **options)

@@ -25,6 +25,7 @@ ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1"
 )
+BOUND = "modules of the adapter are bound".split()
 REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"
 
 
@@ -64,6 +65,8 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     handshake = next(record["handshake"] for record in records if "handshake" in record)
     assert handshake["kind"] == "fluvial"
     assert set(handshake["log_prob_difference"].values()) == {0.0}
+    bound = [words.split() for words in handshake.get("binding", {}).values()]
+    assert [(words[0] == words[2], words[3:]) for words in bound] == [(True, BOUND)] * (train == "lora")
     updates = [record for record in records if "grad_norm" in record]
     assert {record["first_pass_max_abs_log_ratio"] for record in updates} == {0.0}  # files of equal sizes make no update
     assert [*weights.iterdir()] == []  # nothing is left behind
