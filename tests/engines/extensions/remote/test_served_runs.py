@@ -25,7 +25,7 @@ ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1"
 )
-BOUND = "modules of the adapter are bound".split()
+BOUND = ["modules", "of", "the", "adapter", "are", "bound"]
 REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"
 
 
