@@ -384,10 +384,10 @@ class WeightSync:
                     self._send_bucket(push, SharedBucket(name, index, len(plans), module, where, places), flat, factors)
             if self._share(len(failed) == len(peers)):
                 break
-        for part, network in components(push.module).items():
-            scaling = None if factors is None else next(iter(lora_layers(network).values())).scaling[factors]
-            for sums_of in sums.values() if scaling is not None else ():
-                sums_of[part].add_scaling(scaling)
+        if factors is not None:
+            scaling = float(next(iter(lora_layers(push.module).values())).scaling[factors])
+            for each in (each for parts in sums.values() for each in parts.values()):
+                each.add_scaling(scaling)
 
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""

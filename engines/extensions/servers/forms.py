@@ -36,8 +36,8 @@ def _read_field(part: bytes) -> Field:
     head, found, data = part.partition(b"\r\n\r\n")
     header = Message()
     for line in head.decode("utf-8", "replace").split("\r\n"):
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-disposition":
+        title, _, value = line.partition(":")
+        if title.strip().lower() == "content-disposition":
             header["content-disposition"] = value.strip()
     name, file = (header.get_param(each, header="content-disposition") for each in ("name", "filename"))
     if not found or not isinstance(name, str):

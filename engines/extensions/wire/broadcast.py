@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,11 +42,12 @@ class BroadcastGroup:
 
     def __init__(self, store: dist.TCPStore, address: str, *, rank: int, size: int, name: str) -> None:
         self.name, self.store = name, store
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        gloo: Any = dist.ProcessGroupGloo  # torch's types know neither its options nor its operations
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=TIMEOUT)
         with convert_errors(RunError, RuntimeError, says=f"group {name} cannot be joined"):
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+            self._group = gloo(dist.PrefixStore(name, store), rank, size, options)
 
     def broadcast(self, flat: Tensor) -> None:
         """Send a tensor of the host to all ranks, or receive it in place; RunError if a rank is gone."""

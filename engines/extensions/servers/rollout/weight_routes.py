@@ -210,12 +210,11 @@ class WeightRoutes:
         what, product = f"{bucket.count} buckets", asked.product or "auto"
         if not factors:
             return await self._change(lambda: self.weights.exchange(staged), asked, what)
-        if len(factors) < len(staged) or asked.lora_alpha is None:
+        alpha, path = asked.lora_alpha, f"push {bucket.push}"
+        if len(factors) < len(staged) or alpha is None:
             raise RequestError("a push holds adapters, with their lora_alpha, or all weights")
-        made = {"alpha": asked.lora_alpha, "path": f"push {bucket.push}"}
-        adapters = {
-            name: merge_adapters([self.weights.open_adapter(name, held, **made)], product) for name, held in factors.items()
-        }
+        opened = {name: self.weights.open_adapter(name, held, alpha=alpha, path=path) for name, held in factors.items()}
+        adapters = {name: merge_adapters([adapter], product) for name, adapter in opened.items()}
         return await self._change(lambda: self.weights.adapt(adapters), asked, what)
 
     def _receive(self, bucket: SharedBucket) -> Tensor:
