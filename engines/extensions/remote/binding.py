@@ -73,7 +73,7 @@ def has_probe(module: nn.Module) -> bool:
     return bool(lora_layers(module)) and isinstance(read_form(module), LowRank)
 
 
-class Probe:
+class AdapterProbe:
     """The factors of an adapter, in place of its own; every rank must take part, as parameters may be sharded.
 
     Args:
@@ -162,9 +162,9 @@ class Probe:
 
 
 @contextmanager
-def probing(holder: Holder, adapter: str) -> Iterator[Probe]:
+def probing(holder: Holder, adapter: str) -> Iterator[AdapterProbe]:
     """Yield a probe, which may write to an adapter in the context."""
-    probe = Probe(holder, adapter)
+    probe = AdapterProbe(holder, adapter)
     try:
         yield probe
     finally:
@@ -185,7 +185,7 @@ def measure(effects: Mapping[str, Tensor], answer: Tensor, known: float) -> Bind
     if not seen:
         return Binding({}, (), len(effects), 0.0)
     table = torch.stack([effects[name] / norms[name] for name in seen])
-    inverse = torch.linalg.pinv(table @ table.T, hermitian=True)
+    inverse = torch.linalg.lstsq(table @ table.T, torch.eye(len(seen), dtype=table.dtype)).solution
     solved = inverse @ (table @ answer)
     rest = float((answer - solved @ table).norm())
     typical = sorted(norms[name] for name in seen)[len(seen) // 2]

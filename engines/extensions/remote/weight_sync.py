@@ -386,8 +386,9 @@ class WeightSync:
                 break
         if factors is not None:
             scaling = float(next(iter(lora_layers(push.module).values())).scaling[factors])
-            for each in (each for parts in sums.values() for each in parts.values()):
-                each.add_scaling(scaling)
+            for found in sums.values():
+                for total in found.values():
+                    total.add_scaling(scaling)
 
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""

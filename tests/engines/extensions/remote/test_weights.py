@@ -170,10 +170,10 @@ def test_wrong_groups_are_one_line(tmp_path: Path) -> None:
     )
     place = {"name": "x", "shape": [1], "dtype": "torch.float32", "start_idx": 0, "end_idx": 4, "numel": 1}
     bucket = {"push": "p", "index": 0, "count": 1, "module": "transformer", "file": "a", "places": [place]}
-    server.routes.group = SimpleNamespace(name="a", broadcast=lambda flat: None)
+    server.routes.group = cast(Any, SimpleNamespace(name="a", broadcast=lambda flat: None))
     for says, changes in WRONG_BUCKETS.items():
         changed = {**bucket, **changes, "places": [{**place, **each} for each in changes.get("places", [{}])]}
-        asked = {"load_format": "fluvial_broadcast", "serialized_named_tensors": [json.dumps(changed)]}
+        asked: dict[str, Any] = {"load_format": "fluvial_broadcast", "serialized_named_tensors": [json.dumps(changed)]}
         found = ask(server, "/update_weights_from_tensor", **asked)
         assert found.status in (400, 409)
         assert says in found.value["detail"], found.value
