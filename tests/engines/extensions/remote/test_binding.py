@@ -216,10 +216,10 @@ FAULTS: dict[str, tuple[Fault, Sequence[str]]] = {  # with parts of the names of
 }
 
 
-LATER = FAULTS.keys() - {"wrong prefix", "to_out.0 dropped", "scale of an earlier push", "transposed"}
+LATER = FAULTS.keys() - {"scale of an earlier push"}
 
 
-@pytest.mark.parametrize("faults", [FAULTS.keys() - LATER, long(LATER)], ids=["some", "others"])
+@pytest.mark.parametrize("faults", [FAULTS.keys() - LATER, long(LATER)], ids=["one", "others"])
 def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> None:
     """Each is named by modules that have it; the trainer and the server have their own adapter again at the end."""
     probe = Probe(Server([tmp_path]), one, tmp_path)
@@ -274,7 +274,6 @@ def test_a_server_that_ignores_an_adapter_of_zeros_ends_the_run(one: World, tmp_
 
     with loopback(handle) as address:
         probe = Probe(server, one, tmp_path, address)
-        assert [str(each) for each in probe.source.probe(probe.engine, *probe.asked).values()] == [str(probe.find())]
         server.take(drop("to_out.0"))
         with pytest.raises(
             RunError, match=rf"^{address}: 12 of 16 modules of the adapter are bound: [^\n]*to_out.0 acts -?0.0"

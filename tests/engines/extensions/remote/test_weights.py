@@ -463,6 +463,7 @@ def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_p
         sync.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["auto", "full"])
 def test_a_trainer_that_is_killed_leaves_nothing_to_take(tmp_path: Path, one: World, method: str) -> None:
     """Its last complete push stays until another trainer comes; the one it was writing is hidden."""
