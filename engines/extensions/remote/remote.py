@@ -172,6 +172,8 @@ class Remote(RolloutSource):
     def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> dict[str, Binding]:
         """Return how the adapter's modules act in the answers of each server, see `RolloutSource`.
 
+        Nothing is said where the samples have fewer numbers than twice the modules.
+
         It takes three pushes, three requests per server of a sample or a few, and two forward passes of them per module.
         """
         if not has_probe(engine.module):
@@ -196,6 +198,8 @@ class Remote(RolloutSource):
         window = [*range(steps - rule.last_step_is_deterministic)]
         if rows * event >= NUMBERS * modules:  # a network that acts at low noise alone is seen at the last step
             window = [window[0], *window[-1:][: len(components(engine.module)) - 1]]
+        if rows * event * len(window) < 2 * modules:  # fewer numbers than unknowns, and some for what no module explains
+            return {}
         bound = rule.bind(ETA, sampling.schedule.levels)
         stochastic = StochasticSteps(bound, tuple(window), keep_velocity=True)
         sampling = replace(sampling, solver="euler", eta=0.0, stochastic=stochastic, prefix=None, after=Tail(), final=False)
