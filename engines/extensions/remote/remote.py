@@ -210,9 +210,12 @@ class Remote(RolloutSource):
         chosen, cond = chosen[: NUMBERS * modules], sampling.encode(self.model, prompts)
         levels, device = sampling.schedule.levels.to(engine.world.device), engine.world.device
 
+        # With rollouts ahead the copy is what is pushed, and probed.
+        behaviour = engine.behaviour if isinstance(engine, Copy) else self.behaviour
+
         def predict(x: Tensor) -> Tensor:
             parts = []
-            with self.behaviour() as module, torch.no_grad():
+            with behaviour() as module, torch.no_grad():
                 velocity = prediction_of(self.model, module, cond, sampling)
                 for number, step in enumerate(window):
                     level = levels[step].expand(rows, *levels.shape[1:]).contiguous()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World
@@ -33,6 +33,7 @@ from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeig
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Requests, Sampling
+from fluvial.engines.sampling.source import Copy
 from fluvial.models.lora import LoraConfig, LowRank, add_lora, lora_layers
 from fluvial.models.pipelines.wan import EXPERTS
 
@@ -121,6 +122,12 @@ class Server:
         self.fault, self.seen = fault, list[str]()
 
 
+def adapted() -> nn.Module:
+    module = Experts()
+    add_lora(module, LoraConfig(rank=2, alpha=4.0, form=LowRank(product="factors")), LAYERS)
+    return module
+
+
 class Probe:
     """A trainer and its source of samples, with one server.
 
@@ -129,9 +136,7 @@ class Probe:
     """
 
     def __init__(self, server: Server, world: World, root: Path, address: str = "") -> None:
-        module = Experts()
-        add_lora(module, LoraConfig(rank=2, alpha=4.0, form=LowRank(product="factors")), LAYERS)
-        self.server, self.engine = server, Engine(module, [], OptimizerConfig(), world, updates=1)
+        self.server, self.engine = server, Engine(adapted(), [], OptimizerConfig(), world, updates=1)
         config = RolloutConfig(source=address or "http://127.0.0.1:1", servers=ServersConfig(timeout=20, patience=1))
         options: dict[str, Any] = {"adapter": lambda version: "default", "sizes": {}, "world": world}
         options["sync"] = WeightSync(world, folder=root, verify=False)  # as with a server that renames layers
@@ -258,6 +263,17 @@ def test_honest_pushes_raise_no_alarm_and_faults_do(one: World, tmp_path: Path, 
     for what, (fault, _) in FAULTS.items():
         probe.server.take(fault)
         assert probe.find().problem, what
+    probe.source.close()
+
+
+@pytest.mark.long
+def test_the_copy_that_samples_ahead_is_probed(one: World, tmp_path: Path) -> None:
+    """Its weights are pushed, so that its predictions are compared, without those of the engine."""
+    probe = Probe(Server([tmp_path]), one, tmp_path)
+    probe.source.behaviour = cast(Any, None)
+    copy = Copy(adapted(), [], one, EngineConfig(), adapter=lambda version: None)
+    (found,) = probe.source._probe(copy, *probe.asked).values()
+    assert str(found) == f"{MODULES} of {MODULES} modules of the adapter are bound"
     probe.source.close()
 
 
