@@ -5,6 +5,9 @@ checked that they make the same bits. CPU time is user and system time of both p
 programs on the machine change it less than the time on a clock. Prompts are embedded by a table and latents only enlarged,
 without guidance, so sampling is the network alone: a real run samples for longer, and serving is a smaller share of it. What
 a real run adds to serving is its text encoders, which then run at both ends.
+
+Then an adapter and all weights are pushed to the server in each way that weights travel, by the clock, with checksums and
+without: a push is waited for.
 """
 
 import os
@@ -30,10 +33,14 @@ from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import layout
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.remote import Remote
-from fluvial.engines.extensions.wire.client import JSON, Reply
+from fluvial.engines.extensions.remote.weight_sync import METHODS, WeightSync
+from fluvial.engines.extensions.wire.client import JSON, HttpClient, Reply
 from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
@@ -41,11 +48,13 @@ from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, Stochas
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import InProcess, RolloutSource
 from fluvial.models.handwriting.model import CONFIG
+from fluvial.models.lora import JOINT_ATTENTION, LoraConfig, add_lora
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise
 WINDOWS = (range(2, 3), range(2, 4), range(STEPS))  # the stochastic steps, which are recorded and sent
 
 
+RANK = 16  # of the adapter that is pushed
 PIXELS = 8  # pixels per latent, along a side
 
 
@@ -105,7 +114,7 @@ class ServingConfig:
         samples: samples per rollout: one request, and one micro-batch.
         runs: rounds with either window, after one that is not counted.
         tiny: use a tiny network and one round, and write no rows: bytes and latents are counted, times mean nothing.
-        out: folder of serving.csv; rows are appended.
+        out: folder of serving.csv and pushes.csv; rows are appended.
     """
 
     samples: int = 4
@@ -219,8 +228,66 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
             )
 
 
+@dataclass(frozen=True)
+class PushRow:
+    """The cost of a push of weights to one server on this machine."""
+
+    parameters: int
+    trained: str  # adapter or all
+    weights: str  # rollout.servers.weights
+    runs: int
+    bytes: int  # of the tensors that are sent
+    seconds_p20: float  # of a push, with the checksums of both sides
+    seconds_p50: float
+    seconds_p80: float
+    without_sums_p50: float
+    device: str
+    threads: int
+    torch: str
+    python: str
+    date: str
+
+
+def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
+    """Yield the row of each way that an adapter, and all weights, travel; RunError if a server does not take them."""
+    torch.set_num_threads(1)
+    model, runs = TINY if config.tiny else SMALL, 1 if config.tiny else config.runs
+    with init_world() as world, serving("TINY" if config.tiny else "SMALL", config.samples) as (address, _):
+        for trained, ways in {"adapter": METHODS, "all": METHODS[1:]}.items():
+            module = model.build()
+            if trained == "adapter":
+                add_lora(module, LoraConfig(rank=RANK), JOINT_ATTENTION)
+            engine, peer, seconds = Engine(module, [], OptimizerConfig(), world, updates=1), HttpClient(address), {}
+            for way in ways:
+                for verify in (True, False):
+                    sync = WeightSync(world, method=way, verify=verify)
+                    seconds[verify] = list[float]()
+                    for version in range(runs + 1):  # the first also compares the base
+                        for shard in engine.sharded.shards(trainable=True).values():
+                            shard.add_(1e-3)
+                        start = time.perf_counter()
+                        sync.push(engine, version, [peer])
+                        seconds[verify].append(time.perf_counter() - start)
+                    sync.close()
+                factors = trained == "adapter" and way in ("auto", "broadcast")
+                sent = layout(module, adapter="default" if trained == "adapter" else None, merge=not factors)
+                p20, p50, p80 = harness.spread(torch.tensor(seconds[True][1:]).double())
+                yield PushRow(
+                    parameters=sum(parameter.numel() for parameter in model.build().parameters()),
+                    trained=trained,
+                    weights=way,
+                    runs=runs,
+                    bytes=sum(tensor.numel() * tensor.element_size() for tensor in sent.values()),
+                    seconds_p20=p20,
+                    seconds_p50=p50,
+                    seconds_p80=p80,
+                    without_sums_p50=median(seconds[False][1:]),
+                    **harness.facts(PushRow),
+                )
+
+
 def run(config: ServingConfig) -> list[ServingRow]:
-    """Measure, append to serving.csv and print a table of Markdown."""
+    """Measure, append to serving.csv and pushes.csv, and print two tables of Markdown."""
     rows, lines = list[ServingRow](), []
     for row in measure(config):
         rows.append(row)
@@ -238,4 +305,22 @@ def run(config: ServingConfig) -> list[ServingRow]:
             }
         )
     print(harness.markdown(lines))
+    pushes = list(measure_pushes(config))
+    if not config.tiny:
+        harness.append(config.out / "pushes.csv", pushes, PushRow)
+    print()
+    print(
+        harness.markdown(
+            [
+                {
+                    "trained": row.trained,
+                    "weights": row.weights,
+                    "MB": f"{row.bytes / 1e6:.2f}",
+                    "seconds per push": f"{row.seconds_p50:.3f} ({row.seconds_p20:.3f} to {row.seconds_p80:.3f})",
+                    "without checksums": f"{row.without_sums_p50:.3f}",
+                }
+                for row in pushes
+            ]
+        )
+    )
     return rows

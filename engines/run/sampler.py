@@ -202,12 +202,13 @@ class Sampler:
             self.copy.load(snapshot_weights(self.engine), self.engine.updates)
             with self.world.agreed():  # the other ranks ask when rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
-        found = self.source.compare_with_servers(
-            Requests(asked.prompts[:size], asked.ids[:size], asked.key, same), plan.sampling
-        )
-        if found is not None:
-            check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
-        return found
+        requests = Requests(asked.prompts[:size], asked.ids[:size], asked.key, same)
+        found = self.source.compare_with_servers(requests, plan.sampling)
+        if found is None:
+            return None
+        check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
+        binding = self.source.probe(self.copy or self.engine, requests, plan.sampling)
+        return replace(found, binding={address: str(each) for address, each in binding.items()})
 
     @collective
     def plan(

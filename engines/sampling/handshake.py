@@ -1,7 +1,7 @@
 """First contact with servers: are their numbers the trainer's own?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -26,6 +26,7 @@ class Handshake:
         levels: noise levels of the schedule; the servers' are the same, else their samples are not taken.
         differences: largest |log-prob by a server - log-prob by the trainer| of each recorded step.
         kind: what the servers are.
+        binding: how many modules of the adapter each server computes with, in words, by its address.
     """
 
     levels: tuple[float, ...]
@@ -35,6 +36,7 @@ class Handshake:
     differences: dict[int, float]
     kind: str
     servers: tuple[str, ...]
+    binding: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def largest(self) -> float:
@@ -52,6 +54,7 @@ class Handshake:
             "shape": list(self.shape),
             "image": list(self.image),
             "log_prob_difference": {str(step): value for step, value in self.differences.items()},
+            **({"binding": dict(self.binding)} if self.binding else {}),
         }
 
     def __str__(self) -> str:
@@ -62,6 +65,7 @@ class Handshake:
             f"samples by {self.kind}: {', '.join(self.servers)}; latents {list(self.shape)}, images {list(self.image)}\n"
             f"  sigmas     {levels}\n  timesteps  {timesteps}\n"
             f"  |log-prob by server - by trainer| per step  {found or 'no step is recorded'}"
+            + "".join(f"\n  {address}: {bound}" for address, bound in self.binding.items())
         )
 
 

@@ -131,6 +131,19 @@ class RolloutSource(Protocol):
         """
         return None
 
+    @collective
+    def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> Mapping[str, Any]:
+        """Return how the modules of the adapter act in each server's answers, by its address; empty where nothing is probed.
+
+        Args:
+            engine: what `push` was given last. Its weights are as before at the end, and so are the servers'.
+            requests: samples of one prompt.
+
+        Raises:
+            RunError: a server does not compute with a module.
+        """
+        return {}
+
     def leave_out(self, addresses: Collection[str]) -> bool:
         """Ask servers for nothing more, because their samples are of another policy; return whether any server is left."""
         return False

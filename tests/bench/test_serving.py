@@ -17,6 +17,12 @@ from fluvial.engines.sampling.source import InProcess
 pytestmark = pytest.mark.long
 
 
+PUSHES = [
+    *(("adapter", way) for way in ("auto", "disk", "shared_memory", "broadcast")),
+    *(("all", way) for way in ("disk", "shared_memory", "broadcast")),
+]
+
+
 class Forked:
     """`subprocess` with a `Popen` that forks the server from a process that is warm."""
 
@@ -50,7 +56,12 @@ def test_bytes_and_latents_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     image, kept = 4 * 3 * 32 * 32, 3 * 4 * 16
     assert image + kept <= window.bytes_per_sample <= image + kept + 2048
     assert all(row.inside_seconds > 0 for row in (window, every))
-    assert capsys.readouterr().out.count("\n| ") == 3
+    lines = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(lines) == 3 + 2 + len(PUSHES)
+    sent = {(trained.strip(), way.strip()): float(size) for trained, way, size in lines[-len(PUSHES) :]}
+    assert [*sent] == PUSHES
+    assert len({sent["adapter", way] for way in ("auto", "broadcast")}) == 1
+    assert sent["adapter", "auto"] < sent["adapter", "disk"] == sent["all", "shared_memory"] == sent["all", "broadcast"]
     assert not list(tmp_path.iterdir())
 
 

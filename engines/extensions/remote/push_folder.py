@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import RunError, convert_errors
 from fluvial.engines.extensions.wire.client import find_shared_folder
-from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
+from fluvial.engines.extensions.wire.weight_buckets import SharedBucket
 from fluvial.engines.files import LORA
 
 PREFIX, LOCK = "push-", ".lock"
@@ -99,12 +99,16 @@ def factors_in(folder: Path) -> dict[str, Tensor]:
     return {name.partition(".")[2]: tensor for name, tensor in load_file(folder / LORA).items()}
 
 
-def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:
-    """Write a bucket, uint8 `[bytes]`, to its file, and return the request that names it."""
+def write_bucket(bucket: SharedBucket, flat: Tensor) -> None:
+    """Write a bucket, uint8 `[bytes]`, to its file."""
     with convert_errors(RunError, OSError, says=f"weights cannot be written to {bucket.file}"):
         Path(bucket.file).write_bytes(flat.cpu().numpy().data)
+
+
+def bucket_request(bucket: SharedBucket, load_format: str, *, version: int) -> dict[str, Any]:
+    """Return the request that names a bucket."""
     return {
-        "load_format": SHARED_FILES,
+        "load_format": load_format,
         "serialized_named_tensors": [json.dumps(bucket.as_json())],
         "target_modules": [bucket.module],
         "weight_version": str(version),

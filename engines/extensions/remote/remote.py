@@ -1,10 +1,14 @@
 """Samples made by servers: `fluvial serve`, or sglang's diffusion server."""
 
 import json
+import math
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,25 +18,38 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
+from fluvial.engines.export.model_folder import components
+from fluvial.engines.extensions.remote.binding import NUMBERS, Binding, has_probe, measure, probing
 from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
 from fluvial.engines.extensions.remote.requests import Asking, RequestOrder, check_sglang, check_sglang_steps
 from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
-from fluvial.engines.extensions.wire.client import START, UnreachableError, in_threads
+from fluvial.engines.extensions.wire.client import START, UnreachableError, in_threads, is_success
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
-from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, prediction_of
 from fluvial.engines.sampling.handshake import Handshake, compare
+from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Behaviour, Copy, Holder, RolloutSource
+from fluvial.engines.sampling.tail import Tail
 from fluvial.models import DiffusionModel
+from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product
 from fluvial.models.replay.media import list_arguments
 
 GENERATE, INFO = "/rollout/generate", "/v1/model_info"
+ETA = 0.5  # noise of the samples that show whether an adapter is bound
 REMEMBERED = 2  # rollouts whose samples are not taken a second time
+
+
+class ServedSteps(NamedTuple):
+    """Recorded steps of a server's samples, with its predictions there."""
+
+    x: Tensor  # [B, S, *event]
+    v: Tensor
 
 
 class Remote(RolloutSource):
@@ -88,8 +105,7 @@ class Remote(RolloutSource):
         self._seen[requests.key] = set()
 
         def ask(order: RequestOrder) -> dict[int, ServedSample]:
-            request = self.asking.request(order, requests.key, sampling, version=expected.version)
-            body = json.dumps(write_request(request)).encode()
+            body = _body_of(self.asking, order, requests.key, sampling, expected.version)
             samples = self.pool.ask(GENERATE, body, lambda reply, server: read_samples(reply, order, expected, server))
             return dict(zip(order.ids, samples, strict=True))
 
@@ -130,13 +146,13 @@ class Remote(RolloutSource):
             except UnreachableError:  # the servers may be back while there is patience
                 failed_at = failed_at or time.monotonic()
 
-    def _push(self, engine: Holder, version: int) -> None:
+    def _push(self, engine: Holder, version: int, label: str = "") -> None:
         """Give weights to the servers that can be given any, once; raise UnreachableError if all of them are away."""
         with self._weights:
             peers = [server.control for server in self.pool.ready] if self.world.is_main else []
             addresses = engine.world.gather_items([peer.address for peer in peers])[0]
             try:
-                failed = self.sync.push(engine, version, peers, adapter=self.adapter(version))
+                failed = self.sync.push(engine, version, peers, adapter=self.adapter(version), label=label)
             except UnreachableError as error:
                 self.pool.keep((), dict.fromkeys(addresses, str(error)))
                 raise
@@ -151,6 +167,111 @@ class Remote(RolloutSource):
         with self.behaviour() as module:
             servers = [server.address for server in self.pool.servers]
             return compare(self.model, module, chunk, sampling, kind=self.kind, servers=servers)
+
+    @collective
+    def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> dict[str, Binding]:
+        """Return how the adapter's modules act in the answers of each server, see `RolloutSource`.
+
+        Nothing is said where the samples have fewer numbers than twice the modules.
+
+        It takes three pushes, three requests per server of a sample or a few, and two forward passes of them per module.
+        """
+        if not has_probe(engine.module):
+            return {}
+        found, alone = dict[str, Binding](), engine.world.size < self.world.size  # a copy is whole on each rank
+        with self.world.agreed() if alone else nullcontext():
+            if not alone or self.world.is_main:
+                found = self._probe(engine, requests, sampling)
+        found = self.world.gather_items(found)[0]
+        if wrong := [f"{address}: {binding.problem}" for address, binding in found.items() if binding.problem]:
+            raise RunError(
+                f"{'; '.join(wrong)}. Such a server samples with another policy than the one that learns: compare its names "
+                "of layers with those of the adapter's file, and its scale with alpha / rank"
+            )
+        return found
+
+    def _probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> dict[str, Binding]:
+        adapter, modules = self.adapter(self.version), len(lora_layers(engine.module))
+        event, steps = math.prod(sampling.shape), len(sampling.schedule.timesteps)
+        name = "flow_sde" if self.model.prediction == "velocity" else "ddim"
+        rule, rows = SAMPLERS[name], min(-(-NUMBERS * modules // event), len(set(requests.ids)))
+        window = [*range(steps - rule.last_step_is_deterministic)]
+        if rows * event >= NUMBERS * modules:  # a network that acts at low noise alone is seen at the last step
+            window = [window[0], *window[-1:][: len(components(engine.module)) - 1]]
+        if rows * event * len(window) < 2 * modules:  # fewer numbers than unknowns, and some for what no module explains
+            return {}
+        bound = rule.bind(ETA, sampling.schedule.levels)
+        stochastic = StochasticSteps(bound, tuple(window), keep_velocity=True)
+        sampling = replace(sampling, solver="euler", eta=0.0, stochastic=stochastic, prefix=None, after=Tail(), final=False)
+        asking, place = replace(self.asking, sampler=name, eta=ETA), list(dict.fromkeys(requests.ids))[:rows]
+        prompts = [requests.prompts[requests.ids.index(own)] for own in place]
+        requests = Requests(prompts, place, requests.key)
+        chosen = torch.randperm(rows * len(window) * event, generator=torch.Generator().manual_seed(0))
+        chosen, cond = chosen[: NUMBERS * modules], sampling.encode(self.model, prompts)
+        levels, device = sampling.schedule.levels.to(engine.world.device), engine.world.device
+
+        # With rollouts ahead the copy is what is pushed, and probed.
+        behaviour = engine.behaviour if isinstance(engine, Copy) else self.behaviour
+
+        def predict(x: Tensor) -> Tensor:
+            parts = []
+            with behaviour() as module, torch.no_grad():
+                velocity = prediction_of(self.model, module, cond, sampling)
+                for number, step in enumerate(window):
+                    level = levels[step].expand(rows, *levels.shape[1:]).contiguous()
+                    parts.append(velocity(x[:, number].to(device), level, step))
+            return pick(torch.stack(parts, 1))
+
+        def pick(values: Tensor) -> Tensor:
+            return values.flatten().cpu()[chosen].double()
+
+        def ask() -> dict[str, ServedSteps]:
+            answers = dict[str, ServedSteps]()
+            with engine.world.agreed():
+                if engine.world.is_main:
+                    answers = self._ask_each(asking, requests, sampling)
+            return engine.world.gather_items(answers)[0]
+
+        def differ(answers: Mapping[str, ServedSteps]) -> dict[str, Tensor]:
+            return {address: pick(answer.v) - predict(answer.x) for address, answer in answers.items()}
+
+        answers = ask()
+        first, compute = next(iter(answers.values())), engine.sharded.config.compute_dtype(device)
+        norm, least = float(pick(first.v).norm()), torch.finfo(torch.bfloat16 if sampling.autocast else compute).eps
+        trained = differ(answers)
+        with probing(engine, adapter) as probe:
+            probe.write(probe.zeros)
+            self._push(engine, self.version, label="-zeros")
+            before = differ(ask())
+            # A server that ignores adapters is far off with the trained one, and one that keeps its first with zeros.
+            known = {name: float(min(trained[name].norm(), before[name].norm())) for name in before if name in trained}
+            probe.write(probe.values)
+            noise = max(max(known.values()) / norm, least)
+            probe.equalize(probe.find_effects(lambda: predict(first.x)), noise=noise, norm=norm)
+            with probe.doubled_alpha():
+                self._push(engine, self.version, label="-probe")
+            answers = ask()
+            effects, after = probe.find_effects(lambda: predict(next(iter(answers.values())).x)), differ(answers)
+        self._push(engine, self.version)
+        return {name: measure(effects, after[name] - before[name], known[name]) for name in after if name in known}
+
+    def _ask_each(self, asking: Asking, requests: Requests, sampling: Sampling) -> dict[str, ServedSteps]:
+        """Return what every server that gets requests makes of the same samples; RunError if one fails."""
+        guided = sampling.guidance.is_guided(self.model)
+        orders = asking.orders(requests, sampling, micro_batch=len(requests.ids), guided=guided)
+        expected, found = Expected(self.kind, self.model, sampling, self.version, self.rollout.servers.most_mb), {}
+        for server in self.pool.live:
+            samples = list[ServedSample]()
+            for order in orders:
+                body = _body_of(asking, order, requests.key, sampling, self.version)
+                reply, problem = server.client.attempt(GENERATE, body)
+                if reply is None or not is_success(reply):
+                    raise RunError(problem)
+                with convert_errors(RunError, WireError, says=f"{server.address} sent a reply that cannot be used"):
+                    samples += read_samples(reply, order, expected, server.address)
+            velocity = [sample.velocity for sample in samples if sample.velocity is not None]
+            found[server.address] = ServedSteps(torch.stack([sample.x for sample in samples]), torch.stack(velocity))
+        return found
 
     def leave_out(self, addresses: Collection[str]) -> bool:
         """Ask servers for nothing more, see `RolloutSource`."""
@@ -256,6 +377,11 @@ class Remote(RolloutSource):
                     return None
                 return f"{server.address} has other weights than those of update {self.version}, which rank 0 gives it"
             return self.sync.repeat(server.control)
+
+
+def _body_of(asking: Asking, order: RequestOrder, key: Key, sampling: Sampling, version: int) -> bytes:
+    """Return the body of a request."""
+    return json.dumps(write_request(asking.request(order, key, sampling, version=version))).encode()
 
 
 def open_remote(

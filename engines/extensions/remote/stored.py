@@ -9,7 +9,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -70,6 +70,9 @@ class Storing(RolloutSource):
 
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
         return self.source.compare_with_servers(requests, sampling)
+
+    def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> Mapping[str, Any]:
+        return self.source.probe(engine, requests, sampling)
 
     def leave_out(self, addresses: Collection[str]) -> bool:
         return self.source.leave_out(addresses)

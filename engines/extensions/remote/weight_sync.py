@@ -5,6 +5,8 @@
     auto           all         all weights in a folder, by POST /update_weights_from_disk
     disk           an adapter  the merged weights, in the same way
     shared_memory  either      all weights in buckets, in files that fluvial's own server on the same machine reads
+    broadcast      an adapter  its factors in buckets, which a group of the trainer and fluvial's servers broadcasts by gloo
+    broadcast      all         all weights, in the same way
 
 A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server takes.
 The adapter of another run is taken off a server when it is met, and an adapter takes the place of the one before, so that a
@@ -22,19 +24,23 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluvial.engines.engine.weights import gather, gather_weights, layout
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
-from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in
+from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in, write_bucket
+from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
+    BROADCAST,
     FACTORS,
     PRECISIONS,
+    SHARED_FILES,
     UNKNOWN,
     BucketPlace,
     Checksum,
@@ -54,7 +60,7 @@ T = TypeVar("T")
 Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
 Failed = dict[str, FluvialError]  # why a server did not take a push, by its address
 Sums = dict[str, str]  # checksum by name of a network
-Method = Literal["auto", "disk", "shared_memory"]
+Method = Literal["auto", "disk", "shared_memory", "broadcast"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MERGE_MODES: dict[Product, str] = {"auto": "dynamic", "factors": "dynamic", "merged": "merge"}  # on the wire
 
@@ -67,6 +73,7 @@ class _Push(NamedTuple):
     peers: list[HttpClient]  # on the main rank
     failed: Failed
     adapter: str | None  # adapter that makes the rollouts; None where the module has none
+    label: str = ""  # at the end of the folders' names
 
 
 class WeightSync:
@@ -113,15 +120,25 @@ class WeightSync:
         self._turn = threading.Lock()  # a push, or a server that comes back
         self._sums: dict[tuple[Path, Dtype | str], str] = {}  # of the last push, by folder and what of it
         self._summing = threading.Lock()
+        self._group: tuple[list[str], BroadcastGroup] | None = None  # with the addresses of its servers
 
     @collective
-    def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
+    def push(
+        self,
+        engine: Holder,
+        version: int,
+        peers: Sequence[HttpClient],
+        *,
+        adapter: str = "default",
+        label: str = "",
+    ) -> dict[str, str]:
         """Give servers the current weights.
 
         Args:
             version: number of updates that made them.
             peers: the servers; those of the main rank count.
             adapter: adapter that makes the rollouts.
+            label: end of the folder's name, for other weights of the same version: sglang reads a path once.
 
         Returns:
             Why a server did not take them, by its address, the same on all ranks. Such a server has to be left out until a
@@ -133,7 +150,7 @@ class WeightSync:
         """
         module, failed = engine.module, Failed()
         trained = adapter if lora_layers(module) else None
-        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
+        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained, label)
         with self._turn:
             self._push(push)
         count, failed = self._share((len(push.peers), failed))
@@ -149,9 +166,9 @@ class WeightSync:
     def _push(self, push: _Push) -> None:
         self._parameters = {name: set(base_tensors(net, parameters=True)) for name, net in components(push.module).items()}
         self._each(push.peers, push.failed, self._learn)
-        if push.adapter is not None and self.method == "auto":
+        if push.adapter is not None and self.method in ("auto", "broadcast"):
             self._push_base(push)
-            self._push_adapter(push, push.adapter)
+            (self._push_adapter if self.method == "auto" else self._push_buckets)(push, push.adapter)
         elif self.method in ("auto", "disk"):
             self._push_folder(push)
         else:
@@ -185,7 +202,8 @@ class WeightSync:
             self._dtypes.pop(address, None)
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, and leave the group."""
+        self._group = None
         if self._folder is not None:
             self._folder.close()
 
@@ -233,7 +251,7 @@ class WeightSync:
             self._based.add(peer.address)
 
     def _push_adapter(self, push: _Push, adapter: str) -> None:
-        name = f"lora-{push.version}"
+        name = f"lora-{push.version}{push.label}"
         with self._writing(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
         scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
@@ -272,7 +290,7 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options, plain = f"weights-{push.version}", self._options(push), dict[str, torch.dtype]()
+        name, options, plain = f"weights-{push.version}{push.label}", self._options(push), dict[str, torch.dtype]()
         with self._writing(name) as out:
             for part, network in components(push.module).items():
                 like, tensors = layout(network, **options), gather_weights(network, **options)
@@ -293,9 +311,9 @@ class WeightSync:
         }
         _post_change(peer, "/update_weights_from_disk", value)
 
-    def _check_sums(self, peer: HttpClient, version: int, base: Sums) -> None:
-        """Raise RunError unless a server has these weights, and no adapter."""
-        expected = policy_checksums(base)
+    def _check_sums(self, peer: HttpClient, version: int, base: Sums, adapters: Sums | None = None) -> None:
+        """Raise RunError unless a server has these weights, and these adapters, or none."""
+        expected = policy_checksums(base, adapters)
         if _checksums(peer, expected) != expected:
             raise RunError(
                 f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that "
@@ -304,38 +322,139 @@ class WeightSync:
 
     # Buckets
 
-    def _push_buckets(self, push: _Push) -> None:
+    def _push_buckets(self, push: _Push, factors: str | None = None) -> None:
+        """Send all weights in buckets, or the factors of an adapter alone.
+
+        A broadcast reaches all servers or none, so that it begins again without those that fail.
+        """
         self.last = None
-        options, peers, failed = self._options(push), push.peers, push.failed
+        options = self._options(push) if factors is None else {"adapter": factors}
         plans = list[tuple[str, nn.Module, list[BucketPlace]]]()
         for part, network in components(push.module).items():
             like = layout(network, **options)
             laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)
             plans += [(part, network, places) for places in laid]
-        name = uuid.uuid4().hex if self.world.is_main else ""
-        dtypes = {self._dtypes[peer.address] for peer in peers if peer.address not in failed}
-        sums = {dtype: {part: Checksum(dtype) for part in self._parameters} for dtype in dtypes}
+        dtypes = self._share({self._dtypes[peer.address] for peer in push.peers if peer.address not in push.failed})
+        while True:
+            failed = self._share(len(push.failed))
+            sums = {dtype: {part: Checksum(dtype) for part in self._parameters} for dtype in dtypes}
+            self._send_buckets(push, plans, options, sums, factors)
+            if self.method != "broadcast" or self._share(len(push.failed)) in (failed, self._share(len(push.peers))):
+                break
+        if not self.verify:
+            return
+        found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
+
+        def check(peer: HttpClient) -> None:
+            dtype = self._dtypes[peer.address]
+            base, adapters = (found[dtype], None) if factors is None else (self._base[dtype], found[dtype])
+            self._check_sums(peer, push.version, base, adapters)
+
+        self._each(push.peers, push.failed, check)
+
+    def _send_buckets(
+        self,
+        push: _Push,
+        plans: Sequence[tuple[str, nn.Module, list[BucketPlace]]],
+        options: Mapping[str, Any],
+        sums: Mapping[Dtype, Mapping[str, Checksum]],
+        factors: str | None,
+    ) -> None:
+        """Send the buckets of a push, and add their tensors to its checksums; a broadcast ends when a server fails."""
+        peers, failed = push.peers, push.failed
+        name, before = uuid.uuid4().hex if self.world.is_main else "", self._share(len(failed))
+        with self.world.agreed():
+            if self.world.is_main and self.method == "broadcast":
+                self._join(peers, failed)
         for index, (part, network, places) in enumerate(plans):
+            if self.method == "broadcast" and self._share(len(failed) != before or (self.world.is_main and not self._group)):
+                return
             named = gather_weights(network, **options, names=[place.name for place in places])
             tensors = [tensor for _, tensor in named]
             for place, tensor in zip(places, tensors, strict=True):
                 for each in sums.values():
-                    if place.name in self._parameters[part]:
+                    if factors is not None or place.name in self._parameters[part]:
                         each[part].add(place.name, tensor)
             flat = flatten(places, tensors)
             del tensors
             with self.world.agreed():
                 if self.world.is_main:
-                    file = self.path / f"bucket-{index}"
-                    bucket = SharedBucket(name, index, len(plans), part, str(file), places)
-                    request = bucket_request(bucket, flat, version=push.version)
-                    self._each(peers, failed, partial(_post_change, path="/update_weights_from_tensor", value=request))
-                    file.unlink(missing_ok=True)
+                    module = part if factors is None else part + FACTORS
+                    where = str(self.path / f"bucket-{index}") if self._group is None else self._group[1].name
+                    self._send_bucket(push, SharedBucket(name, index, len(plans), module, where, places), flat, factors)
             if self._share(len(failed) == len(peers)):
                 break
-        if self.verify:
-            found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
-            self._each(peers, failed, lambda peer: self._check_sums(peer, push.version, found[self._dtypes[peer.address]]))
+        if factors is not None:
+            scaling = float(next(iter(lora_layers(push.module).values())).scaling[factors])
+            for found in sums.values():
+                for total in found.values():
+                    total.add_scaling(scaling)
+
+    def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
+        """Send a bucket to the servers that have not failed."""
+        group = None if self._group is None else self._group[1]
+        request = bucket_request(bucket, SHARED_FILES if group is None else BROADCAST, version=push.version)
+        if factors is not None:
+            layer = next(iter(lora_layers(push.module).values()))
+            request |= {"lora_alpha": float(layer.lora_alpha[factors]), "product": self.product}
+        post = partial(_post_change, path="/update_weights_from_tensor", value=request)
+        if group is None:
+            write_bucket(bucket, flat)
+            self._each(push.peers, push.failed, post)
+            Path(bucket.file).unlink(missing_ok=True)
+            return
+        with self._together(push.peers, push.failed, post) as left:
+            group.broadcast(flat.cpu())
+        if len(left) < len(self._group[0] if self._group else ()):
+            self._group = None
+
+    def _join(self, peers: Sequence[HttpClient], failed: Failed) -> None:
+        """Make a group of the servers that have not failed, unless there is one."""
+        left = [peer for peer in peers if peer.address not in failed]
+        if self._group is not None and self._group[0] == [peer.address for peer in left]:
+            return
+        self._group, name = None, uuid.uuid4().hex
+        self._each(left, failed, partial(_post_change, path="/destroy_weights_update_group", value={"group_name": name}))
+        left = [peer for peer in left if peer.address not in failed]  # those that know groups
+        if not left:
+            return
+        url = urlsplit(left[0].address)
+        with convert_errors(RunError, OSError, says=f"{left[0].address} cannot be reached"):
+            address = own_address(url.hostname or "", url.port or 80)
+        store, addresses = open_store(address, 0, is_master=True), [peer.address for peer in left]
+
+        def ask(peer: HttpClient) -> None:
+            value = {"master_address": address, "master_port": store.port, "group_name": name, "backend": "gloo"}
+            value |= {"rank_offset": 1 + addresses.index(peer.address), "world_size": 1 + len(left)}
+            _post_change(peer, "/init_weights_update_group", value)
+
+        with self._together(left, failed, ask):
+            self._group = addresses, BroadcastGroup(store, address, rank=0, size=1 + len(left), name=name)
+
+    @contextmanager
+    def _together(
+        self, peers: Sequence[HttpClient], failed: Failed, action: Callable[[HttpClient], None]
+    ) -> Iterator[list[HttpClient]]:
+        """Act on servers, see `_each`, while the context does its part in what they do together; yield those that it left.
+
+        Where that fails, a server that is away has failed, and another one has if none is.
+        """
+        before, left = dict(failed), list[HttpClient]()
+        with ThreadPoolExecutor(1) as pool:
+            acted = pool.submit(self._each, peers, failed, action)
+            lost: RunError | None = None
+            try:
+                yield left
+            except RunError as error:
+                lost, self._group = error, None
+            acted.result()
+        if lost is not None:
+            gone = {address: error for address, error in failed.items() if isinstance(error, UnreachableError)}
+            failed.clear()
+            failed |= before | gone
+            if len(failed) == len(before):
+                failed |= {peer.address: UnreachableError(str(lost)) for peer in peers if peer.address not in failed}
+        left += [peer for peer in peers if peer.address not in failed]
 
     # What all of them share
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import math
 import os
 import signal
 import socket
@@ -125,6 +126,7 @@ Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
 ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
 OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
+FORMS = ("/v1/images/edits",)  # paths that take a form with files; all others take JSON
 LIMITS = ConnectionLimits()
 SMALL = 65536  # bytes of a body that is decoded at once: a thread takes longer
 MOST_VALUES = 250_000  # of a body: each becomes an object, whatever its bytes
@@ -200,8 +202,9 @@ class RequestGuard:
             name = "the admin key" if controls else "an API key"
             return RequestError(f"this server asks for {name}, sent as a bearer token", 401)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
-            return RequestError(f"the content type is {kind[:60]!r}, expected application/json", 415)
+        expected = "multipart/form-data" if path in FORMS else "application/json"
+        if method == "POST" and kind != expected:
+            return RequestError(f"the content type is {kind[:60]!r}, expected {expected}", 415)
         return None
 
     def _overload(self, address: str) -> RequestError | None:
@@ -212,6 +215,31 @@ class RequestGuard:
 
 def _token(key: str) -> bytes:
     return f"Bearer {key}".encode() if key else b""
+
+
+async def body_of(request: Request, *, most_bytes: int, most_values: float = math.inf) -> bytearray:
+    """Return a request's body, read piece by piece.
+
+    Raises:
+        RequestError: it is larger, or has as many commas as more than `most_values` of JSON would.
+    """
+    problem = RequestError(f"the request has more than {most_bytes // 1_000_000} MB: send less at once", 413)
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:18]) > most_bytes:
+        raise problem
+    body, size, values = bytearray(), 0, 1
+    try:
+        async for piece in request.stream():
+            size, values = size + len(piece), values + piece.count(b",")
+            if size > most_bytes:
+                raise problem
+            if values <= most_values:  # the rest is read all the same, for a client that sends it before it reads the answer
+                body += piece
+    except ClientDisconnect:
+        raise RequestError("the client has hung up", GONE) from None
+    if values > most_values:
+        raise RequestError(f"the request has more than {most_values} values: send less at once", 413)
+    return body
 
 
 async def json_of(request: Request, kind: type[Result], *, most_bytes: int, lenient: bool = False) -> Result:
@@ -227,22 +255,7 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
         RequestError: it is too large.
         WireError: it is not JSON, or does not fit the type.
     """
-    problem = RequestError(f"the request has more than {most_bytes // 1_000_000} MB: send less at once", 413)
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:18]) > most_bytes:
-        raise problem
-    body, size, values = bytearray(), 0, 1
-    try:
-        async for piece in request.stream():
-            size, values = size + len(piece), values + piece.count(b",")
-            if size > most_bytes:
-                raise problem
-            if values <= MOST_VALUES:  # the rest is read all the same, for a client that sends it before it reads the answer
-                body += piece
-    except ClientDisconnect:
-        raise RequestError("the client has hung up", GONE) from None
-    if values > MOST_VALUES:
-        raise RequestError(f"the request has more than {MOST_VALUES} values: send less at once", 413)
+    body = await body_of(request, most_bytes=most_bytes, most_values=MOST_VALUES)
     if len(body) <= SMALL:
         return decode(body, kind, lenient=lenient)
     return await asyncio.to_thread(decode, body, kind, lenient=lenient)

@@ -17,6 +17,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 FACTORS = ".lora"  # after the name of a network: the checksum of its adapter, which only fluvial's own server reports
 UNKNOWN = "not_found"  # checksum of a network, or of an adapter, that a server does not have
 SHARED_FILES = "fluvial_shared_files"  # load_format of buckets in files, which fluvial's own server takes
+BROADCAST = "fluvial_broadcast"  # load_format of buckets that a group broadcasts
 MOST_BUCKETS = 4096
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -44,6 +45,11 @@ class Checksum:
         self._digest.update(read_bytes(plain))
         self._last = name
 
+    def add_scaling(self, scaling: float) -> None:
+        """Take the scale of an adapter, after all of its factors."""
+        # As an integer, so that no dtype changes it.
+        self.add(SCALING, torch.tensor(scaling, dtype=torch.float64).view(torch.int64))
+
     def hex(self) -> str:
         """Return the digest of the tensors so far."""
         return self._digest.hexdigest()
@@ -64,8 +70,11 @@ def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: to
         factors: tensors by `layer.lora_A.weight` and `layer.lora_B.weight`.
         scaling: alpha / rank, times the strength.
     """
-    scale = torch.tensor(scaling, dtype=torch.float64).view(torch.int64)  # as an integer, no dtype changes it
-    return checksum([*((name, factors[name]) for name in sorted(factors)), (SCALING, scale)], dtype=dtype)
+    found = Checksum(dtype)
+    for name in sorted(factors):
+        found.add(name, factors[name])
+    found.add_scaling(scaling)
+    return found.hex()
 
 
 def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -122,11 +131,13 @@ def flatten(places: Iterable[BucketPlace], tensors: Iterable[Tensor]) -> Tensor:
 
 
 class SharedBucket(Struct, frozen=True):
-    """A bucket in a file that both sides see, for fluvial's own server.
+    """A bucket in a file that both sides see, or that a group broadcasts, for fluvial's own server.
 
     Args:
         push: name of the push; its buckets are staged together.
         index, count: number of the bucket, and of all buckets of the push.
+        module: name of the network, with `FACTORS` where the tensors are those of its adapter.
+        file: file, or name of the group.
         places: where each tensor lies in it.
 
     Raises:

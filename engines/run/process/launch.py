@@ -4,6 +4,7 @@ torchrun does this for several machines. There, the terminal's Ctrl-C and the on
 and the second stops it at once. Here a request to stop reaches each rank once.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -124,3 +125,9 @@ class _Ranks:
 def _code(returncode: int) -> int:
     """Return the exit code for how a rank ended."""
     return returncode if returncode > 0 else 130 if -returncode == signal.SIGINT else 1
+
+
+def end_with_parent() -> None:
+    """Have the system end this process when the worker that started it dies, also by kill -9; on Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

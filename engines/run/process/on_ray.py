@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from fluvial.engines.errors import RunError
+from fluvial.engines.run.process.launch import end_with_parent
 
 FLUVIAL = (sys.executable, "-P", "-m", "fluvial.engines")
+LIMIT = 1800.0  # seconds until the rollout servers have loaded their models
 
 
 class RankActor:
@@ -18,7 +20,9 @@ class RankActor:
 
         host = ray.util.get_node_ip_address() if "FLUVIAL_SERVE_KEY" in os.environ else "127.0.0.1"
         command = [*FLUVIAL, "serve", *arguments, "--host", host, "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, encoding="utf-8", preexec_fn=end_with_parent
+        )
 
     def address(self) -> str | None:
         """Wait until the model is loaded, and return the server's address; None if the server ended."""
@@ -34,7 +38,7 @@ class RankActor:
 def rank(config: dict[str, Sequence[str]]) -> None:
     """Run one rank of a training run in a process of its own, which finds the others through Ray Train's store."""
     environment = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store serves as torchrun's does
-    if code := subprocess.run([*FLUVIAL, "train", *config["train"]], env=environment, check=False).returncode:
+    if code := subprocess.Popen([*FLUVIAL, "train", *config["train"]], env=environment, preexec_fn=end_with_parent).wait():
         raise RuntimeError(f"exit code {code}")
 
 
@@ -48,11 +52,13 @@ def run(train: Sequence[str], serve: Sequence[str] = (), *, ranks: int, servers:
 
     actors = [ray.remote(num_gpus=int(gpus))(RankActor).remote(serve) for _ in range(servers)]
     try:
-        if None in (addresses := ray.get([actor.address.remote() for actor in actors])):
+        if None in (addresses := ray.get([actor.address.remote() for actor in actors], timeout=LIMIT)):
             raise RunError("a rollout server ended before it served: its own line says why")
         config = {"train": [*train, *(["--rollout.source", ",".join(addresses)] if addresses else [])]}
         scaling, torch = ray.train.ScalingConfig(num_workers=ranks, use_gpu=gpus), TorchConfig(backend="gloo")
         TorchTrainer(rank, train_loop_config=config, scaling_config=scaling, torch_config=torch).fit()
+    except ray.exceptions.GetTimeoutError:
+        raise RunError(f"no rollout server answered within {LIMIT:g} s: give Ray resources") from None
     except ray.train.TrainingFailedError as error:
         ends = getattr(error, "worker_failures", {"?": error}).items()
         raise RunError("; ".join(f"rank {i}: {str(end).splitlines()[0]}" for i, end in ends)) from None

@@ -26,6 +26,8 @@ PARENTS = (
     f"{TOP}.runtime",
     f"{TOP}.runtime.models",
     f"{TOP}.runtime.models.schedulers",
+    f"{TOP}.runtime.pipelines_core",
+    f"{TOP}.runtime.pipelines_core.lora",
     f"{TOP}.runtime.post_training",
     f"{TOP}.runtime.entrypoints",
     f"{TOP}.runtime.entrypoints.post_training",
@@ -95,6 +97,19 @@ def function(path: str, name: str, **names: Any) -> Any:
     flags = __future__.annotations.compiler_flag  # its annotations are not evaluated
     exec(compile(ast.Module([node], []), path, "exec", flags=flags, dont_inherit=True), names)
     return names[name]
+
+
+def form_of_edits() -> list[tuple[str, tuple[None, str]]]:
+    """Return the fields of the form of its `/v1/images/edits` that are no files, each at its default."""
+    node = _node("multimodal_gen/runtime/entrypoints/openai/image_api.py", "edits", ast.AsyncFunctionDef)
+    arguments = node.args.args[-len(node.args.defaults) :]
+    found = []
+    for argument, default in zip(arguments, node.args.defaults, strict=True):
+        value = default.args[0].value if getattr(default, "args", []) else None
+        if default.func.id == "Form" and "url" not in argument.arg:
+            text = "1" if value is ... else "" if value is None else str(value)
+            found.append((argument.arg, (None, text)))
+    return found
 
 
 def fields(path: str, name: str) -> set[str]:

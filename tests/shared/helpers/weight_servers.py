@@ -1,12 +1,16 @@
 """A server of weights alone, without a network, and engines that push to it."""
 
 import asyncio
+import json
+import threading
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from helpers import asgi
+from helpers.fake_rollouts import respond
 from helpers.tiny_jobs import Tiny
 from torch import Tensor, nn
 
@@ -33,7 +37,7 @@ class Served:
         name: host name of its address.
     """
 
-    def __init__(self, module: nn.Module, roots: Sequence[Path], name: str = "served") -> None:
+    def __init__(self, module: nn.Module, roots: Sequence[Path], name: str = "localhost") -> None:
         from starlette.applications import Starlette
         from starlette.responses import JSONResponse
         from starlette.routing import Route
@@ -44,11 +48,20 @@ class Served:
         async def models(request: Any) -> Any:
             return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
 
-        routes = [Route("/v1/models", models), *control_routes(WeightRoutes(self.weights, between))]
+        self.one = threading.Lock()  # held while a request is answered over HTTP
+        self.routes = WeightRoutes(self.weights, between)
+        routes = [Route("/v1/models", models), *control_routes(self.routes)]
         self.app = Starlette(routes=routes)
         transport = asgi.Transport(self.app)
         self.requests = transport.paths
         self.client = HttpClient(f"http://{name}", patience=0, transport=transport)
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer a request over HTTP, as `fake_servers.loopback` takes a handler."""
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0))) if handler.command == "POST" else None
+        with self.one:
+            answer = asyncio.run(asgi.call(self.app, handler.path, body=body))
+        respond(handler, json.dumps(answer.value).encode(), answer.status)
 
 
 async def between(function: Callable[[], Result], /) -> Result:
@@ -56,7 +69,7 @@ async def between(function: Callable[[], Result], /) -> Result:
     return function()
 
 
-def served(*roots: Path, name: str = "served", dtype: torch.dtype = torch.float32) -> Served:
+def served(*roots: Path, name: str = "localhost", dtype: torch.dtype = torch.float32) -> Served:
     return Served(base().eval().to(dtype), roots, name)
 
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.fake_servers import loopback
 from helpers.weight_servers import adapted, base, engine_of, move, moved_base, run, served
 from safetensors.torch import load_file
 
 import fluvial.engines.export.model_folder as exporting
+from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.weight_sync import Method, WeightSync
-from fluvial.engines.extensions.wire.weight_buckets import checksum
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.extensions.wire.weight_buckets import BROADCAST, SHARED_FILES, checksum
 
 
 class Noting:
@@ -28,7 +31,9 @@ class Noting:
         return self.inner.get(path)
 
     def post(self, path: str, value: Any) -> Any:
-        buckets = [Path(json.loads(text)["file"]) for text in value.get("serialized_named_tensors", ())]
+        named = value.get("serialized_named_tensors", ()) if value.get("load_format") == SHARED_FILES else ()
+        buckets = [Path(json.loads(text)["file"]) for text in named]
+        self.sent += ["broadcast"] * (value.get("load_format") == BROADCAST)
         folders = [Path(value[name]) for name in ("model_path", "lora_path") if name in value]
         files = [*buckets, *(file for folder in folders for file in sorted(folder.rglob("*.safetensors")))]
         self.sent += [_digest(file) for file in files]
@@ -50,14 +55,16 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
         "disk": adapted(base()),
         "full": moved_base(),
         "shared_memory": moved_base(),
+        "broadcast": moved_base(),
+        "broadcast lora": adapted(moved_base()),
     }.items():
         engine = engine_of(module, world, comm="reshard")
-        if method in ("lora", "disk"):
+        if method in ("lora", "disk", "broadcast lora"):
             move(engine, seed=0)
         server = served(Path(folder))
         peer: Any = Noting(server.client)
-        ways: dict[str, Method] = {"disk": "disk", "shared_memory": "shared_memory"}
-        sync = WeightSync(world, folder=Path(folder), method=ways.get(method, "auto"), bucket_bytes=3000)
+        ways: dict[str, Method] = {"disk": "disk", "shared_memory": "shared_memory", "broadcast": "broadcast"}
+        sync = WeightSync(world, folder=Path(folder), method=ways.get(method.split()[0], "auto"), bucket_bytes=3000)
         failed = sync.push(engine, 3, [peer])
         result[method] = {"failed": failed, "sent": peer.sent} if world.is_main else {"failed": failed}
         if world.is_main:
@@ -88,3 +95,30 @@ def killed(folder: str, method: str) -> None:
         exporting.save_tensors = half  # type: ignore[assignment]
         with torch.no_grad():
             sync.push(engine, 2, [server.client])
+
+
+def fill_shards(engine: Engine, version: int) -> None:
+    """Set all weights to the number of a version, so that those of one push are told from those of two."""
+    for shard in engine.sharded.shards().values():
+        shard.fill_(float(version))
+
+
+def fill(folder: str, url: str) -> None:
+    """Broadcast weights without end, each push of one number, from the one after the server's."""
+    from fluvial.engines.engine.world import init_world
+
+    with init_world() as world:
+        peer, engine = HttpClient(url), engine_of(base(), world)
+        sync = WeightSync(world, folder=Path(folder), method="broadcast", bucket_bytes=500)
+        version = int(peer.post("/v1/unmerge_lora_weights", {})["weight_version"])
+        while True:
+            version += 1
+            fill_shards(engine, version)
+            assert sync.push(engine, version, [peer]) == {}
+
+
+def serve(folder: str) -> None:
+    """Serve weights until the end."""
+    with loopback(served(Path(folder)).handle) as url:
+        print(f"serving weights on {url}", flush=True)
+        signal.pause()

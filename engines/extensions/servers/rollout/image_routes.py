@@ -1,4 +1,7 @@
-"""POST /v1/images/generations: images of a prompt in the format of OpenAI, with the fields that sglang adds to it.
+"""Images of a prompt in the format of OpenAI, with the fields that sglang adds to it.
+
+POST /v1/images/generations    JSON
+POST /v1/images/edits          a form with images: `image` and `mask`, files, or `url`, data URLs or files in our folders
 
 Images come back as base64 in `b64_json`; nothing is written to disk, so there are no URLs. Fields that change no sample here
 are ignored (`IGNORED`). Fields that would change one, and that this server lacks, are refused unless they are off, and
@@ -8,7 +11,10 @@ unknown fields are refused.
 import asyncio
 import base64
 import io
+import json
+import re
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -17,14 +23,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from fluvial.engines.extensions.servers.asgi import RequestError, json_of
+from fluvial.engines.extensions.servers.asgi import RequestError, body_of, json_of
+from fluvial.engines.extensions.servers.forms import read_form
 from fluvial.engines.extensions.servers.rollout.service import RolloutService
 from fluvial.engines.extensions.wire.decode import convert
 from fluvial.engines.extensions.wire.request import Id, Positive, Scale, read_request
 from fluvial.engines.extensions.wire.response import RolloutSample
 from fluvial.models.images import as_image
 
-GENERATIONS = "/v1/images/generations"
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 OFF: tuple[Any, ...] = (None, False, "", "auto", "opaque")
 # Fields of sglang 0.5.23 that this server lacks (openai/protocol.py of its entrypoints, ImageGenerationsRequest).
 UNSUPPORTED = (
@@ -39,7 +46,11 @@ UNSUPPORTED = (
     "progressive_mode",
     "perf_dump_path",
     "profile",
+    "enable_cache_dit",
+    "cache_dit_params",
 )
+FILES, LINKS, MASK = ("image", "image[]"), ("url", "url[]"), "mask"  # fields of a form
+NUMBERS = ("n", "output_compression", "seed", "guidance_scale", "true_cfg_scale", "num_inference_steps")
 
 IGNORED = {
     *("model", "quality", "style", "user", "output_quality", "generator_device"),
@@ -65,15 +76,18 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: Annotated[int, Meta(ge=0, le=100)] = 95
-    task_type: Literal["T2I"] | None = None
+    task_type: Literal["T2I", "I2I", "TI2I"] | None = None
     seed: Id | Annotated[list[Id], Meta(min_length=1, max_length=4096)] | None = None
     negative_prompt: str | None = None
     guidance_scale: Scale | None = None
     true_cfg_scale: Scale | None = None
     num_inference_steps: Positive | None = None
 
-    def requests(self) -> list[dict[str, Any]]:
+    def requests(self, images: Sequence[str] = (), mask: str = "") -> list[dict[str, Any]]:
         """Return the requests of a rollout that make the images, as JSON values.
+
+        Args:
+            images, mask: what is edited, as the `image_path` of a request.
 
         Raises:
             RequestError: there is another number of seeds than of images.
@@ -87,7 +101,8 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
             "width": width,
             "height": height,
             "rollout": False,
-            "extra_sampling_params": {"fluvial": {}},
+            "image_path": [*images, *([mask] if mask else [])] or None,
+            "extra_sampling_params": {"fluvial": {"media": [*["image"] * len(images), "mask_image"]} if mask else {}},
         }
         if not isinstance(self.seed, list):
             return [{**shared, "seed": self.seed, "num_outputs_per_prompt": self.n}]
@@ -97,14 +112,23 @@ class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def image_routes(service: RolloutService) -> list[Route]:
-    """Return the endpoint.
+    """Return the endpoints.
 
     Args:
         service: service that makes the samples.
     """
 
     async def generations(request: Request) -> JSONResponse:
-        value = await json_of(request, dict[str, Any], most_bytes=service.limits.body)
+        return await answer(request, await json_of(request, dict[str, Any], most_bytes=service.limits.body))
+
+    async def edits(request: Request) -> JSONResponse:
+        body = await body_of(request, most_bytes=service.limits.body)
+        values, images, mask = await asyncio.to_thread(_read_edit, bytes(body), request.headers["content-type"])
+        if not images:
+            raise RequestError("the form has no image: expected a file named image, or a url")
+        return await answer(request, values, images, mask)
+
+    async def answer(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
         if found := [name for name in UNSUPPORTED if value.get(name) not in OFF]:
             raise RequestError(f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
         read = {name: each for name, each in value.items() if name not in IGNORED and name not in UNSUPPORTED}
@@ -112,13 +136,30 @@ def image_routes(service: RolloutService) -> list[Route]:
         if asked.response_format == "url":
             raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:
-            raise RequestError(f"the model makes videos, which {GENERATIONS} does not: POST /rollout/generate")
+            raise RequestError("the model makes videos, which this endpoint does not: POST /rollout/generate")
         if asked.n > service.limits.request.outputs:
             raise RequestError(f"n is {asked.n}, expected at most {service.limits.request.outputs}")
-        wanted = [read_request(each, service.limits.request) for each in asked.requests()]
+        wanted = [read_request(each, service.limits.request) for each in asked.requests(images, mask)]
         return JSONResponse(await asyncio.to_thread(_answer, asked, await service.generate_all(request, wanted)))
 
-    return [Route(GENERATIONS, generations, methods=["POST"])]
+    return [Route(GENERATIONS, generations, methods=["POST"]), Route(EDITS, edits, methods=["POST"])]
+
+
+def _read_edit(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str], str]:
+    """Return the values of a form, which are texts, its images, and its mask; what is off is left out."""
+    values, images, masks = dict[str, Any](), list[str](), list[str]()
+    for field in read_form(body, content_type):
+        if field.name in (*FILES, MASK):
+            data = base64.b64encode(field.data).decode("ascii")
+            (masks if field.name == MASK else images).append(f"data:image/png;base64,{data}")
+            continue
+        text = field.data.decode("utf-8", "replace")
+        if field.name in LINKS:
+            images.append(text)
+        elif text.lower() not in ("", "false") and (field.name, text) != ("num_frames", "1"):
+            number = field.name in NUMBERS and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,20})?", text.strip())
+            values[field.name] = json.loads(text) if number else text
+    return values, images, masks[0] if masks else ""
 
 
 def _answer(asked: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any]:

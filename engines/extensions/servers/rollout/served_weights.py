@@ -23,10 +23,11 @@ from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, Sha
 from fluvial.engines.files import weight_files
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
-from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, linear_layers, lora_layers
 from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
 from fluvial.models.lora_layer import Product
 
+PAIR = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
 MOST_LOADED = 16  # adapters that are kept for requests that name them again, and that act together at most
 
 
@@ -198,10 +199,17 @@ class ServedWeights:
         _check_complete(tensors, own, where=str(folder))
         return tensors
 
-    def stage(self, bucket: SharedBucket) -> Staged | None:
-        """Read a bucket from a file, and return all tensors of the push with its last bucket.
+    def most_bytes(self) -> int:
+        """Return the largest size of a bucket: of all weights, in any dtype."""
+        return 8 * sum(tensor.numel() for name in self.networks for tensor in self.tensors(name).values())
+
+    def stage(self, bucket: SharedBucket, flat: Tensor | None = None) -> Staged | None:
+        """Take a bucket, and return all tensors of the push with its last bucket.
 
         The buckets of a push come in order. Another push, or a bucket that is wrong, drops those that were staged.
+
+        Args:
+            flat: its bytes, uint8; by default those of its file.
 
         Raises:
             RequestError: anything is wrong with it.
@@ -212,20 +220,14 @@ class ServedWeights:
             push, done, staged = bucket.push, 0, Staged()
         if (push, done) != (bucket.push, bucket.index):
             raise RequestError(f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
-        (name,) = self._targets([bucket.module])
-        own, held = self.tensors(name), staged.setdefault(name, {})
+        (name,), factors = self._targets([bucket.module.removesuffix(FACTORS)]), bucket.module.endswith(FACTORS)
+        own, held = self.tensors(name), staged.setdefault(bucket.module, {})
         for place in bucket.places:
             if place.name in held:
                 raise RequestError(f"{place.name} comes twice")
-            _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
-        path, size = self.inside(bucket.file), bucket.places[-1].end_idx
-        with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
-            if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
-                raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
-            data = bytearray(path.read_bytes())
-        if len(data) != size:
-            raise RequestError(f"{bucket.file!r} has changed while it was read")
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            if not factors:
+                _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
+        flat = self._read_bucket(bucket) if flat is None else flat
         for place in bucket.places:
             raw = flat[place.start_idx : place.end_idx].clone()  # aligned
             held[place.name] = raw.view(place.dtype).reshape(place.shape)
@@ -233,8 +235,49 @@ class ServedWeights:
             self._staging = (push, done + 1, staged)
             return None
         for name, tensors in staged.items():
-            _check_complete(tensors, self.tensors(name), where=f"push {push!r}")
+            if name in self.networks:
+                _check_complete(tensors, self.tensors(name), where=f"push {push!r}")
         return staged
+
+    def _read_bucket(self, bucket: SharedBucket) -> Tensor:
+        """Return the bytes of a bucket's file, uint8."""
+        path, size = self.inside(bucket.file), bucket.places[-1].end_idx
+        with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
+            if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
+                raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
+            data = bytearray(path.read_bytes())
+        if len(data) != size:
+            raise RequestError(f"{bucket.file!r} has changed while it was read")
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def open_adapter(self, target: str, tensors: Mapping[str, Tensor], *, alpha: float, path: str) -> Adapter:
+        """Return the adapter of staged factors, for a network.
+
+        Args:
+            path: what the list of adapters says that it is from.
+
+        Raises:
+            RequestError: they do not fit its linear layers, or are not finite.
+        """
+        linear, layers = linear_layers(self.networks[target]), list[str]()
+        ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(PAIR[0]) and tensor.ndim == 2}
+        if len(ranks) != 1:
+            raise RequestError(f"the adapter's factors have ranks {sorted(ranks)}, expected one")
+        (rank,) = ranks
+        for layer in sorted({name.removesuffix(end) for name in tensors for end in PAIR if name.endswith(end)}):
+            a, b = (tensors.get(layer + end) for end in PAIR)
+            shape = None if layer not in linear else (linear[layer].out_features, linear[layer].in_features)
+            if (
+                a is None
+                or b is None
+                or shape is None
+                or (tuple(b.shape), tuple(a.shape)) != ((shape[0], rank), (rank, shape[1]))
+            ):
+                raise RequestError(f"the adapter's factors of {layer} fit no linear layer of {target}")
+            layers.append(layer)
+        if len(tensors) != 2 * len(layers) or not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise RequestError("the adapter holds other tensors than finite factors")
+        return Adapter(f"fluvial-{target}", path, 1.0, LoraFile(rank, alpha, tuple(layers), dict(tensors)))
 
     def exchange(self, staged: Staged) -> None:
         """Exchange the values of networks with those of `staged`, in place, and take their adapters off.

@@ -2,6 +2,9 @@
 
 POST /update_weights_from_disk    {model_path, target_modules?, weight_version?, sha256?}
 POST /update_weights_from_tensor  {load_format: "fluvial_shared_files", serialized_named_tensors: [JSON of a bucket], ...}
+POST /init_weights_update_group   {master_address, master_port, rank_offset, world_size, group_name, backend: "gloo"}; then
+                                  load_format "fluvial_broadcast" takes buckets, of weights or adapters, from that group
+POST /destroy_weights_update_group  {group_name}
 POST /v1/set_lora                 {lora_nickname, lora_path?, target?, strength?, merge_mode?, product?, lora_alpha?, ...}
 POST /v1/merge_lora_weights       {target?, strength?, weight_version?}
 POST /v1/unmerge_lora_weights     {target?, weight_version?}
@@ -20,11 +23,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch import Tensor
 
+from fluvial.engines.errors import RunError, convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
 from fluvial.engines.extensions.servers.rollout.served_weights import (
     MOST_LOADED,
@@ -33,8 +39,16 @@ from fluvial.engines.extensions.servers.rollout.served_weights import (
     ServedWeights,
     merge_adapters,
 )
+from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.decode import WireError, convert
-from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, Text, open_shared_bucket
+from fluvial.engines.extensions.wire.weight_buckets import (
+    BROADCAST,
+    FACTORS,
+    SHARED_FILES,
+    SharedBucket,
+    Text,
+    open_shared_bucket,
+)
 from fluvial.models.lora_layer import Product
 
 Result = TypeVar("Result")
@@ -73,8 +87,26 @@ class FromTensors(Change, frozen=True, kw_only=True):
     payload_gpu_uuids: Any = None
     target_modules: Any = None
     weight_update_mode: Any = None
-    lora_alpha: Any = None
+    lora_alpha: Alpha | None = None  # of an adapter's factors
     lora_rank: Any = None
+    product: Product | None = None
+
+
+class InitGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """A group to join, in which a trainer broadcasts weights; it takes the place of the one before."""
+
+    master_address: Annotated[str, Meta(max_length=256)]
+    master_port: Annotated[int, Meta(ge=1, lt=65536)]
+    rank_offset: Annotated[int, Meta(ge=1, lt=65536)]
+    world_size: Annotated[int, Meta(ge=2, le=65536)]
+    group_name: Text
+    backend: str = "gloo"
+
+
+class DestroyGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """A group that is left."""
+
+    group_name: Text
 
 
 class ForAdapters(Change, frozen=True):
@@ -151,6 +183,7 @@ class WeightRoutes:
 
     def __init__(self, weights: ServedWeights, between: Between) -> None:
         self.weights, self.between = weights, between
+        self.group: BroadcastGroup | None = None
         self.turn = asyncio.Lock()  # changes are read one after the other, so that two do not take twice the memory
 
     async def from_disk(self, asked: FromDisk) -> dict[str, Any]:
@@ -160,8 +193,8 @@ class WeightRoutes:
         return await self._change(lambda: self.weights.exchange(staged), asked, f"the weights of {asked.model_path}")
 
     async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
-        """Take a bucket over; the last one of a push changes the weights."""
-        if asked.load_format != SHARED_FILES:
+        """Take a bucket over; the last one of a push changes the weights, or the adapters, of all its networks at once."""
+        if asked.load_format not in (SHARED_FILES, BROADCAST):
             raise RequestError(PICKLES)
         if len(asked.serialized_named_tensors) != 1:
             raise RequestError(f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket")
@@ -169,10 +202,56 @@ class WeightRoutes:
             bucket = open_shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
             raise RequestError("serialized_named_tensors holds a text that is not JSON") from None
-        staged = await asyncio.to_thread(self.weights.stage, bucket)
+        flat = await asyncio.to_thread(self._receive, bucket) if asked.load_format == BROADCAST else None
+        staged = await asyncio.to_thread(self.weights.stage, bucket, flat)
         if staged is None:
             return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
-        return await self._change(lambda: self.weights.exchange(staged), asked, f"{bucket.count} buckets")
+        factors = {name.removesuffix(FACTORS): held for name, held in staged.items() if name.endswith(FACTORS)}
+        what, product = f"{bucket.count} buckets", asked.product or "auto"
+        if not factors:
+            return await self._change(lambda: self.weights.exchange(staged), asked, what)
+        alpha, path = asked.lora_alpha, f"push {bucket.push}"
+        if len(factors) < len(staged) or alpha is None:
+            raise RequestError("a push holds adapters, with their lora_alpha, or all weights")
+        opened = {name: self.weights.open_adapter(name, held, alpha=alpha, path=path) for name, held in factors.items()}
+        adapters = {name: merge_adapters([adapter], product) for name, adapter in opened.items()}
+        return await self._change(lambda: self.weights.adapt(adapters), asked, what)
+
+    def _receive(self, bucket: SharedBucket) -> Tensor:
+        """Return the bytes of a bucket that the group broadcasts, uint8."""
+        size = bucket.places[-1].end_idx
+        if self.group is None or self.group.name != bucket.file:
+            raise RequestError(f"there is no group {bucket.file!r}: POST /init_weights_update_group first", 409)
+        if size > self.weights.most_bytes():
+            raise RequestError(f"the bucket has {size} bytes, more than all weights")
+        flat = torch.empty(size, dtype=torch.uint8)
+        try:
+            self.group.broadcast(flat)
+        except RunError as error:
+            self.group = None
+            raise RequestError(str(error), 409) from None
+        return flat
+
+    async def init_group(self, asked: InitGroup) -> dict[str, Any]:
+        """Join a group; the trainer and all servers of it have to come."""
+        if asked.backend != "gloo":
+            raise RequestError(f"backend is {asked.backend[:40]!r}, expected gloo")
+        self.group = None
+
+        def join() -> BroadcastGroup:
+            store = open_store(asked.master_address, asked.master_port, is_master=False)
+            address = own_address(asked.master_address, asked.master_port)
+            return BroadcastGroup(store, address, rank=asked.rank_offset, size=asked.world_size, name=asked.group_name)
+
+        with convert_errors(RequestError, RunError, OSError):
+            self.group = await asyncio.to_thread(join)
+        return {"success": True, "message": f"rank {asked.rank_offset} of {asked.world_size} of group {asked.group_name}"}
+
+    async def destroy_group(self, asked: DestroyGroup) -> dict[str, Any]:
+        """Leave a group, if this server is in it."""
+        if self.group is not None and self.group.name == asked.group_name:
+            self.group = None
+        return {"success": True, "message": f"not in group {asked.group_name}"}
 
     async def set_lora(self, asked: SetLora) -> dict[str, Any]:
         """Take adapters over, in the place of those before."""
@@ -308,6 +387,8 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
     handlers: dict[str, tuple[Callable[[Any], Awaitable[dict[str, Any]]], type[Struct]]] = {
         "/update_weights_from_disk": (routes.from_disk, FromDisk),
         "/update_weights_from_tensor": (routes.from_tensors, FromTensors),
+        "/init_weights_update_group": (routes.init_group, InitGroup),
+        "/destroy_weights_update_group": (routes.destroy_group, DestroyGroup),
         "/v1/set_lora": (routes.set_lora, SetLora),
         "/v1/merge_lora_weights": (routes.merge_lora, MergeLora),
         "/v1/unmerge_lora_weights": (routes.unmerge_lora, ForAdapters),

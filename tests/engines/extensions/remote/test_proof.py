@@ -48,7 +48,9 @@ class Sync:
         self.fakes, self.bad = fakes, bad
         self.pushed: list[int] = []
 
-    def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
+    def push(
+        self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default", label: str = ""
+    ) -> dict[str, str]:
         self.pushed.append(version)
         given = {
             name: tensor.clone() for name, tensor in gather_weights(engine.module, adapter=None, merge=False, dtype=None)

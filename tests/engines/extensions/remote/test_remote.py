@@ -58,7 +58,9 @@ class FakeSync:
         self.fakes, self.repeated = fakes, list[str]()
         self.is_down, self.pushes = False, 0
 
-    def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
+    def push(
+        self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default", label: str = ""
+    ) -> dict[str, str]:
         self.pushes += 1
         if self.is_down:
             raise UnreachableError(f"no server took the weights of update {version}: it restarts")

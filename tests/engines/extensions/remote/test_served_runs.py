@@ -1,6 +1,7 @@
 """Runs whose samples `fluvial serve` makes, in another process: the weights have the bits of runs in one process."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,9 @@ ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1"
 )
+BOUND = r"(\d+) of (\d+) modules of the adapter are bound(?:, (\d+) have no effect that can be seen)?"
+# Layers of the last block whose results go nowhere, by the model.
+UNUSED = {"handwriting": 1, "sd3": 1, "qwen-image": 2}
 REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"
 
 
@@ -64,6 +68,12 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     handshake = next(record["handshake"] for record in records if "handshake" in record)
     assert handshake["kind"] == "fluvial"
     assert set(handshake["log_prob_difference"].values()) == {0.0}
+    for words in handshake.get("binding", {}).values():  # a layer whose result is not used has no effect
+        found = re.fullmatch(BOUND, words)
+        assert found is not None
+        assert int(found[1]) + int(found[3] or 0) == int(found[2])
+        assert int(found[3] or 0) == UNUSED.get(name, 0)
+    assert ("binding" in handshake) == (train == "lora")
     updates = [record for record in records if "grad_norm" in record]
     assert {record["first_pass_max_abs_log_ratio"] for record in updates} == {0.0}  # files of equal sizes make no update
     assert [*weights.iterdir()] == []  # nothing is left behind

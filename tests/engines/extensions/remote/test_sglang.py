@@ -213,20 +213,27 @@ def test_sglang_takes_the_image_alone(one: World) -> None:
 
 
 def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) -> None:
-    """Its own function that loads an adapter drops the one of the same nickname; each push has a path that it loads."""
+    """Its own function that loads an adapter drops the one of the same nickname; each push has a path that it loads.
+
+    Its layers scale by alpha / rank of the last push, which its own functions read from the file: half of it, then all.
+    """
     held: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     settings = SimpleNamespace(lora_path=None, pipeline_config=mock.MagicMock())
     pipeline = SimpleNamespace(lora_adapters=held, server_args=settings, modules=mock.MagicMock(), device="cpu")
     pipeline.loaded_adapter_paths, pipeline.loaded_adapter_alphas = {}, {}
-    load = real_sglang.function(
+    path, peft = (
         "multimodal_gen/runtime/pipelines_core/lora/pipeline.py",
+        real_sglang.part("pipelines_core.lora.peft_adapter"),
+    )
+    load = real_sglang.function(
+        path,
         "load_lora_adapter",
         maybe_download_lora=lambda path, weight_name: next(Path(path).rglob("*.safetensors")),
         dist=SimpleNamespace(is_initialized=lambda: False),
         load_file=load_file,
-        load_peft_config=lambda path: None,
+        load_peft_config=peft.load_peft_config,
         normalize_lora_state_dict=lambda tensors, **options: tensors,
-        get_peft_lora_alpha=lambda config: None,
+        get_peft_lora_alpha=peft.get_peft_lora_alpha,
         get_param_names_mapping=lambda mapping: lambda name: (name, None, None),
         _swap_peft_swiglu_fc1_lora_b=lambda name, target, weight: weight,
         _store_fused_lora_groups=lambda *args: None,
@@ -234,7 +241,11 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
         defaultdict=defaultdict,
         logger=mock.Mock(),
     )
-    server, handled, pushed = served(tmp_path), [], list[Any]()
+    apply = real_sglang.function(path, "_apply_lora_to_layers", logger=mock.Mock())
+    engine = engine_of(adapted(base()), one)
+    adapted_layers: Any = lora_layers(engine.module)
+    layers: dict[str, Any] = {f"transformer.{name}": mock.Mock() for name in adapted_layers}
+    server, handled, pushed, scales = served(tmp_path), [], list[Any](), list[set[float]]()
     transport = cast(Any, server.client.transport)
     handle = transport.handle_request
 
@@ -243,19 +254,24 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
             body = json.loads(request.read())
             if pipeline.loaded_adapter_paths.get(body["lora_nickname"]) != body["lora_path"]:  # as its `set_lora` does
                 load(pipeline, body["lora_path"], body["lora_nickname"], 0)
+            apply(pipeline, layers, [body["lora_nickname"]], [body["lora_path"]], 0, [body["strength"]], merge_weights=False)
+            scales.append({layer.lora_alpha / layer.lora_rank for layer in layers.values()})
             handled.append(body["lora_path"])
             pushed.append({name: tensor.clone() for name, tensor in held[body["lora_nickname"]].items()})
         return handle(request)
 
     transport.handle_request = noted
-    engine = engine_of(adapted(base()), one)
     sync = WeightSync(one, folder=tmp_path)
-    for version in (1, 2, 3):
+    for version, factor in ((1, 1), (2, 2), (3, 1 / 2)):
+        cast(Any, engine.module).peft_config["default"].lora_alpha *= factor
+        for layer in adapted_layers.values():
+            layer.scaling["default"] *= factor
         move(engine, seed=version)
         assert sync.push(engine, version, [server.client]) == {}
     sync.close()
     assert len(held) == 1
     assert len({*handled}) == len(pushed) == 3
+    assert scales == [{1.5}, {3.0}, {1.5}]
     assert {len(tensors) for tensors in pushed} == {2 * len(lora_layers(engine.module))}
     for before, after in pairwise(pushed):
         assert any(not torch.equal(before[name], after[name]) for name in after)

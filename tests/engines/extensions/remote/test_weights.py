@@ -5,16 +5,23 @@ Two ranks push what one does, and a trainer that is killed leaves nothing to tak
 
 import asyncio
 import gc
+import json
+import random
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from helpers import asgi, launch
+from helpers.fake_servers import loopback
 from helpers.tiny_jobs import Tiny
 from helpers.weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 from torch import Tensor, nn
 from workers import pushes
+from workers.pushes import fill_shards
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
@@ -22,6 +29,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.push_folder import LOCK
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
+from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
 from fluvial.models.lora import copy_adapter, lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
@@ -71,7 +79,7 @@ def test_the_base_is_pushed_once_to_a_server_that_has_another(tmp_path: Path, on
     assert server.requests.count("/update_weights_from_disk") == 1
 
 
-@pytest.mark.parametrize("method", ["auto", "shared_memory"])
+@pytest.mark.parametrize("method", ["auto", "shared_memory", "broadcast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: torch.dtype) -> None:
     """To the bit, in the server's dtype, in one folder or in several buckets."""
@@ -81,7 +89,7 @@ def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: 
     expected = moved_base().to(dtype).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.module.state_dict().items())
     assert server.weights.version == 7
-    assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
+    assert (server.requests.count("/update_weights_from_tensor") > 2) == (method != "auto")
 
 
 def test_an_adapter_is_pushed_as_it_computes(tmp_path: Path, one: World, lora: Engine) -> None:
@@ -107,7 +115,75 @@ def test_an_adapter_is_pushed_as_it_computes(tmp_path: Path, one: World, lora: E
         assert torch.equal(run(server.weights.module), run(inner))
 
 
-@pytest.mark.parametrize("method", ["auto", "disk", "shared_memory"])
+def test_a_broadcast_adapter_is_what_its_file_is(tmp_path: Path, one: World, lora: Engine) -> None:
+    """To the bit, for several servers, which keep their group; no file is written."""
+    servers = [served(tmp_path, name=f"localhost:{number}") for number in (1, 2)]
+    sync = WeightSync(one, folder=tmp_path, method="broadcast")
+    with pytest.raises(RunError, match="no server took the weights of update 0: there is none"):
+        sync.push(lora, 0, [])
+    for version, factor in ((1, 1), (2, 2)):
+        move(lora, seed=version)
+        cast(Any, lora.module).peft_config["default"].lora_alpha *= factor
+        for layer in lora_layers(lora.module).values():
+            layer.lora_alpha["default"] *= factor
+            layer.scaling["default"] *= factor
+        assert sync.push(lora, version, [server.client for server in servers]) == {}
+        assert {server.weights.version for server in servers} == {version}
+        assert all(torch.equal(run(server.weights.module), output(lora)) for server in servers)
+        assert [path.name for path in sync.path.iterdir()] == [LOCK]
+    assert [server.requests.count("/init_weights_update_group") for server in servers] == [1, 1]
+    sync.close()
+
+
+def test_a_broadcast_begins_again_without_a_server_that_fails(tmp_path: Path, one: World, lora: Engine) -> None:
+    """One that knows no groups, one that refuses a bucket, and one that has restarted and so left its group."""
+    good, bad = served(tmp_path), served(tmp_path)
+    for path, answer, says in (
+        ("/destroy_weights_update_group", RunError("answered 404"), "404"),
+        ("/update_weights_from_tensor", lambda answer: {"success": False, "message": "no"}, "refused: no"),
+        ("/get_weights_checksum", lambda found: {**found, **dict.fromkeys({*found} & LORA, "0")}, "another checksum"),
+    ):
+        sync = WeightSync(one, folder=tmp_path, method="broadcast", bucket_bytes=1000)
+        broken: Any = Broken(bad.client, path, answer)
+        for version in (1, 2):
+            move(lora, seed=version)
+            failed = sync.push(lora, version, [good.client, broken])
+            assert [*failed] == ["http://localhost:9"]
+            assert says in failed["http://localhost:9"]
+            assert torch.equal(run(good.weights.module), output(lora))
+        broken.path = ""
+        assert sync.push(lora, 3, [good.client, broken]) == {}
+        sync.close()
+    assert torch.equal(run(bad.weights.module), output(lora))
+
+
+WRONG_BUCKETS: dict[str, dict[str, Any]] = {
+    "there is no group": {"file": "other"},
+    "more than all weights": {"places": [{"name": "x", "shape": [10**6], "numel": 10**6, "end_idx": 4 * 10**6}]},
+}
+
+
+def test_wrong_groups_are_one_line(tmp_path: Path) -> None:
+    server, group = served(tmp_path), {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    assert (
+        "expected gloo" in ask(server, "/init_weights_update_group", **group, group_name="a", backend="nccl").value["detail"]
+    )
+    place = {"name": "x", "shape": [1], "dtype": "torch.float32", "start_idx": 0, "end_idx": 4, "numel": 1}
+    bucket = {"push": "p", "index": 0, "count": 1, "module": "transformer", "file": "a", "places": [place]}
+    server.routes.group = cast(Any, SimpleNamespace(name="a", broadcast=lambda flat: None))
+    for says, changes in WRONG_BUCKETS.items():
+        changed = {**bucket, **changes, "places": [{**place, **each} for each in changes.get("places", [{}])]}
+        asked: dict[str, Any] = {"load_format": "fluvial_broadcast", "serialized_named_tensors": [json.dumps(changed)]}
+        found = ask(server, "/update_weights_from_tensor", **asked)
+        assert found.status in (400, 409)
+        assert says in found.value["detail"], found.value
+    for module, tensor in (("transformer.lora", "x.lora_A.weight"), ("transformer.lora", "into.lora_A.weight")):
+        changed = {**bucket, "module": module, "places": [{**place, "name": tensor, "shape": [1, 1]}]}
+        asked = {"load_format": "fluvial_broadcast", "serialized_named_tensors": [json.dumps(changed)], "lora_alpha": 1.0}
+        assert "fit no linear layer" in ask(server, "/update_weights_from_tensor", **asked).value["detail"]
+
+
+@pytest.mark.parametrize("method", ["auto", "disk", "shared_memory", "broadcast"])
 def test_the_adapter_of_another_run_is_taken_off(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
     """Also by a server that keeps it over new weights, as sglang does; and one that has it still is left out."""
     server, full = served(tmp_path), engine_of(moved_base(), one)
@@ -144,8 +220,8 @@ def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None
         shard.fill_(0.1 if "transformer_2" in name else 0.2)
     full = Engine(Pair(2, 3), [], OptimizerConfig(), one, updates=1)
     server = Served(Pair(0, 1).eval(), [tmp_path])
-    for method in ("auto", "disk", "shared_memory"):
-        for engine in (lora, full) if method == "auto" else (full,):
+    for method in ("auto", "disk", "shared_memory", "broadcast"):
+        for engine in (lora, full) if method in ("auto", "broadcast") else (full,):
             assert WeightSync(one, folder=tmp_path, method=method).push(engine, 1, [server.client]) == {}
             with engine.inference() as module:
                 assert torch.equal(run(server.weights.module), run(module))
@@ -179,7 +255,7 @@ class Broken:
     """A server that is down, or whose answers are changed on the way."""
 
     def __init__(self, inner: Any, path: str, answer: Any) -> None:
-        self.inner, self.path, self.answer, self.address = inner, path, answer, "http://broken"
+        self.inner, self.path, self.answer, self.address = inner, path, answer, "http://localhost:9"
 
     def get(self, path: str) -> Any:
         return self._changed(path, self.inner.get(path))
@@ -196,7 +272,7 @@ class Broken:
 
 
 LORA = {"transformer.lora"}
-DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused")
+DOWN = RunError("http://localhost:9/v1/set_lora cannot be reached: Connection refused")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +285,7 @@ DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused
         ("/get_weights_checksum", lambda found: {**found, **dict.fromkeys({*found} & LORA, "0")}, "another checksum"),
         # It has restarted with other base weights since these were compared.
         ("/get_weights_checksum", lambda found: found | {"transformer": "0"} if len(found) > 1 else found, "another che"),
-        ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),
+        ("/v1/models", RunError("http://localhost:9/v1/models did not answer"), "did not answer"),
     ],
 )
 def test_a_server_that_fails_is_named_and_the_others_go_on(
@@ -219,8 +295,8 @@ def test_a_server_that_fails_is_named_and_the_others_go_on(
     sync = WeightSync(one, folder=tmp_path)
     broken: Any = Broken(bad.client, path, answer)
     failed = sync.push(lora, 1, [good.client, broken])
-    assert list(failed) == ["http://broken"]
-    assert says in failed["http://broken"]
+    assert list(failed) == ["http://localhost:9"]
+    assert says in failed["http://localhost:9"]
     assert torch.equal(run(good.weights.module), output(lora))
     with pytest.raises(RunError, match=r"^no server took the weights of update 2: [^\n]*$"):
         sync.push(lora, 2, [broken])
@@ -274,7 +350,7 @@ def test_a_server_that_comes_back_is_given_the_last_push(tmp_path: Path, one: Wo
 
 
 def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -> None:
-    with pytest.raises(UsageError, match=r"servers.weights is 'nccl', expected one of auto, disk, shared_memory"):
+    with pytest.raises(UsageError, match=r"servers.weights is 'nccl', expected one of auto, disk, shared_memory, broadcast"):
         WeightSync(one, folder=tmp_path, method="nccl")  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"weights_folder is .*file/x, which cannot be written: Not a directory"):
@@ -348,6 +424,46 @@ def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
     assert list((tmp_path / "two").iterdir()) == []
 
 
+@pytest.mark.long
+def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_path: Path, one: World) -> None:
+    """Trainers, and a server beside another, die with kill -9 at random moments: all tensors of a server are of one push."""
+    server, delays = served(tmp_path), random.Random(0)
+
+    def fills() -> set[float]:
+        with server.one:
+            return {float(number) for tensor in server.weights.module.state_dict().values() for number in tensor.unique()}
+
+    with loopback(server.handle) as url:
+        for _ in range(10):
+            before = server.weights.version
+            with launch.Process("workers.pushes:fill", tmp_path, url, environment=launch.environment()) as process:
+                while server.weights.version < before + 3:
+                    assert process.poll() is None, process.stderr
+                    time.sleep(0.01)
+                time.sleep(delays.uniform(0, 0.1))
+                process.kill()
+                assert process.wait(120) == -9
+            assert fills() == {float(server.weights.version)}
+        module, client = base(), HttpClient(url, patience=0)
+        engine = engine_of(module, one)
+        sync = WeightSync(one, folder=tmp_path, method="broadcast", bucket_bytes=500)
+        for _ in range(3):
+            with launch.Process("workers.pushes:serve", tmp_path, environment=launch.environment()) as process:
+                peers = [client, HttpClient(process.address(), patience=0)]
+                timer = threading.Timer(delays.uniform(0.3, 0.6), process.kill)
+                timer.start()
+                version, failed = server.weights.version, dict[str, str]()
+                while not failed:
+                    version += 1
+                    fill_shards(engine, version)
+                    failed = sync.push(engine, version, peers)
+                    assert fills() == {float(version)}
+                assert [*failed] == [peers[1].address]
+                assert process.wait(120) == -9
+        sync.close()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["auto", "full"])
 def test_a_trainer_that_is_killed_leaves_nothing_to_take(tmp_path: Path, one: World, method: str) -> None:
     """Its last complete push stays until another trainer comes; the one it was writing is hidden."""

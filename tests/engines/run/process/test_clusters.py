@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -18,6 +20,7 @@ from helpers import launch, wheels
 
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.serve import ServeConfig
+from fluvial.engines.errors import RunError
 from fluvial.engines.run import recipes
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.process import on_ray
@@ -228,4 +231,36 @@ def test_runs_on_a_local_ray(tmp_path: Path) -> None:
 
 
 def test_the_example_on_ray_is_short() -> None:
-    assert len(Path(on_ray.__file__).read_text().splitlines()) <= 60
+    assert len(Path(on_ray.__file__).read_text().splitlines()) <= 68
+
+
+def test_servers_that_ray_cannot_place_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their addresses are waited for with a limit; an actor that is never placed would hold the run for ever."""
+    late = type("GetTimeoutError", (Exception,), {})
+    train = SimpleNamespace(TrainingFailedError=type("TrainingFailedError", (Exception,), {}))
+    ray = mock.MagicMock(train=train, exceptions=SimpleNamespace(GetTimeoutError=late))
+    ray.get.side_effect = late
+    modules = {"ray": ray, "ray.train": train, "ray.train.torch": mock.MagicMock()}
+    monkeypatch.setattr(on_ray, "LIMIT", 7.0)
+    with mock.patch.dict(sys.modules, modules), pytest.raises(RunError, match="no rollout server answered within 7 s"):
+        on_ray.run(["grpo"], ["MODEL"], ranks=1, servers=2, gpus=False)
+    assert ray.get.call_args.kwargs == {"timeout": 7.0}
+
+
+@pytest.mark.long
+def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
+    """The worker dies with kill -9, and its rank gets SIGTERM, on which it saves its run."""
+    said = tmp_path / "pid"
+    rank = f"import os, pathlib, time; pathlib.Path({str(said)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    worker = f"from fluvial.engines.run.process import on_ray; on_ray.FLUVIAL = ({sys.executable!r}, '-c', {rank!r}); "
+    process = subprocess.Popen([sys.executable, "-P", "-c", worker + "on_ray.rank({'train': []})"])
+    until = time.monotonic() + 120
+    while not (said.exists() and said.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    state = Path("/proc", said.read_text(), "stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "the rank goes on without its worker"
+        time.sleep(0.05)

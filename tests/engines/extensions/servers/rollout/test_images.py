@@ -1,5 +1,6 @@
 """Prompts with images: files in the server's folders or data URLs reach the pipeline, and nothing else is opened."""
 
+import asyncio
 import base64
 import io
 import json
@@ -10,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
+import numpy as np
 import pytest
 import torch
-from helpers import fake_servers, tiny_conditioned, tiny_pipelines
+from helpers import asgi, fake_servers, tiny_conditioned, tiny_pipelines
 from helpers import rollout_servers as servers
 from PIL import Image
 
@@ -81,6 +84,68 @@ def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None
     other = server.samples(**body, image_path=data[::-1], extra_sampling_params={"fluvial": own})
     assert not torch.equal(other[0].generated_output, chunk.images[0])
     assert server.samples(prompt="a fox", image_path=data, rollout=False)[0].generated_output.shape == (3, 16, 16)
+
+
+def form(*fields: tuple[str, Any]) -> dict[str, Any]:
+    """Return a form as `asgi.call` takes it; files are bytes."""
+    request = httpx2.Request(
+        "POST",
+        "http://served",
+        files=[(name, ("file", value) if isinstance(value, bytes) else (None, str(value))) for name, value in fields],
+    )
+    return {"body": request.read(), "headers": {"content-type": request.headers["content-type"]}}
+
+
+def test_forms_edit_images(server: servers.Server, folder: Path) -> None:
+    """By files or by their links, as numbers or texts: the images are those of a rollout with the seed."""
+    image, mask = ((folder / f"{number}.png").read_bytes() for number in range(2))
+    values = [
+        ("prompt", "a fox"),
+        ("n", 2),
+        ("seed", 7),
+        ("num_frames", 1),
+        ("enable_teacache", "False"),
+        ("background", "auto"),
+    ]
+    made = [
+        asyncio.run(asgi.call(server.app, "/v1/images/edits", **form(*values, *images)))
+        for images in ([("image", image), ("mask", mask)], [("mask", mask), ("url[]", folder / "0.png")])
+    ]
+    assert [answer.status for answer in made] == [200, 200], made
+    expected = server.samples(
+        prompt="a fox", seed=7, num_outputs_per_prompt=2, image_path=[url(image), url(mask)], rollout=False
+    )
+    for answer in made:
+        for each, sample in zip(answer.value["data"], expected, strict=True):
+            with Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) as found:
+                pixels = torch.tensor(np.asarray(found)).permute(2, 0, 1).long()
+            assert torch.equal(pixels, (sample.generated_output * 255).round().long())
+
+
+FORMS: dict[str, tuple[list[tuple[str, Any]], str]] = {
+    "no image": ([("prompt", "a fox")], "has no image"),
+    "a number that is none": ([("image", b""), ("prompt", "a fox"), ("n", "two")], "n"),
+    "an unknown field": ([("image", b""), ("prompt", "a fox"), ("strength", "1")], "strength"),
+    "what would change the image": ([("image", b""), ("prompt", "a"), ("enable_cache_dit", "true")], "enable_cache_dit is"),
+    "no file of an image": ([("image", b"none"), ("mask", b"none"), ("prompt", "a")], "image cannot be read as PNG"),
+    "many fields": ([("image", b"")] * 100, "more than 64 fields"),
+}
+
+
+def test_wrong_forms_are_one_line(server: servers.Server) -> None:
+    for name, (fields, says) in FORMS.items():
+        answer = asyncio.run(asgi.call(server.app, "/v1/images/edits", **form(*fields)))
+        assert answer.status in (400, 413), name
+        assert says in answer.value["detail"], (name, answer.value)
+    whole = form(("image", b"\r\n--x"), ("prompt", "a"))
+    for body, kind, status in (
+        (whole["body"][:-5], None, 400),
+        (whole["body"], "application/json", 415),
+        (whole["body"], "multipart/form-data", 415),
+    ):
+        headers = whole["headers"] if kind is None else {"content-type": kind}
+        answer = asyncio.run(asgi.call(server.app, "/v1/images/edits", body=body, headers=headers))
+        assert answer.status == status, (body[-40:], kind, answer)
 
 
 def gif() -> bytes:

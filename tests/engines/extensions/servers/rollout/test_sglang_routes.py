@@ -178,6 +178,23 @@ def test_images_are_made_with_its_requests(server: Server) -> None:
             assert image.format == file.upper()
 
 
+def test_groups_of_another_backend_are_refused(server: Server) -> None:
+    """The fields are those of sglang's main branch; its wheel has no such routes for diffusion yet."""
+    where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    answer = call(server, "/init_weights_update_group", {**where, "group_name": "weights", "backend": "nccl"})
+    assert (answer.status, answer.value["message"]) == (400, "backend is 'nccl', expected gloo")
+    assert call(server, "/destroy_weights_update_group", {"group_name": "weights"}).value["success"] is True
+
+
+def test_edits_take_the_fields_of_its_form(server: Server) -> None:
+    """At their defaults, with an image, which the tiny model is the first to refuse."""
+    request = httpx2.Request("POST", "http://served", files=[("image[]", ("a.png", b"")), *real_sglang.form_of_edits()])
+    headers = {"content-type": request.headers["content-type"]}
+    answer = asyncio.run(asgi.call(server.app, "/v1/images/edits", body=request.read(), headers=headers))
+    assert answer.status == 400
+    assert answer.value["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+
+
 def test_its_http_client_finds_the_model_makes_images_and_sets_adapters(url: str, folder: Path) -> None:
     client = real_sglang.http_client().SGLDiffusionServerAPI(url)
     info = client.get_model_info()
