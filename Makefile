@@ -53,7 +53,7 @@ gpu-first gpu-second:
 
 # The tree as the namespace of packages that it is, for tools that read sources.
 build/types/fluvial:
-	@mkdir -p $@ && cd $@ && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench ../../../testing .
+	@mkdir -p $@ && cd $@ && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench . && ln -sfn ../../../tests/properties testing
 
 lint: $(VENV)/installed-test | build/types/fluvial
 	$(BIN)/ruff check .

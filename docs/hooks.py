@@ -21,7 +21,7 @@ PACKAGES = (
         "models/original",
     ),
     *("engines", "engines/run", "engines/methods", "engines/sampling", "engines/scoring", "engines/data", "engines/engine"),
-    *("engines/run/jobs", "engines/run/evaluation", "engines/run/checkpoint", "engines/export", "testing"),
+    *("engines/run/jobs", "engines/run/evaluation", "engines/run/checkpoint", "engines/export", "tests/properties"),
 )
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 CONTENTS = re.compile(r"^1\. \[.*\n(?:\d+\. .*\n)+", re.MULTILINE)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "models", "engines", "bench", "testing")
+FOLDERS = ("core", "kernels", "models", "engines", "bench")
 COPIED = (*FOLDERS, "tests", "pyproject.toml", "README.md", "constraints.txt", "Makefile")
 INTERPRETER = {"TRITON_INTERPRET": "1", "FLUVIAL_NO_TYPECHECK": "1"}
 
@@ -56,6 +56,7 @@ def copied(folder: Path) -> None:
     namespace.mkdir(parents=True)
     for name in FOLDERS:
         (namespace / name).symlink_to(folder / name)
+    (namespace / "testing").symlink_to(folder / "tests" / "properties")
 
 
 def patched(folder: Path, fault: Fault) -> None:

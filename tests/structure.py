@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("core", "kernels", "models", "engines", "bench", "testing")
+PRODUCT = ("core", "kernels", "models", "engines", "bench")
 # What is between the samples and the update of the engine, by its name before and after.
 CONTROL = ("engines/train", "engines/run", "engines/objectives", "engines/methods")
 COMMANDS = ("train grpo", "train nft", "sample", "eval", "serve")

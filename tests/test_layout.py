@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "models", "engines", "bench", "testing")
+FOLDERS = ("core", "kernels", "models", "engines", "bench", "tests/properties")
 MOST_FILES, MOST_LINES = 20, 600
 RUNS = ("run", "Popen", "check_output")  # functions of subprocess with an argument text
 MORE_FILES = {"core": 24, "engines/methods": 33, "engines/cli": 21}  # one file per formula, per method, and per command
@@ -59,7 +59,8 @@ def modules() -> dict[str, Path]:
     """Return every module of the packages by its name without `fluvial.`."""
     found = {}
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+        place = path.relative_to(ROOT).as_posix().replace("tests/properties/", "testing/").removesuffix(".py")
+        found[place.replace("/", ".").removesuffix(".__init__")] = path
     return found
 
 
@@ -176,8 +177,9 @@ def test_folders_are_small() -> None:
 def test_every_folder_is_packaged() -> None:
     """The wheel holds the folders that pyproject.toml lists."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent.relative_to(ROOT) for path in modules().values()}
-    assert sorted(listed) == sorted(f"fluvial.{'.'.join(folder.parts)}" for folder in folders)
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in modules().values()}
+    names = {folder.replace("tests/properties", "testing").replace("/", ".") for folder in folders}
+    assert sorted(listed) == sorted(f"fluvial.{name}" for name in names)
 
 
 def too_long() -> dict[str, int]:

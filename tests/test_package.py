@@ -15,7 +15,7 @@ import pytest
 from helpers import torch_names
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "engines", "models", "bench", "testing")
+FOLDERS = ("core", "kernels", "engines", "models", "bench")
 
 
 def python(code: str, *flags: str, cwd: Path = ROOT) -> str:
@@ -45,6 +45,7 @@ def test_the_wheel_holds_the_namespace_alone(tmp_path: Path) -> None:
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"fluvial"}
     modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    modules |= {f"testing/{path.name}" for path in (ROOT / "tests" / "properties").glob("*.py")}
     assert {name.removeprefix("fluvial/") for name in names if name.endswith(".py")} == modules
     assert {"fluvial/core/py.typed", "fluvial/models/handwriting/base/diffusion_pytorch_model.safetensors"} <= set(names)
     assert "fluvial/engines/extensions/judges/templates/yes_no.txt" in names

@@ -13,7 +13,8 @@ mkdir -p "$OUT" "$site/fluvial" "$site/fluvial-0.1.0.dist-info"
 if ls build/gpu-pack/*.whl >/dev/null 2>&1; then
 	"$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" build/gpu-pack/*.whl
 fi
-for folder in core kernels engines models bench testing; do ln -s "$PWD/$folder" "$site/fluvial/$folder"; done
+for folder in core kernels engines models bench; do ln -s "$PWD/$folder" "$site/fluvial/$folder"; done
+ln -s "$PWD/tests/properties" "$site/fluvial/testing"
 printf 'Metadata-Version: 2.1\nName: fluvial\nVersion: 0.1.0\n' > "$site/fluvial-0.1.0.dist-info/METADATA"
 export PYTHONPATH="$site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export TORCHINDUCTOR_CACHE_DIR="$site/inductor" TRITON_CACHE_DIR="$site/triton"

@@ -49,7 +49,7 @@ VISITS = {"first": "smoke train tests nccl", "second": "kernels networks compile
 def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str) -> None:
     """Without an installation; each part ends well, in the order of the visit, and the log is whole."""
     names = VISITS[visit].split()
-    for name in ("core", "kernels", "engines", "models", "bench", "testing", "tests", "pyproject.toml"):
+    for name in ("core", "kernels", "engines", "models", "bench", "tests", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     changes = {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "ARGS": "--limit 10", "TORCH_COMPILE_DISABLE": "1"}

@@ -41,7 +41,7 @@ def _name_file(file: str) -> tuple[str, bool] | None:
         return None
     if file.startswith(ROOT + "/"):
         inside = file.removeprefix(ROOT + "/")
-        own = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "testing", "tests")
+        own = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests")
         if own:
             return inside, True
     name = file.rpartition("site-packages/")[2] if "site-packages/" in file else file

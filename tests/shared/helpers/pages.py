@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = "bench", "core", "engines", "kernels", "models", "testing", "tests"
+FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
 PAGES = sorted(str(path.relative_to(ROOT)) for name in ("engines", "models") for path in (ROOT / name).rglob("README.md"))
-READMES = ["README.md", *(f"{name}/README.md" for name in ("bench", "core", "kernels", "testing", "tests"))]
+READMES = ["README.md", *(f"{name}/README.md" for name in ("bench", "core", "kernels", "tests", "tests/properties"))]
 READMES += [*PAGES, "bench/NOTEBOOK.md"]
 # Examples that make up `mine.py`: page, and how the source of each begins.
 MINE = (

@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 RECORD = Path(__file__).with_name("oldest_torch.json")
-FOLDERS = ("core", "kernels", "engines", "models", "bench", "testing")
+FOLDERS = ("core", "kernels", "engines", "models", "bench", "tests/properties")
 
 
 def find_used() -> dict[str, set[str]]:
