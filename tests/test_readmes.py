@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import pages
+from helpers.marks import long
 from helpers.pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 
 from fluvial.engines.cli import main as cli
@@ -161,8 +162,11 @@ def anchors(path: Path) -> set[str]:
     return {anchor(title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
 
 
+LONGER = ("engines/extensions/remote/README.md", "engines/export/README.md")  # whose Python takes over a second
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", [long(name) if name in LONGER else name for name in READMES])
 def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a doctest, in a folder of its own; examples without a prompt would not be run, so there are none."""
     monkeypatch.chdir(tmp_path)

@@ -124,11 +124,20 @@ def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, 
         prepared(job(folder, tmp_path), one)
 
 
-def test_what_is_read_is_encoded_before_the_network_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_encoded_before_the_network_is_there(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that text encoders and the network are not on the device together; a prompt that fails costs no load."""
     order, network = list[str](), build._network
-    monkeypatch.setattr(build, "_network", lambda *given: (order.append("network"), network(*given))[1])
-    with Trainer(tiny_jobs.config(tmp_path), replace(tiny_jobs.job(), prepare=lambda world, texts: order.append("texts"))):
+
+    def load(config: TrainConfig, job: Job) -> torch.nn.Module:
+        order.append("network")
+        return network(config, job)
+
+    monkeypatch.setattr(build, "_network", load)
+    with Trainer(
+        tiny_jobs.config(tmp_path), replace(tiny_jobs.job(), prepare=lambda world, texts: order.append("texts")), one
+    ):
         assert order == ["texts", "network"]
 
 

@@ -261,6 +261,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
     """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
     one, two = (launch.on_ranks(size, "workers.objective_ranks:rollouts", tmp_path)[0] for size in (1, 2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
+from helpers.marks import long
 from helpers.tiny_jobs import TinyCond
 from hypothesis import given
 from hypothesis import strategies as st
@@ -345,7 +346,7 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("faster")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, long(True)])
 def test_compiled_blocks_take_one_larger_pass_whatever_its_bits(tmp_path: Path, *, compiled: bool) -> None:
     """A model that rounds otherwise in larger passes keeps a rollout's rows, unless its blocks are compiled."""
     config = tiny.config(tmp_path, **{**RUN, "engine.compile": compiled}, sampling=ROLLOUT)
