@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -17,6 +17,7 @@ from fluvial.core.transitions import cps
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
+from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -71,6 +72,11 @@ class AcDmd(Matching, name="ac-dmd"):
     consistency: float = 0.01
     span: float = 0.2
 
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Hold the graphs of a sample and of the two steps from it."""
+        return replace(Matching.needs, graphs=3 if self.consistency else 1)
+
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""
         yield from super().problems()
@@ -89,7 +95,7 @@ class AcDmd(Matching, name="ac-dmd"):
             noisy = run.renoise(part, x_s, s, self.levels, key, draw=number)
             lower = noisy.rows.level - self.span * (1 - uniform(fold_in(keys, 2), (len(s), 1))[:, 0])
             noisy = noisy.with_rows(context=lower.clamp(min=0)).with_predictions(first=first, second=second)
-            run.update(noisy, partial(self.fake_loss, run, noisy), network="fake")
+            run.update(noisy, partial(self.ambient_loss, run, noisy), network="fake")
 
     def step(self, rows: RenoisedSamples, v: Tensor, level: Tensor, noise: Tensor) -> Tensor:
         """Return a step of the student's sampler to a lower level."""
@@ -101,9 +107,7 @@ class AcDmd(Matching, name="ac-dmd"):
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
         return matching_loss(x_s, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))
 
-    def fake_loss(  # type: ignore[override]
-        self, run: "Run", items: "Items", v: Tensor, rows: RenoisedSamples
-    ) -> tuple[Tensor, FakeInfo]:
+    def ambient_loss(self, run: "Run", items: "Items", v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
         """Return the weighted error at the ends of the student's steps, and how far the fake is from its own mean."""
         error, lower = velocity_error(v, rows.target), rows.context
         loss = ambient_weight(rows.start_level, rows.level) * error

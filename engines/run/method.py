@@ -124,6 +124,7 @@ class Needs:
         off_schedule: networks are evaluated at noise levels off the sampling schedule, whatever the rows.
         least_rewards: number of rewards without which it cannot learn.
         rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
+        graphs: largest number of forward passes of a row that a loss holds until its backward pass.
     """
 
     prediction: Prediction | None = None
@@ -133,6 +134,7 @@ class Needs:
     off_schedule: bool = False
     least_rewards: int = 0
     rewards: Literal["scores", "gradients"] | None = "scores"
+    graphs: int = 1
 
 
 class Method:

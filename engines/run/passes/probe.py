@@ -162,7 +162,7 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     own = Passes(tried.update, same=None if engine.compiles else lambda size: passes.same_bits(size, rows))
     with micro_batch.trials(engine, own) as measure:
         sizes = [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))]
-        budget, most = _budget(config, passes, samples), micro_batch.SLOWER
+        budget, most = _budget(config, passes, samples) // config.method.needs.graphs, micro_batch.SLOWER
         return micro_batch.choose(sizes, measure, budget=budget, most=most, again=True, name="update_micro_batch")
 
 

@@ -74,7 +74,7 @@ def test_the_fake_of_ac_dmd_agrees_with_its_own_mean() -> None:
     drawn = {"first": first, "second": second}
     rows: Any = RenoisedSamples(*(x, t, None, s, s, s, x_s, s, noise), drawn, context=lower)
     run: Any = SimpleNamespace(forward=lambda items, rows, network: {"fake": slope}[network] * rows.x)
-    loss, info = method.fake_loss(run, None, slope * x, rows)  # type: ignore[arg-type]
+    loss, info = method.ambient_loss(run, None, slope * x, rows)  # type: ignore[arg-type]
     step = cps(t, lower, eta=0.9)
     with torch.no_grad():
         ends = [gaussian.sample(step, x, slope * x, each) for each in (first, second)]
@@ -88,13 +88,13 @@ def test_the_fake_of_ac_dmd_agrees_with_its_own_mean() -> None:
 
 def test_the_fake_of_ac_dmd_takes_two_steps_of_its_own_noise(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a level below, never above, that of the sample; every share of the samples draws its own."""
-    seen, loss = list[RenoisedSamples](), AcDmd.fake_loss
+    seen, loss = list[RenoisedSamples](), AcDmd.ambient_loss
 
     def note(method: AcDmd, run: Any, items: Any, v: Tensor, rows: RenoisedSamples) -> Any:
         seen.append(rows)
         return loss(method, run, items, v, rows)
 
-    monkeypatch.setattr(AcDmd, "fake_loss", note)
+    monkeypatch.setattr(AcDmd, "ambient_loss", note)
     method = AcDmd(sampling=replace(CPS, prompts=12, group=1), fake_updates=2, span=0.2)
     gradient(method, one)
     noises = [rows.predictions[name][:1] for rows in seen for name in ("first", "second")]

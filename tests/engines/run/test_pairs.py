@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
 from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.methods.table import AlignProp, Awm, Dpo
+from fluvial.engines.methods.table import AcDmd, AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -281,6 +281,25 @@ def test_the_results_are_those_of_the_rollouts_rows(tmp_path: Path, changes: dic
     for name, shard in found["auto"][1].items():
         torch.testing.assert_close(shard, found["rollout"][1][name], rtol=1e-3, atol=2e-5)
     assert torch.equal(found["auto"][2], found["rollout"][2])
+
+
+def test_a_loss_that_holds_three_passes_has_a_third_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AC-DMD, whose loss takes two steps with the network; without them it holds one."""
+    budgets = list[int]()
+
+    def choose(sizes: Any, measure: Any, **options: Any) -> micro_batch.Choice:
+        budgets.append(options["budget"])
+        return CHOOSE(sizes, measure, **options)
+
+    monkeypatch.setattr(micro_batch, "choose", choose)
+    monkeypatch.setattr(micro_batch, "free_memory", lambda device: 3 * 10**9)
+    few = SamplingConfig(prompts=24, group=1, steps=4, sampler=Stochastic("cps", 0.9))
+    for weight in (0.0, 0.5):
+        method = AcDmd(sampling=few, fake_updates=2, consistency=weight)
+        own = {name: value for name, value in RUN.items() if name != "passes.minibatches"}
+        with Trainer(tiny.config(tmp_path, **own, method=method, sampling=few), tiny.job()):
+            pass
+    assert budgets[1] == budgets[0] // 3
 
 
 def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> None:
