@@ -269,7 +269,7 @@ def mapo(model: str = HANDWRITING) -> TrainConfig:
             "method": Mapo(
                 beta=10.0, temperature=20.0, sampling=replace(ODE, sampler=Ode("dpmpp_2m")), noising=NoisingConfig(each=8)
             ),
-            "optimizer.lr": 1e-3,
+            "optimizer.lr": 5e-4,
             "optimizer.ema_decay": 0.9,
             "lora": LoraConfig(),
         },
