@@ -7,7 +7,8 @@ drawn from one stream never depends on another. A stream has a parent, the key t
                                                           RENOISING, STEPPING, BACKPROP, REFILL; the round is folded
                                                           into REFILL, and PROMPTS, SAMPLES into that
       sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
-      noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
+      noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE. The keys of
+                                                          RENOISING and STEPPING are split so, too
     evaluation    key(evaluate.SEED)                      EVALUATION_*
     probe         key(diagnostics.SEED)                   PROBE_*
     order         order.order_key(data_seed or seed)      EPOCHS; the source is folded in before, the epoch after

@@ -24,6 +24,7 @@ from fluvial.engines.sampling.noising import Levels, UniformLevels
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import OneRecorded
 from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.engines.streams import Stream
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -87,13 +88,13 @@ class AcDmd(Matching, name="ac-dmd"):
         """Fit the fake to the ends of the student's steps; then move the student on the last of them."""
         for number, part in enumerate(self.split(run, batch, key, self.fake_updates), start=1):
             keys, (x_s, s) = run.row_keys(part, key, number), (part.rows.x_next, part.rows.level_next)
-            first, second = (normal(fold_in(keys, draw), tuple(x_s.shape)) for draw in (0, 1))
+            first, second = (normal(fold_in(fold_in(keys, Stream.NOISE), draw), tuple(x_s.shape)) for draw in (0, 1))
             if number == self.fake_updates:
                 seen = run.predict(run.renoise(part, x_s, s, self.levels, key), "real", "fake").rows
                 real, fake = (self.step(seen, seen.predictions[name], s, first) for name in ("real", "fake"))
                 yield run.update(part.with_predictions(correction=real - fake, reference=real), self.loss)
             noisy = run.renoise(part, x_s, s, self.levels, key, draw=number)
-            lower = noisy.rows.level - self.span * (1 - uniform(fold_in(keys, 2), (len(s), 1))[:, 0])
+            lower = noisy.rows.level - self.span * (1 - uniform(fold_in(keys, Stream.LEVELS), (len(s), 1))[:, 0])
             noisy = noisy.with_rows(context=lower.clamp(min=0)).with_predictions(first=first, second=second)
             run.update(noisy, partial(self.ambient_loss, run, noisy), network="fake")
 

