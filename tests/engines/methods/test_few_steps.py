@@ -86,17 +86,21 @@ def test_the_fake_of_ac_dmd_agrees_with_its_own_mean() -> None:
     assert not info.error.requires_grad
 
 
-def test_the_fake_of_ac_dmd_takes_two_steps_of_its_own_noise(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_the_fake_of_ac_dmd_takes_two_steps_of_its_own_noise(
+    one: World, monkeypatch: pytest.MonkeyPatch, train: str
+) -> None:
     """To a level below, never above, that of the sample; every share of the samples draws its own."""
     seen, loss = list[RenoisedSamples](), AcDmd.ambient_loss
 
     def note(method: AcDmd, run: Any, items: Any, v: Tensor, rows: RenoisedSamples) -> Any:
         seen.append(rows)
+        assert torch.equal(run.forward(items, rows, "fake"), v)  # the network that takes them is the fake itself
         return loss(method, run, items, v, rows)
 
     monkeypatch.setattr(AcDmd, "ambient_loss", note)
-    method = AcDmd(sampling=replace(CPS, prompts=12, group=1), fake_updates=2, span=0.2)
-    gradient(method, one)
+    method = AcDmd(sampling=replace(CPS, prompts=12, group=1), fake=OptimizerConfig(lr=0.1), fake_updates=2, span=0.2)
+    gradient(method, one, train=train)
     noises = [rows.predictions[name][:1] for rows in seen for name in ("first", "second")]
     assert len({tuple(noise.flatten().tolist()) for noise in noises}) == len(noises) >= 4
     for rows in seen:
