@@ -97,7 +97,7 @@ def test_preferences_without_a_reference(win: float, lose: float, beta: float, t
     assert info.margin.item() == pytest.approx(z, rel=1e-6, abs=1e-7 * temperature)
     up, down = torch.autograd.grad(got.sum(), (one, other))
     assert up.item() >= 1
-    assert down.item() <= 0
+    assert down.item() <= 1e-300  # 0, but for the rounding of a subnormal beta
     assert mapo_loss(one, other, beta=0.0, **asked)[0].item() == win
     assert mapo_loss(one, one, beta=beta, **asked)[0].item() == pytest.approx(win + beta * math.log(2))
 
