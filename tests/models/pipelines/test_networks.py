@@ -9,7 +9,20 @@ import pytest
 import torch
 from helpers.marks import Folders
 from helpers.refusals import refuses
-from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
+from helpers.tiny_pipelines import (
+    ROWS,
+    STEPS,
+    conditions,
+    each_row,
+    each_text_row,
+    images_of,
+    opened,
+    sampled,
+    save,
+    start,
+    theirs,
+    wan,
+)
 from safetensors.torch import load_file
 
 from fluvial.core.sigmas import shifted
@@ -71,7 +84,7 @@ def test_a_velocity_is_pure_and_per_sample(name: str, folders: Folders) -> None:
     assert torch.equal(model.predict(low, x.to(half), sigma, cond), model.predict(low, x.to(half), sigma, cast))
 
 
-@each_row
+@each_text_row
 def test_frozen_parts_are_loaded_when_they_are_used_and_decode_in_chunks(name: str, folders: Folders) -> None:
     """In evaluation mode and in the chosen dtype; text encoders can be released and are loaded again."""
     row, model = ROWS[name], opened(name, folders(name), dtype=torch.bfloat16)

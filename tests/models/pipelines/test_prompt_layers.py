@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.lora_model import perturb
 from helpers.marks import Folders, Patch
-from helpers.tiny_pipelines import ROWS, STEPS, each_row, opened
+from helpers.tiny_pipelines import ROWS, STEPS, each_text_row, opened
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -66,7 +66,7 @@ def made(
     return torch.cat(found), linears.count
 
 
-@each_row
+@each_text_row
 def test_a_rollout_computes_them_once(name: str, folders: Folders) -> None:
     """Once per chunk and half of guidance instead of at each of 3 steps; the next chunk has other prompts."""
     row = ROWS[name]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers.marks import Folders
 from helpers.refusals import refuses
-from helpers.tiny_pipelines import ROWS, TEXT, each_row, opened, start
+from helpers.tiny_pipelines import ROWS, TEXT, each_text_row, opened, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluvial.models.pipelines.base import Pipeline
 
 
-@each_row
+@each_text_row
 def test_prompts_are_encoded_alone_and_padding_counts_unless_it_is_masked(name: str, folders: Folders) -> None:
     row, folder = ROWS[name], folders(name)
     short, long = (opened(name, folder, text_tokens=tokens) for tokens in (TEXT, TEXT + 9))
@@ -62,7 +62,7 @@ def test_padding_never_changes_a_masked_prediction(name: str, folders: Folders) 
     holds()
 
 
-@each_row
+@each_text_row
 def test_encoded_prompts_are_cached_on_disk(
     name: str, tmp_path: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ def test_encoded_prompts_are_cached_on_disk(
     refuses(r"the encoded prompt .* cannot be read: .*; delete the file", again.encode, row.prompts)
 
 
-@each_row
+@each_text_row
 def test_a_long_prompt_is_refused(name: str, folders: Folders) -> None:
     """One line names the number of tokens; the longest prompt that fits is accepted; `encode` refuses it too."""
     model = opened(name, folders(name))

@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from helpers.marks import Captured, Folders, Patch
 from helpers.refusals import refuses
-from helpers.tiny_pipelines import STEPS, each_row, opened
+from helpers.tiny_pipelines import STEPS, each_text_row, opened
 from safetensors.torch import load_file, save_file
 
 from fluvial.models.pipelines.base import check_size
@@ -22,7 +22,7 @@ from fluvial.models.pipelines.sd3 import SD3
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 
 
-@each_row
+@each_text_row
 def test_a_size_that_does_not_divide_is_refused(name: str, folders: Folders) -> None:
     model = opened(name, folders(name))
     refuses(r"the size is 17x23, expected multiples of 4.*: the nearest is 16x24", model.latent_shape, 17, 23)

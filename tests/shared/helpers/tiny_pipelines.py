@@ -330,7 +330,10 @@ def _make(row: TinyArchitecture, folder: Path) -> None:
         write(random_weights(row.make, 0.1), folder)
 
 
-each_row = pytest.mark.parametrize("name", [long(name) if row.variant else name for name, row in ROWS.items()])
+_rows = {name: long(name) if row.variant else name for name, row in ROWS.items()}
+each_row = pytest.mark.parametrize("name", [*_rows.values()])
+# Of those whose prompts are text, whatever its size: DiT's are classes, and it has one size.
+each_text_row = pytest.mark.parametrize("name", [row for name, row in _rows.items() if name != "dit"])
 
 
 def opened(name: str, folder: Path, **options: Any) -> Pipeline:
