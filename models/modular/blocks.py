@@ -193,7 +193,7 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
     found = {*variables[0]} if variables else set()
     if not {"i", blocks.clock} <= found:
         raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
-    if blocks.clock != "t":  # the last step, of which only the level is another
+    if blocks.clock != "t":  # each step is the last one at its own level
         variables = [{**variables[-1], "t": own[blocks.clock]} for own in variables]
     return Entered(state, values, variables)
 

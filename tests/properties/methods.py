@@ -202,7 +202,7 @@ def _run_rank(rank: int, module: str, file: str, method: bytes, out: Path, port:
         sys.modules |= {name: ModuleType(name) for name in parents}
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
-    made, changes = pickle.loads(method)
+    made, changes = pickle.loads(method)  # bytes that the parent process made and passed as an argument
     with init_world() as world:
         case = MethodCase(made, changes, out, world)
         found = _gradient(case.start())

@@ -56,7 +56,7 @@ class Binding(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What is wrong, in words; empty if nothing is."""
+        """The problem in one line, or an empty string."""
         if not self.wrong:
             return f"{self}, and its answer holds {self.stray:.2g} times the effect of one beside them" if self.stray else ""
         more = f", and {len(self.wrong) - 1} more do not either" if len(self.wrong) > 1 else ""
@@ -74,7 +74,7 @@ def has_probe(module: nn.Module) -> bool:
 
 
 class AdapterProbe:
-    """The factors of an adapter, in place of its own; every rank must take part, as parameters may be sharded.
+    """Random factors that replace those of an adapter. Its methods are collective, since parameters may be sharded.
 
     Args:
         holder: whose adapter it is.

@@ -1,4 +1,4 @@
-"""What becomes of each field of verl's configs: it is honoured, it belongs to another part of verl, or it is refused.
+"""Fields of verl's configs: those that are honoured, those of other parts of verl, and a refusal of the rest.
 
 A field that is in neither table, such as one of a new version, is refused unless it has its default.
 """
