@@ -22,7 +22,7 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -51,7 +51,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         rollout=RolloutConfig(ahead=ahead),
         method=Grpo(
             sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),
-            correction=CorrectionConfig("truncate"),
+            correction=Truncate(),
         ),
     )
     made, learnt = list[float](), list[float]()
