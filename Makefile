@@ -10,7 +10,7 @@ WORKERS ?= -n 2 --dist worksteal
 CONSTRAINTS := constraints.txt
 # Of the dependencies, what a machine may lack that has torch, transformers, peft, accelerate and pytest.
 GPU_LACKS := attrs cattrs certifi charset-normalizer diffusers docstring_parser httpcore2 httpx2 idna importlib_metadata msgspec \
-	optree requests tomli_w truststore typeguard tyro urllib3
+	filelock optree requests tomli_w truststore typeguard tyro urllib3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu gpu-pack gpu-first gpu-second lint docs bench clean

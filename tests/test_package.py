@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import torch_names
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "engines", "models", "bench")
@@ -109,8 +111,6 @@ def test_importing_the_core_or_a_built_in_model_imports_no_library_that_it_does_
 
 def test_pinned_versions_satisfy_the_ranges() -> None:
     """Every dependency has a pin in the constraints file, and it is what is installed (an optional extra need not be)."""
-    from packaging.requirements import Requirement
-
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
     for text in importlib.metadata.requires("fluvial") or []:
@@ -136,6 +136,35 @@ def test_the_container_has_the_pinned_torch_before_fluvial() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(package.split("[")[1].split("]")[0].split(",")) <= set(known)
     assert "torchvision" not in text
+
+
+def test_a_visit_brings_what_the_machine_lacks() -> None:
+    """Every dependency that torch, transformers, peft, accelerate and the tests do not bring new enough."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    there = [
+        "torch",
+        "triton",
+        "transformers",
+        "peft",
+        "accelerate",
+        "safetensors",
+        "fsspec",
+        "einops",
+        "jaxtyping",
+        "matplotlib",
+        "pillow",
+        "rich",
+    ]
+    there += [
+        "scikit-learn",
+        "tensorboard",
+        "jinja2",
+        "pyyaml",
+    ]  # jinja2 by torch, which may bring a filelock without leases
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    packed = {canonicalize_name(name) for name in makefile.partition("GPU_LACKS := ")[2].splitlines()[0].split()}
+    assert needed - {*there} - packed == set()
 
 
 def test_the_oldest_torch_has_all_that_is_used_of_it() -> None:
