@@ -1,23 +1,71 @@
-"""First-block cache: a pass whose first block has hardly changed since an earlier step leaves out the other blocks.
+"""What deterministic steps take over from earlier ones: blocks of a pass, or the unconditional half of guidance.
 
-With h_i the output of the first block at step i, y_i that of the last one, and k the last step that was computed whole:
+With k the last step that was computed whole, h_i the output of the first block at step i and y_i that of the last one, v_i
+the prediction and u_i the unconditional one:
 
-    y_i = h_i + (y_k - h_k)    if mean|h_i - h_k| < threshold * mean|h_k| for every sample of the batch
+    first block    y_i = h_i + (y_k - h_k)    if mean|h_i - h_k| < threshold * mean|h_k| for every sample of the batch
+    guidance       u_i = v_i - (v_k - u_k)    if i - k < every
 
-Source: the first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108). That of diffusers does not take SD3, whose
-last block returns no text stream.
+Sources: first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108), which diffusers does not have for SD3, whose
+last block returns no text stream; the CFG cache of FasterCache (2410.19355), here without its weights of frequencies.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core.checks import check_fields
 from fluvial.models.prompt_layers import replace_forwards
 from fluvial.models.protocol import DiffusionModel
+
+
+@dataclass(frozen=True)
+class NoCache:
+    """Every step is computed whole."""
+
+    kind: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class FirstBlockCache:
+    """Steps leave out the blocks after the first where the output of that one has hardly changed since an earlier step.
+
+    Samples then depend on those they are generated with.
+
+    Args:
+        threshold: Largest relative change of the first block's output, without a unit.
+    """
+
+    kind: ClassVar[str] = "first_block"
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.step_cache", threshold=(1e-12, 1e6))
+
+
+@dataclass(frozen=True)
+class GuidanceCache:
+    """Steps compute the conditional half of guidance, and take its difference to the other half from an earlier step.
+
+    With classifier-free guidance of scale g a prediction is off by (g - 1) times what the difference has changed by.
+
+    Args:
+        every: Number of steps of which the first computes both halves; a step that is trained on always does.
+    """
+
+    kind: ClassVar[str] = "guidance"
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.step_cache", every=(2, 1024))
+
+
+StepCacheChoice = NoCache | FirstBlockCache | GuidanceCache
 
 
 class _Whole(NamedTuple):
@@ -40,7 +88,7 @@ class StepCache:
     Args:
         model: adapter; its last blocks must return tensors of one shape, as those of a transformer do. The first of them is
             the one whose output is compared, and those before it are always computed.
-        module: its network, with adapters or sharded; blocks must not be compiled.
+        module: its network, with adapters or sharded. Of compiled blocks those that are computed run compiled.
         threshold: largest relative change of the first block's output, without a unit; about 0.1.
     """
 
@@ -115,7 +163,7 @@ class StepCache:
         if self._last == self._first:
             raise ValueError(
                 "step cache: the last block returns other shapes than the one before, so that none can be left out: set "
-                "rollout.step_cache to 0 for this model"
+                "rollout.step_cache to none or guidance for this model"
             )
         heads = _tensors(self._head)
         changes = [None if t is None else t - h for h, t in zip(heads, _tensors(self._tail), strict=True)]

@@ -36,11 +36,11 @@ from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded
 from fluvial.models.fixed_adapters import FixedAdapters
-from fluvial.models.guidance import Guided, both_halves, guided_velocity
+from fluvial.models.guidance import Guided, KeptDifference, both_halves, guidance_halves, guided_velocity
 from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
 from fluvial.models.prompt_layers import PromptLayers
-from fluvial.models.step_cache import StepCache
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCache, StepCacheChoice
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Sampling:
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
-        step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
+        step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -205,7 +205,7 @@ class Sampling:
     text_tokens: int | None = None
     after: Tail = field(default_factory=Tail)
     reuse: Literal["all", "outside_blocks", "none"] = "none"
-    step_cache: float = 0.0
+    step_cache: StepCacheChoice = field(default_factory=NoCache)
     observe: Callable[[Step], None] | None = None
     final: bool = True
 
@@ -391,30 +391,38 @@ def prediction_of(
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    Steps in `exact` are computed in full, without the step cache.
+    Steps in `exact` are computed in full, without a step cache.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
     joined = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
-    prompt_layers = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
     adapters = FixedAdapters(module) if sampling.reuse == "all" else None
-    cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
+    cache = sampling.step_cache
+    blocks = StepCache(model, module, cache.threshold) if isinstance(cache, FirstBlockCache) else None
+    kept = KeptDifference(cache.every) if isinstance(cache, GuidanceCache) and isinstance(cond, Guided) else None
+    # By whether a step computes one half of guidance, which gives the layers other inputs than both do.
+    remembered = [PromptLayers(model, module, in_blocks=sampling.reuse == "all") for _ in range(1 + (kept is not None))]
+    prompt_layers = None if sampling.reuse == "none" else remembered
     exact_steps = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
         if on_host is not None:
             host_values.remember(timestep, on_host[step].expand(len(x)))
+        is_exact = step in exact_steps
+        takes_over = kept is not None and kept.is_near(exact=is_exact)
         # Entering autocast costs as much as several operations, also where it switches nothing.
         device_type = timesteps.device.type
         switched = autocast or torch.is_autocast_enabled(device_type)
         with (
             torch.autocast(device_type, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
             nullcontext() if adapters is None else adapters.prediction(),
-            nullcontext() if prompt_layers is None else prompt_layers.prediction(),
-            nullcontext() if cache is None else cache.prediction(exact=step in exact_steps),
+            nullcontext() if prompt_layers is None else prompt_layers[takes_over].prediction(),
+            nullcontext() if blocks is None else blocks.prediction(exact=is_exact),
         ):
-            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=joined)
+            halves = guidance_halves if kept is None else kept.take_over if takes_over else kept.compute
+            options: Any = {"timestep": timestep, "forwards": guidance.forwards, "both": joined}
+            v = guided_velocity(model, module, x, level, cond, halves=halves, **options)
         return v.float() if autocast else v
 
     return velocity

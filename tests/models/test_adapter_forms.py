@@ -229,8 +229,11 @@ SHARDINGS: list[dict[str, Any]] = [
 UNUSED = ("transformer_blocks.3.attn.add_q_proj.lora_", "transformer_blocks.3.attn.add_q_proj.lokr_")
 
 
-@every
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+# Every form, and every way of sharding; the other pairs are long.
+PAIRS = [(form, way) if not way or form == Dora() else long(form, way) for form in (LowRank(), *FORMS) for way in SHARDINGS]
+
+
+@pytest.mark.parametrize(("form", "sharding"), PAIRS, ids=str)
 def test_an_update_is_that_of_plain_torch(one: World, form: Form, sharding: dict[str, Any]) -> None:
     plain, module = MODEL.build().eval(), MODEL.build().eval()
     for network in (plain, module):
