@@ -1,7 +1,12 @@
-"""Attention of diffusers' models: its backend, and the tokens of a sample split over ranks (Ulysses, arXiv 2309.14509)."""
+"""Attention of diffusers' models: its backend, and the tokens of a sample split over ranks.
 
+Ranks exchange tokens for heads (Ulysses, arXiv 2309.14509), send keys and values around a ring (2310.01889), or both
+(USP, 2405.07719).
+"""
+
+import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -9,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluvial.engines.errors import UsageError, convert_errors
+
+SHAPES = ("shape", "size of tensor")  # words of torch's errors about tensors that do not fit together
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
@@ -30,8 +37,10 @@ def set_attention(module: nn.Module, backend: str) -> None:
         raise UsageError("engine.attention", backend, hint=hint)
 
 
-def split_tokens(module: nn.Module, degree: int, mesh: DeviceMesh, *, rank: int, size: int, device: torch.device) -> None:
-    """Split the tokens of each sample over groups of `degree` neighbouring ranks (Ulysses, by diffusers).
+def split_tokens(
+    module: nn.Module, degree: int, mesh: DeviceMesh, ring: int = 1, *, rank: int, size: int, device: torch.device
+) -> None:
+    """Split the tokens of each sample over groups of `degree` neighbouring ranks, by diffusers.
 
     Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
     sum over all ranks is the gradient of the samples.
@@ -40,22 +49,34 @@ def split_tokens(module: nn.Module, degree: int, mesh: DeviceMesh, *, rank: int,
         module: diffusers model.
         degree: number of ranks that share a sample.
         mesh: mesh of all ranks with the dimensions "dp", "ring" and "ulysses".
+        ring: number of them that send keys and values around; the others exchange heads. Attention must then return its
+            log-sum-exp, so the module's backend has to be one that does, such as _native_flash.
         rank, size, device: this process among the others.
 
     Raises:
-        UsageError: the model has no plan for it, or `degree` does not divide its heads.
+        UsageError: the model has no plan for it, or one that splits each layer apart, or `degree` does not divide its heads.
     """
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
     from diffusers.models.modeling_utils import ModelMixin
 
+    if isinstance(module, nn.ModuleDict):  # networks that take turns by the noise level
+        for network in module.values():
+            split_tokens(network, degree, mesh, ring=ring, rank=rank, size=size, device=device)
+        return
     name = type(module).__name__
     if not isinstance(module, ModelMixin) or module._cp_plan is None:
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
+    if sum("." in place and not isinstance(splits, dict) for place, splits in module._cp_plan.items()) > 1:
+        hint = f"diffusers splits {name} layer by layer, so that gradients of what is whole between them would be summed"
+        raise UsageError("engine.context_parallel", degree, hint=f"{hint} over the ranks; set it to 1")
     heads = module.config.get("num_attention_heads")
-    if heads is not None and heads % degree:
-        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}")
-    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
+    if heads is not None and heads % (degree // ring):
+        hint = f"a ring of {ring} ranks" if ring > 1 else "or part of it in `engine.ring`"
+        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}, {hint}")
+    if ring > 1:
+        _unpack_once()
+    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ring, degree // ring))
     parallel.setup(rank, size, device, mesh=mesh["ring", "ulysses"])
     # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
     module._resolve_parallel_config = lambda config: config
@@ -71,13 +92,43 @@ def split_tokens(module: nn.Module, degree: int, mesh: DeviceMesh, *, rank: int,
         for name, split in splits.items()
         if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
     }
-    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
+    whole = partial(_with_whole_tokens, module.forward, dims, degree, ring)
+    module.forward = update_wrapper(whole, module.forward)  # modular pipelines pass what its signature takes
+
+
+class _SavedOnce:
+    """Context of a backward pass whose saved tensors are unpacked once, as activation checkpointing allows."""
+
+    def __init__(self, context: Any) -> None:
+        self._context, self.saved_tensors = context, context.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _unpack_once() -> None:
+    """Let diffusers' ring attention, which unpacks its saved tensors at each step of the ring, do so once per pass."""
+    from diffusers.models.attention_dispatch import TemplatedRingAttention
+
+    backward = TemplatedRingAttention.backward
+    if not hasattr(backward, "unpacks_once"):
+
+        def unpack_once(context: Any, *gradients: Tensor) -> Any:
+            return backward(_SavedOnce(context), *gradients)
+
+        unpack_once.unpacks_once = True  # type: ignore[attr-defined]
+        TemplatedRingAttention.backward = staticmethod(unpack_once)
 
 
 def _with_whole_tokens(
-    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    dims: Mapping[str, tuple[int, int | None]],
+    degree: int,
+    ring: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks.
+    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks, or sent in a ring.
 
     `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
     """
@@ -93,6 +144,14 @@ def _with_whole_tokens(
         if "divisible by mesh size" not in str(error):
             raise
         raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
+    except (RuntimeError, ValueError) as error:
+        words = f"{error}\n".splitlines()[0]
+        if ring > 1 and re.search("flash.?attention|attn_mask", str(error), re.IGNORECASE):  # without masks, or a kernel
+            raise UsageError("engine.ring", ring, "1", f"the attention cannot be computed: {words}") from error
+        if not any(word in str(error) for word in SHAPES):  # such as of a mask per head, of which each rank has some alone
+            raise
+        hint = f"diffusers does not split all that attention is given ({words}); set it to 1"
+        raise UsageError("engine.context_parallel", degree, hint=hint) from error
 
 
 def _processors(module: nn.Module) -> list[Any]:

@@ -45,6 +45,9 @@ class EngineConfig:
             adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
             by diffusers); 1 gives every rank samples of its own.
+        ring: Number of the ranks of a sample that send keys and values around a ring; the others exchange tokens for heads
+            (USP, arXiv 2405.07719), whose number needs to be a multiple of `context_parallel` / `ring` alone. `attention` is
+            then _native_flash by default, which has no masks, and computes in half precision on a GPU.
         compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (with scaled
             losses), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen
             weights in this dtype. Numbers per sample (noise levels, timesteps) keep theirs.
@@ -78,6 +81,7 @@ class EngineConfig:
     grad_sync: Literal["last", "every"] = "last"
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
+    ring: int = 1
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     base: Literal["auto", "bfloat16", "int8", "int4", "nf4", "fp8", "fp8_dynamic"] = "auto"
     masters: Literal["float32", "bfloat16"] = "float32"
@@ -91,8 +95,10 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("replicas", "context_parallel", "checkpointed", "offload"), BATCH)
+        counts = dict.fromkeys(("replicas", "context_parallel", "ring", "checkpointed", "offload"), BATCH)
         check_fields(self, "engine", **counts)
+        if self.context_parallel % self.ring:
+            raise UsageError("engine.ring", self.ring, f"a divisor of `engine.context_parallel`, {self.context_parallel}")
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":

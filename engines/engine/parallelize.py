@@ -70,11 +70,11 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     """
     if config.fit is not None:
         raise UsageError("engine.fit", config.fit, "None", "an engine takes settings, which training runs choose")
-    if config.attention is not None:
-        set_attention(module, config.attention)
+    if config.attention is not None or config.ring > 1:
+        set_attention(module, config.attention or "_native_flash")
     if config.context_parallel > 1:
-        mesh = world.new_mesh((world.data_size, 1, world.sequence), ("dp", "ring", "ulysses"))
-        split_tokens(module, world.sequence, mesh, rank=world.rank, size=world.size, device=world.device)
+        mesh = world.new_mesh((world.data_size, config.ring, world.sequence // config.ring), ("dp", "ring", "ulysses"))
+        split_tokens(module, world.sequence, mesh, config.ring, rank=world.rank, size=world.size, device=world.device)
     for field in ("checkpointing", "compile") if not blocks else ():
         if getattr(config, field) not in ("none", "auto", False):
             hint = f"{type(module).__name__} has no repeated blocks; leave it out"

@@ -68,6 +68,8 @@ def test_collectives(ranks: tuple[int, dict[str, Any]], name: str) -> None:
         assert counts == {"allreduce_": 1, "allgather_": 1}  # gradients, metrics
         return
     assert counts["_reduce_scatter_base_"] == UNITS * (n if SHARDINGS[name].get("grad_sync") == "every" else 1)
+    if "replicas" not in SHARDINGS[name]:  # the norm, and the numbers
+        assert {kind: count for kind, count in counts.items() if "base" not in kind} == {"all_reduce": 1, "allgather_": 1}
     if SHARDINGS[name].get("comm") == "reshard":
         assert n * UNITS <= counts["_allgather_base_"] <= 2 * n * UNITS
     else:
