@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,8 +27,8 @@ class Pushed(NamedTuple):
     version: int
     folder: Path
     networks: tuple[str, ...]
-    scaling: float | None  # of the adapter; None where the folder holds all weights
-    plain: Mapping[str, torch.dtype] = {}  # dtype of the networks whose files hold parameters of one dtype alone
+    sums: Mapping[tuple[str, Any], str]  # checksum by network and a server's dtype, or `FILES`
+    is_adapter: bool = False  # whether the folder holds an adapter, and not all weights
 
 
 class PushFolder:

@@ -34,6 +34,7 @@ from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
 from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in, write_bucket
+from fluvial.engines.extensions.remote.push_sums import FILES, Dtype, PushSums
 from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
@@ -43,7 +44,6 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     SHARED_FILES,
     UNKNOWN,
     BucketPlace,
-    Checksum,
     SharedBucket,
     adapter_checksum,
     buckets,
@@ -51,13 +51,12 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     flatten,
     policy_checksums,
 )
-from fluvial.engines.files import LORA, read_weights
+from fluvial.engines.files import LORA
 from fluvial.engines.sampling.source import Holder
 from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
-Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
 Failed = dict[str, FluvialError]  # why a server did not take a push, by its address
 Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory", "broadcast"]
@@ -85,7 +84,7 @@ class WeightSync:
         method: how weights travel, see the module.
         verify: compare checksums. A server that fuses or renames layers has others, and needs False.
         product: how adapted layers multiply their input.
-        bucket_bytes: bytes per bucket.
+        bucket_bytes: bytes per bucket or file; one is hashed while the next one is gathered and sent.
 
     Raises:
         RunError: the folder cannot be written.
@@ -100,7 +99,7 @@ class WeightSync:
         method: Method = "auto",
         verify: bool = True,
         product: Product = "auto",
-        bucket_bytes: int = 512_000_000,
+        bucket_bytes: int = 128_000_000,
     ) -> None:
         if method not in METHODS:
             raise UsageError("rollout.servers.weights", method, f"one of {', '.join(METHODS)}")
@@ -118,8 +117,6 @@ class WeightSync:
         self._parameters: dict[str, set[str]] = {}  # names of the parameters of each network, which checksums are of
         self._lock = threading.Lock()  # of what servers are known to have
         self._turn = threading.Lock()  # a push, or a server that comes back
-        self._sums: dict[tuple[Path, Dtype | str], str] = {}  # of the last push, by folder and what of it
-        self._summing = threading.Lock()
         self._group: tuple[list[str], BroadcastGroup] | None = None  # with the addresses of its servers
 
     @collective
@@ -188,7 +185,7 @@ class WeightSync:
 
             def send(peer: HttpClient) -> None:
                 self._learn(peer)
-                if last.scaling is not None:
+                if last.is_adapter:
                     self._check_base(peer)
                 self._send(peer, last)
 
@@ -233,7 +230,7 @@ class WeightSync:
                 write_model(named, out / name, like=like, config=None, world=self.world)
         if not self.world.is_main:
             return
-        pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), None)
+        pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), {})
 
         def send(peer: HttpClient) -> None:
             self._send_folder(peer, pushed)
@@ -254,14 +251,19 @@ class WeightSync:
         name = f"lora-{push.version}{push.label}"
         with self._writing(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
-        scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
-        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), scaling))
+        scaling, sums = float(next(iter(lora_layers(push.module).values())).scaling[adapter]), dict[tuple[str, Dtype], str]()
+        dtypes = self._dtypes_of(push)
+        for part in self._parameters if self.world.is_main and self.verify else ():
+            factors = factors_in(_adapter_folder(self.path / name, part))
+            for dtype in dtypes:
+                sums[part, dtype] = adapter_checksum(factors, scaling, dtype=dtype)
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums, is_adapter=True))
 
-    def _send_adapter(self, peer: HttpClient, pushed: Pushed, scaling: float) -> None:
+    def _send_adapter(self, peer: HttpClient, pushed: Pushed) -> None:
         """Send an adapter to a server, and compare what it has then."""
-        adapters, paths, dtype = Sums(), list[str](), self._dtypes[peer.address]
+        paths, dtype = list[str](), self._dtypes[peer.address]
         for name in pushed.networks:
-            folder = pushed.folder if (pushed.folder / LORA).is_file() else pushed.folder / name
+            folder = _adapter_folder(pushed.folder, name)
             value = {
                 "lora_nickname": f"fluvial-{name}",  # always the same: an adapter takes the place of the one before
                 "lora_path": str(folder),
@@ -273,10 +275,9 @@ class WeightSync:
             }
             _post_change(peer, "/v1/set_lora", value)
             paths.append(str(folder))
-            if self.verify:
-                adapters[name] = self._sum_of_adapter(folder, scaling, dtype)
         if not self.verify:
             return
+        adapters = self._sums_for(peer, pushed)
         problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
         expected = policy_checksums(self._base[dtype], adapters)
         found = _checksums(peer, expected)
@@ -290,15 +291,18 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options, plain = f"weights-{push.version}{push.label}", self._options(push), dict[str, torch.dtype]()
-        with self._writing(name) as out:
-            for part, network in components(push.module).items():
-                like, tensors = layout(network, **options), gather_weights(network, **options)
-                write_model(tensors, out / part, like=like, config=None, world=self.world)
-                dtypes = {tensor.dtype for tensor in like.values()}
-                if like.keys() == self._parameters[part] and len(dtypes) == 1:
-                    plain[part] = dtypes.pop()
-        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), None, plain))
+        name, options, networks = f"weights-{push.version}{push.label}", self._options(push), components(push.module)
+        likes = {part: dict(sorted(layout(network, **options).items())) for part, network in networks.items()}
+        dtypes = self._dtypes_of(push) if self.verify else set()
+        sums = PushSums(likes, self._parameters, dtypes, self.bucket_bytes, files=True)
+        with self._writing(name) as out, sums:
+            for part, like in likes.items():
+                tensors = gather_weights(networks[part], **options, names=[*like])
+                if self.world.is_main:
+                    tensors = sums.watch(part, tensors)
+                size = self.bucket_bytes  # a server holds one file more than the network
+                write_model(tensors, out / part, like=like, config=None, max_shard_size=size, world=self.world)
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums.hex()))
 
     def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
         """Send all weights of a folder to a server."""
@@ -307,7 +311,7 @@ class WeightSync:
             "flush_cache": True,
             "target_modules": [*pushed.networks],
             "weight_version": str(pushed.version),
-            "sha256": {name: self._sum_of_files(pushed.folder / name) for name in pushed.networks},
+            "sha256": {name: pushed.sums[name, FILES] for name in pushed.networks if (name, FILES) in pushed.sums},
         }
         _post_change(peer, "/update_weights_from_disk", value)
 
@@ -329,25 +333,24 @@ class WeightSync:
         """
         self.last = None
         options = self._options(push) if factors is None else {"adapter": factors}
-        plans = list[tuple[str, nn.Module, list[BucketPlace]]]()
+        plans, likes = list[tuple[str, nn.Module, list[BucketPlace]]](), dict[str, dict[str, Tensor]]()
         for part, network in components(push.module).items():
-            like = layout(network, **options)
-            laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)
-            plans += [(part, network, places) for places in laid]
-        dtypes = self._share({self._dtypes[peer.address] for peer in push.peers if peer.address not in push.failed})
+            likes[part] = dict(sorted(layout(network, **options).items()))
+            plans += [(part, network, places) for places in buckets(likes[part], most_bytes=self.bucket_bytes)]
+        dtypes = self._dtypes_of(push) if self.verify else set()
         while True:
             failed = self._share(len(push.failed))
-            sums = {dtype: {part: Checksum(dtype) for part in self._parameters} for dtype in dtypes}
-            self._send_buckets(push, plans, options, sums, factors)
+            with PushSums(likes, self._parameters if factors is None else likes, dtypes, self.bucket_bytes) as sums:
+                self._send_buckets(push, plans, options, sums, factors)
             if self.method != "broadcast" or self._share(len(push.failed)) in (failed, self._share(len(push.peers))):
                 break
         if not self.verify:
             return
-        found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
+        pushed = Pushed(push.version, self.path, tuple(self._parameters), sums.hex())
 
         def check(peer: HttpClient) -> None:
-            dtype = self._dtypes[peer.address]
-            base, adapters = (found[dtype], None) if factors is None else (self._base[dtype], found[dtype])
+            found = self._sums_for(peer, pushed)
+            base, adapters = (found, None) if factors is None else (self._base[self._dtypes[peer.address]], found)
             self._check_sums(peer, push.version, base, adapters)
 
         self._each(push.peers, push.failed, check)
@@ -357,7 +360,7 @@ class WeightSync:
         push: _Push,
         plans: Sequence[tuple[str, nn.Module, list[BucketPlace]]],
         options: Mapping[str, Any],
-        sums: Mapping[Dtype, Mapping[str, Checksum]],
+        sums: PushSums,
         factors: str | None,
     ) -> None:
         """Send the buckets of a push, and add their tensors to its checksums; a broadcast ends when a server fails."""
@@ -370,13 +373,7 @@ class WeightSync:
             if self.method == "broadcast" and self._share(len(failed) != before or (self.world.is_main and not self._group)):
                 return
             named = gather_weights(network, **options, names=[place.name for place in places])
-            tensors = [tensor for _, tensor in named]
-            for place, tensor in zip(places, tensors, strict=True):
-                for each in sums.values():
-                    if factors is not None or place.name in self._parameters[part]:
-                        each[part].add(place.name, tensor)
-            flat = flatten(places, tensors)
-            del tensors
+            flat = flatten(places, [tensor for _, tensor in (sums.watch(part, named) if self.world.is_main else named)])
             with self.world.agreed():
                 if self.world.is_main:
                     module = part if factors is None else part + FACTORS
@@ -385,10 +382,7 @@ class WeightSync:
             if self._share(len(failed) == len(peers)):
                 break
         if factors is not None:
-            scaling = float(next(iter(lora_layers(push.module).values())).scaling[factors])
-            for found in sums.values():
-                for total in found.values():
-                    total.add_scaling(scaling)
+            sums.add_scaling(float(next(iter(lora_layers(push.module).values())).scaling[factors]))
 
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""
@@ -462,45 +456,29 @@ class WeightSync:
         """Send a folder to the servers, on the main rank, and keep it for those that come back."""
         if self._folder is None:
             return
-        self._sums.clear()
         self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
         self._folder.keep(pushed.folder.name)
         self.last = pushed
 
     def _send(self, peer: HttpClient, pushed: Pushed) -> None:
         """Send a folder to a server, and compare what it has then."""
-        if pushed.scaling is not None:
-            self._send_adapter(peer, pushed, pushed.scaling)
+        if pushed.is_adapter:
+            self._send_adapter(peer, pushed)
             return
         self._send_folder(peer, pushed)
         if self.verify:
-            dtype = self._dtypes[peer.address]
-            sums = {name: self._sum_of_parameters(pushed, name, dtype) for name in self._parameters}
-            self._check_sums(peer, pushed.version, sums)
+            self._check_sums(peer, pushed.version, self._sums_for(peer, pushed))
 
-    def _sum_of_adapter(self, folder: Path, scaling: float, dtype: Dtype) -> str:
-        """Return the checksum of the adapter in a folder, as a server of a dtype has it."""
-        return self._sum(folder, dtype, lambda: adapter_checksum(factors_in(folder), scaling, dtype=dtype))
+    def _sums_for(self, peer: HttpClient, pushed: Pushed) -> Sums:
+        """Return the checksums that a server of its dtype has to have; RunError if the push was summed for others."""
+        dtype = self._dtypes[peer.address]
+        if any((name, dtype) not in pushed.sums for name in pushed.networks):
+            raise RunError(f"{peer.address} computes in {dtype}, for which update {pushed.version} has no checksum")
+        return {name: pushed.sums[name, dtype] for name in pushed.networks}
 
-    def _sum_of_files(self, folder: Path) -> str:
-        """Return the checksum of all tensors in the files of a network."""
-        return self._sum(folder, "files", lambda: checksum(read_weights(folder)))
-
-    def _sum_of_parameters(self, pushed: Pushed, name: str, dtype: Dtype) -> str:
-        """Return the checksum of the parameters in the files of a network, as a server of a dtype has them."""
-        folder, own = pushed.folder / name, self._parameters[name]
-        if name in pushed.plain and dtype in (None, pushed.plain[name]):
-            return self._sum_of_files(folder)
-        return self._sum(
-            folder, dtype, lambda: checksum((pair for pair in read_weights(folder) if pair[0] in own), dtype=dtype)
-        )
-
-    def _sum(self, folder: Path, kind: Dtype | str, summed: Callable[[], str]) -> str:
-        """Return a checksum of a pushed folder, which is computed for the first server that needs it."""
-        with self._summing:
-            if self._sums.get((folder, kind)) is None:
-                self._sums[folder, kind] = summed()
-            return self._sums[folder, kind]
+    def _dtypes_of(self, push: _Push) -> set[Dtype]:
+        """Return the dtypes of the servers that have not failed, on all ranks."""
+        return self._share({self._dtypes[peer.address] for peer in push.peers if peer.address not in push.failed})
 
     def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
@@ -553,6 +531,11 @@ class WeightSync:
         with self.world.agreed():
             if self._folder is not None:
                 self._folder.finish(name)
+
+
+def _adapter_folder(folder: Path, name: str) -> Path:
+    """Return the folder of a network's adapter in that of a push."""
+    return folder if (folder / LORA).is_file() else folder / name
 
 
 def _post_change(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:

@@ -45,6 +45,11 @@ class Checksum:
         self._digest.update(read_bytes(plain))
         self._last = name
 
+    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the next tensors, in the order of their names."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
+
     def add_scaling(self, scaling: float) -> None:
         """Take the scale of an adapter, after all of its factors."""
         # As an integer, so that no dtype changes it.
@@ -58,8 +63,7 @@ class Checksum:
 def checksum(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> str:
     """Return the `Checksum` of (name, tensor) in the order of the names. One tensor at a time is held."""
     found = Checksum(dtype)
-    for name, tensor in tensors:
-        found.add(name, tensor)
+    found.add_all(tensors)
     return found.hex()
 
 
@@ -71,8 +75,7 @@ def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: to
         scaling: alpha / rank, times the strength.
     """
     found = Checksum(dtype)
-    for name in sorted(factors):
-        found.add(name, factors[name])
+    found.add_all(sorted(factors.items()))
     found.add_scaling(scaling)
     return found.hex()
 

@@ -7,6 +7,7 @@ safetensors are read, from folders that the server was started with; nothing is 
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple
@@ -19,7 +20,14 @@ from torch import Tensor, nn
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
+from fluvial.engines.extensions.wire.weight_buckets import (
+    FACTORS,
+    UNKNOWN,
+    Checksum,
+    SharedBucket,
+    adapter_checksum,
+    checksum,
+)
 from fluvial.engines.files import weight_files
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
@@ -123,6 +131,9 @@ class ServedWeights:
         self._sums: dict[str, str] = {}  # checksums since the last change, by the names of `checksums`
         self.released = False
         self._staging: tuple[str, int, Staged] = ("", 0, {})  # push, buckets of it so far, their tensors
+        self._summing: dict[str, Checksum] = {}  # of the networks that are staged
+        self._summed: list[Future[None]] = []  # buckets that were added to them, or will be
+        self._pool = ThreadPoolExecutor(1, "checksums")
         # A frozen weight is multiplied in other operations than a trained one, and so with other bits.
         self._requires_grad = {id(p): p.requires_grad for p in module.parameters()}
         self.device = device or torch.device("cpu")
@@ -218,6 +229,7 @@ class ServedWeights:
         self._staging = ("", 0, {})
         if bucket.index == 0:
             push, done, staged = bucket.push, 0, Staged()
+            self._summing, self._summed = {}, []
         if (push, done) != (bucket.push, bucket.index):
             raise RequestError(f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
         (name,), factors = self._targets([bucket.module.removesuffix(FACTORS)]), bucket.module.endswith(FACTORS)
@@ -231,6 +243,10 @@ class ServedWeights:
         for place in bucket.places:
             raw = flat[place.start_idx : place.end_idx].clone()  # aligned
             held[place.name] = raw.view(place.dtype).reshape(place.shape)
+        if not factors:
+            total = self._summing.setdefault(name, Checksum())
+            named = [(place.name, held[place.name]) for place in bucket.places]
+            self._summed.append(self._pool.submit(total.add_all, named))
         if bucket.index + 1 < bucket.count:
             self._staging = (push, done + 1, staged)
             return None
@@ -238,6 +254,14 @@ class ServedWeights:
             if name in self.networks:
                 _check_complete(tensors, self.tensors(name), where=f"push {push!r}")
         return staged
+
+    def sum_staged(self) -> dict[str, str]:
+        """Return the checksums of the networks of the last push, of all their tensors; none if their names do not rise.
+
+        They are computed while the buckets come.
+        """
+        problems = [each.exception() for each in self._summed]
+        return {} if any(problems) else {name: total.hex() for name, total in self._summing.items()}
 
     def _read_bucket(self, bucket: SharedBucket) -> Tensor:
         """Return the bytes of a bucket's file, uint8."""
@@ -279,11 +303,15 @@ class ServedWeights:
             raise RequestError("the adapter holds other tensors than finite factors")
         return Adapter(f"fluvial-{target}", path, 1.0, LoraFile(rank, alpha, tuple(layers), dict(tensors)))
 
-    def exchange(self, staged: Staged) -> None:
+    def exchange(self, staged: Staged, sums: Mapping[str, str] | None = None) -> None:
         """Exchange the values of networks with those of `staged`, in place, and take their adapters off.
 
         So a network has exactly the weights of the push. What fails leaves all as it was.
+
+        Args:
+            sums: checksums of staged networks. Where the parameters are copied bit by bit, they are the networks' own, too.
         """
+        known = {name: each for name, each in (sums or {}).items() if name in staged and self._is_copied(name, staged[name])}
         adapters = {name: self.adapters.get(name) for name in staged}
         done: list[tuple[Tensor, Tensor]] = []
         self.adapt(dict.fromkeys(staged))
@@ -304,6 +332,12 @@ class ServedWeights:
                     tensor.copy_(before)
             self.adapt(adapters)
             raise
+        self._sums |= known
+
+    def _is_copied(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether tensors are a network's parameters alone, of the same dtypes."""
+        own = base_tensors(self.networks[name], parameters=True)
+        return own.keys() == tensors.keys() and all(own[key].dtype == each.dtype for key, each in tensors.items())
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of a network without adapters, by name; they share its storage."""

@@ -190,7 +190,8 @@ class WeightRoutes:
         """Take the weights of a folder over: all of them, or none."""
         read = self.weights.read_folder
         staged = await asyncio.to_thread(read, asked.model_path, asked.target_modules, asked.sha256)
-        return await self._change(lambda: self.weights.exchange(staged), asked, f"the weights of {asked.model_path}")
+        what = f"the weights of {asked.model_path}"
+        return await self._change(lambda: self.weights.exchange(staged, asked.sha256), asked, what)
 
     async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights, or the adapters, of all its networks at once."""
@@ -209,7 +210,8 @@ class WeightRoutes:
         factors = {name.removesuffix(FACTORS): held for name, held in staged.items() if name.endswith(FACTORS)}
         what, product = f"{bucket.count} buckets", asked.product or "auto"
         if not factors:
-            return await self._change(lambda: self.weights.exchange(staged), asked, what)
+            sums = await asyncio.to_thread(self.weights.sum_staged)
+            return await self._change(lambda: self.weights.exchange(staged, sums), asked, what)
         alpha, path = asked.lora_alpha, f"push {bucket.push}"
         if len(factors) < len(staged) or alpha is None:
             raise RequestError("a push holds adapters, with their lora_alpha, or all weights")

@@ -36,6 +36,7 @@ from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.source import InProcess
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import RandomWindow, Splits
+from fluvial.models.step_cache import FirstBlockCache
 
 URL, COUNT, ETA = "http://127.0.0.1:1", 4, 0.5
 SIZES = {tiny.SHAPE: (Size(4, 4), 1), (1, 2, 8): (Size(2, 8), 1), (1, 4, 2, 2): (Size(2, 2), 4)}
@@ -136,8 +137,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
     "Sampling.eta": ({"sampling.sampler": SaSolver(0.5)}, r"sampler.solver is 'sa_solver', expected euler: servers"),
     "Sampling.step_cache": (
-        {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine.compile": False},
-        r"rollout.step_cache is 0\.1, expected 0: .*servers",
+        {"rollout.step_cache": FirstBlockCache(), "sampling.window": RandomWindow(2)},
+        r"rollout.step_cache is 'first_block', expected none: servers",
     ),
 }
 UNUSED = {"Sampling.observe"}  # of runs
@@ -371,7 +372,10 @@ def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
     ("args", "says"),
     [
         ("nft --sampling.sampler ode --sampling.sampler.solver unipc", "--sampling.sampler.solver is 'unipc'"),
-        long("grpo --sampling.window random --rollout.step-cache 0.1", "--rollout.step-cache is 0.1, expected 0"),
+        long(
+            "grpo --sampling.window random --rollout.step-cache first_block",
+            "step-cache is 'first_block', expected none",
+        ),
         long("grpo --sampling.sampler test_conditions:own_sampler", "expected one of flow_sde"),
     ],
 )

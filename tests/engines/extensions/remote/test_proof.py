@@ -21,7 +21,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import Holder
 
@@ -35,7 +35,7 @@ def config(ahead: int) -> TrainConfig:
         Path("out"),
         updates=UPDATES,
         sampling=ROLLOUT,
-        correction=CorrectionConfig("truncate", threshold=2.0),
+        correction=Truncate(threshold=2.0),
         optimizer=OptimizerConfig(lr=0.02),
         **{"engine.micro_batch": 4, "rollout.ahead": ahead},
     )

@@ -31,7 +31,7 @@ from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.source import Holder, InProcess
@@ -378,7 +378,7 @@ def test_images_have_the_size_of_the_samples(one: World, monkeypatch: pytest.Mon
 @contextmanager
 def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
     """Yield a trainer that corrects for differences of the servers that make its samples."""
-    correction = CorrectionConfig("truncate")
+    correction = Truncate()
     config = tiny.config(cast(Any, None), sampling=STEPS, correction=correction, **{"engine.micro_batch": MICRO_BATCH})
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
         for part in (trainer, trainer.loop, trainer.run, trainer.sampler):
