@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.models.original.whole import pipeline_folder
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, local_folder, read_index, read_settings
+from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, read_index, read_settings
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.quantised import Base
@@ -161,13 +162,18 @@ def model_shape(name: str) -> ModelShape | None:
     """
     if name in MODELS:
         return MODELS[name]
-    if "/" not in name and not Path(name).is_dir():
+    if "/" not in name and not Path(name).exists():
         return None
-    folder = configuration(name) or local_folder(name)
-    adapter = built_in().get(str(read_index(folder).get("_class_name")))
-    if adapter is None or adapter.network not in NETWORKS:
-        network = "its network" if adapter is None else adapter.network
-        raise ValueError(f"the inputs of {network} are not known, expected one of {', '.join(NETWORKS)}")
+    folder = configuration(name) or pipeline_folder(name)
+    pipeline = str(read_index(folder).get("_class_name"))
+    adapter = built_in().get(pipeline)
+    if adapter is None:
+        raise ValueError(
+            f"{pipeline} has no adapter, so that the inputs of its network are known only as it runs: fluvial train "
+            "--dry-run runs it on simulated GPUs"
+        )
+    if adapter.network not in NETWORKS:
+        raise ValueError(f"the inputs of {adapter.network} are not known, expected one of {', '.join(NETWORKS)}")
     settings = read_settings(folder / adapter.part / "config.json")
     known = NETWORKS.get(adapter.pipeline, NETWORKS[adapter.network])
     widths = {
@@ -202,7 +208,7 @@ def text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -> int:
     """
     import transformers
 
-    folder, meta = configuration(name) or local_folder(name), torch.device("meta")
+    folder, meta = configuration(name) or pipeline_folder(name), torch.device("meta")
     kinds = {part: kind for part, kind in entries(folder).items() if part.startswith("text_encoder") and kind is not None}
     return sum(
         tensor.nbytes

@@ -27,6 +27,12 @@ VARIANT = ".fp16"
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"  # settings of published models, without weights
 
 
+def is_weight_file(name_or_path: str | Path) -> bool:
+    """Return whether a model's name is that of a file of weights."""
+    path = Path(name_or_path).expanduser()
+    return path.suffix == ".safetensors" and path.is_file()
+
+
 def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Return the folder of a pipeline; an id on the Hugging Face Hub is downloaded into the Hub's cache.
 
@@ -96,7 +102,7 @@ def _link_without_variants(folder: Path, alone: tuple[str, ...]) -> Path:
 
 def check_known(name: str) -> None:
     """Raise ValueError if a name is no folder, and neither the Hub nor its cache has a pipeline of that id."""
-    if Path(name).expanduser().is_dir() or configuration(name) is not None:
+    if Path(name).expanduser().is_dir() or is_weight_file(name) or configuration(name) is not None:
         return
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import validate_repo_id
