@@ -164,7 +164,7 @@ class AnyModular(AnyPipeline):
             ValueError: something differs by more than rounding; the message names the pipeline and what differs.
         """
         errors, starts, schedule = list[float](), list[Tensor](), self.known.schedule
-        for prompt in prompts:
+        for prompt in dict.fromkeys(prompts):  # the noise of one prompt is the same each time
             theirs = self._run_own(module, prompt)
             entered = self._enter(prompt, self.known.asked["num_inference_steps"])
             noise = self._take_samples(entered)

@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from fluvial.core.checks import first_row
 from fluvial.core.types import Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
-from fluvial.models.modular.conditioning import Form, describe, place_samples
+from fluvial.models.modular.conditioning import Form, Row, describe, place_samples
 from fluvial.models.modular.streams import LoopStream, find_clean_estimates, find_scheduler, find_streams, read_levels
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.checks import refusal
@@ -56,6 +56,16 @@ class ModularVelocity:
             return (self.schedule.levels.shape[1], count // self.schedule.levels.shape[1])
         return tuple(first.whole[1:]) if not others and first.is_whole and first.whole[0] == 1 else (count,)
 
+    def to(self, device: torch.device) -> "ModularVelocity":
+        """Return the velocity with all that enters a step on another device than the pipeline's, as in a dry run."""
+        move = partial(_move, device=device)
+        leaves = tuple(
+            leaf._replace(device=device.type) if isinstance(leaf, Row) else move(leaf) for leaf in self.form.leaves
+        )
+        streams = tuple(LoopStream(*map(move, stream)) for stream in self.streams)
+        form, variables = self.form._replace(leaves=tuple(leaves)), tuple(move(each) for each in self.variables)
+        return replace(self, form=form, streams=streams, variables=variables)
+
     def predict(
         self, module: nn.Module, x: Samples, sigma: Tensor, cond: Cond, *, timestep: Tensor | None = None
     ) -> Samples:
@@ -66,22 +76,31 @@ class ModularVelocity:
             x: samples, `[P, *event]`.
             sigma: their noise levels, `[P]`, or those of each row, `[P, R]`; the first row's tells the step.
             cond: rows of `Form`'s tensors, `[P, ...]`, then their sizes and numbers, `[P, n]`.
-            timestep: not used: the pipeline makes its own.
+            timestep: of the schedule or not, `[P]`; it tells the step where the host knows its values.
 
         Raises:
             ValueError: a level is that of no step, and the pipeline's velocity depends on more than its time.
         """
         networks = {part: Network(place_network(module, part), x.device, self.compute) for part in self.parts}
         sizes = host_values.read(cond[-1]).tolist()
-        levels, known = first_row(host_values.read(sigma).float()), first_row(self.schedule.levels)[:-1]
         rows = []
-        for pair, own in enumerate(sizes):
-            found = torch.nonzero(known == levels[pair]).flatten().tolist()
-            step, variables = self._step(found, float(levels[pair]), x.device)
-            values = self.form.restore([row[pair] for row in cond[:-1]], own, step)
+        for pair, (level, found) in enumerate(self._read_steps(sigma, timestep)):
+            step, variables = self._step(found, level, x.device)
+            values = self.form.restore([row[pair] for row in cond[:-1]], sizes[pair], step)
             values = place_samples(values, x[pair].flatten(), self.streams)
-            rows.append(self._velocity(values, variables, networks, float(levels[pair])).to(x.dtype))
+            rows.append(self._velocity(values, variables, networks, level).to(x.dtype))
         return torch.stack(rows).reshape(x.shape)
+
+    def _read_steps(self, sigma: Tensor, timestep: Tensor | None) -> Iterator[tuple[float, list[int]]]:
+        """Yield the level of each pair, and the steps at that level; known timesteps spare a wait for the device."""
+        levels, times = first_row(self.schedule.levels)[:-1], self.schedule.timesteps
+        told = None if timestep is None else host_values.recall(timestep)
+        if told is not None and len(times.unique()) == len(times) and bool(torch.isin(told, times).all()):
+            for step in (told[:, None] == times).int().argmax(dim=1).tolist():
+                yield float(levels[step]), [step]
+        else:
+            for level in first_row(host_values.read(sigma).float()):
+                yield float(level), torch.nonzero(levels == level).flatten().tolist()
 
     def _step(self, found: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
         """Return the step of a level, and its variables; any step where time alone tells steps apart."""
@@ -182,6 +201,13 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _copy(one) for name, one in value.items()}
     return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    """Return a value of a step on a device."""
+    if isinstance(value, Mapping):
+        return {name: _move(each, device) for name, each in value.items()}
+    return device if isinstance(value, torch.device) else value.to(device) if isinstance(value, Tensor) else value
 
 
 def _find_time(

@@ -64,6 +64,20 @@ class RecordedModel:
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # networks beside the trained one, by part of the pipeline
     scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
+    def to(self, device: torch.device) -> "RecordedModel":
+        """Return the velocity with the network's own inputs on another device than the pipeline's, as in a dry run."""
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        recipes = [
+            dataclasses.replace(
+                recipe, calls=tuple(call._replace(leaves=optree.tree_map(move, call.leaves)) for call in recipe.calls)
+            )
+            for recipe in self.recipes
+        ]
+        return dataclasses.replace(self, sigmas=self.sigmas.to(device), recipes=tuple(recipes))
+
     def predict(
         self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
     ) -> Samples:

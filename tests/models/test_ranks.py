@@ -15,6 +15,7 @@ from workers.pipeline_ranks import SHORT
 
 from fluvial.engines.engine.world import World
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 
 
