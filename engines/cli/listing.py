@@ -38,8 +38,8 @@ def defaults(model: str) -> Defaults:
 
 
 def may_be_model(name: str) -> bool:
-    """Return whether a name is that of a folder, or may be an id on the Hub or `module:name`."""
-    return "/" in name or ":" in name or Path(name).is_dir()
+    """Return whether a name is that of a folder or a file, or may be an id on the Hub or `module:name`."""
+    return "/" in name or ":" in name or Path(name).exists()
 
 
 def recipes() -> dict[str, str]:

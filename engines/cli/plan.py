@@ -60,17 +60,13 @@ def _show(name: str, config: "PlanConfig") -> None:
             from fluvial.engines.extensions.plan.fit import show_fit
 
             show_fit(name, config, console=console())
-        elif config.trace:
-            from fluvial.engines.extensions.plan.check import show as show_trace
-
-            show_trace(name, config, console=console())
         else:
             (show_table if config.table else show)(name, config, console=console())
 
 
 def _is_run(name: str) -> bool:
     """Return whether a name is that of a published run, PROJECT/MODEL/TASK, and not of a folder."""
-    return name.count("/") == 2 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return name.count("/") == 2 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _plan_run(name: str, flags: Sequence[str]) -> None:
@@ -78,6 +74,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     import torch
 
     from fluvial.engines.extensions.plan.fit import plan_of
+    from fluvial.engines.extensions.plan.hours import count_run
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import find
@@ -95,6 +92,8 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     except UsageError as error:
         print(f"  memory   {error}")
         return
+    if not set(HELP) & set(flags):
+        print(f"  compute  {count_run(config, config.model)}")
     asked = parse_config(planned, f"fluvial plan {name}", flags)
     if asked.check:
         raise UsageError("--check makes an update of the built-in model, and has no effect with a published run; remove it")

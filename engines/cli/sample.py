@@ -32,7 +32,7 @@ from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import score
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
-from fluvial.models.pipelines.folder import local_folder
+from fluvial.models.original.whole import pipeline_folder
 from fluvial.models.pipelines.open import has_adapter
 
 
@@ -139,7 +139,9 @@ def _find_recorded(model: str, config: SampleConfig, files: tuple[str, ...]) -> 
     """Return the files of prompts that a pipeline without an adapter is recorded on: it may need their images."""
     if not files or model in MODELS or is_adapter(model):
         return ()
-    return () if has_adapter(local_folder(model, trust_remote_code=config.pipeline.trust_remote_code)) else files
+    asked = config.pipeline
+    folder = pipeline_folder(model, trust_remote_code=asked.trust_remote_code, settings=asked.settings)
+    return () if has_adapter(folder) else files
 
 
 def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> PromptTable:

@@ -95,7 +95,8 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     name = base_model(config.model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
     asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
-    sizes = {} if name in MODELS else _text_sizes(config, name, half=_is_half(config, device))
+    half = config.engine.compute_dtype(device).itemsize == 2
+    sizes = {} if name in MODELS else _text_sizes(config, name, half=half)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
     micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
@@ -137,10 +138,6 @@ def _text_base(name: str, sizes: dict[Any, int], asked: PlanConfig) -> Any:
     )
 
 
-def _is_half(config: TrainConfig, device: torch.device) -> bool:
-    return config.engine.compute_dtype(device).itemsize == 2
-
-
 def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
     """Return the plan of a run, whose micro-batch is one sample where the run finds it by trial.
 
@@ -170,7 +167,9 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),
         teachers=sum(isinstance(each, Teacher) and not each.is_adapter for each in config.networks.values()),
         learners=1 + sum(isinstance(network, Trained) for network in config.networks.values()),
+        graphs=config.method.needs.graphs,
         guidance=config.is_guided,
+        step_cache=config.rollout.step_cache,
         samples=math.ceil(config.method.sampling.batch / ranks),
         steps=max(1, config.method.sampling.window.count(config.method.sampling.steps)),
         fit=config.engine.fit,

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
+import optree
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.pipelines.base import DECODED
 from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
 GPU = torch.device("cuda")
@@ -65,7 +67,10 @@ class PlanConfig:
         teachers: Number of teachers with weights of their own, each a frozen copy; adapters of the policy's module are none.
         learners: Number of networks that learn: 2 with the fake of DMD2 and TDM. Each further one has adapters, or with full
             fine-tuning weights, and moments of its own.
+        graphs: Number of forward passes whose activations a loss holds at once: 3 with the consistency loss of ac-dmd. They
+            are counted as one pass of so many times the samples, which is more than they take with checkpointing.
         guidance: Put both halves of classifier-free guidance through each forward pass.
+        step_cache: What deterministic steps of a rollout take over from earlier ones, which it holds.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
@@ -74,7 +79,6 @@ class PlanConfig:
         reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, text encoders,
             reward, and in an update the weights of the VAE.
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
-        trace: Compare the plan with a trace of the program on simulated GPUs; see also fluvial train --dry-run.
         check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
         pipeline: Size of the images; of several, that with the most pixels.
         lora: Low-rank adapter, where that is what is trained.
@@ -89,7 +93,9 @@ class PlanConfig:
     reference: bool = False
     teachers: int = 0
     learners: int = 1
+    graphs: int = 1
     guidance: bool = False
+    step_cache: StepCacheChoice = NoCache()
     samples: int = 16
     steps: int = 3
     fit: str | None = None
@@ -97,7 +103,6 @@ class PlanConfig:
     gpu: str = "NVIDIA H100 80GB HBM3"
     reserve_gib: float = 6.0
     table: bool = False
-    trace: bool = False
     check: bool = False
     pipeline: ImageSize = ImageSize()
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -105,7 +110,7 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners"), BATCH)
+        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners", "graphs"), BATCH)
         check_fields(self, "", **counts, teachers=INDEX, memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
@@ -116,8 +121,8 @@ class PlanConfig:
             parse_bytes(self.fit, "fit")
         if self.engine.fit is not None:
             raise no_effect("engine.fit", "in a plan, whose own is `fit`")
-        if bool(self.fit) + self.table + self.check + self.trace > 1:
-            asked = [f"`{name}`" for name in ("fit", "table", "trace", "check") if getattr(self, name)]
+        if bool(self.fit) + self.table + self.check > 1:
+            asked = [f"`{name}`" for name in ("fit", "table", "check") if getattr(self, name)]
             raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")
 
     @property
@@ -241,14 +246,17 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     model = find_transformer(name)
     if config.pipeline.side is not None and model.resolution is None:
         raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
-    module, resolution = _module(name, config.train, config.lora), config.pipeline.side or model.resolution or 0
+    module, resolution = build_on_meta(name, config.train, config.lora), config.pipeline.side or model.resolution or 0
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
-    halves = 2 if config.guidance else 1
+    halves, batch = 2 if config.guidance else 1, config.micro_batch or model.micro_batch
     inputs = model.inputs(1, resolution)
     latent = inputs["hidden_states"].nbytes
     conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+    kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
+    if isinstance(config.step_cache, FirstBlockCache):
+        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, resolution)
 
     def phase(kind: Phase) -> Accounting:
         update = kind == "update"
@@ -272,12 +280,12 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                     context_parallel=config.engine.context_parallel,
                 ),
                 device=device,
-                samples=(config.micro_batch or model.micro_batch) * halves,
+                samples=batch * halves * (config.graphs if update else 1),
                 resolution=resolution,
                 grad=update,
             ),
-            # The sample before and after each step, and its conditioning once, in float32.
-            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
+            # The sample before and after each step, and its conditioning once, in float32; in a rollout the step cache.
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,
             learners=config.learners,
@@ -288,7 +296,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     if model.decoder is not None:
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
-        images = min(config.micro_batch or model.micro_batch, DECODED)
+        images = min(batch, DECODED)
         decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
     return MemoryPlan(config, phase("update"), rollout, decode)
 
@@ -343,7 +351,7 @@ def _swap_fewest(name: str, steps: Turned, found: MemoryPlan) -> tuple[Turned, M
 
     config = found.config
     number = bisect_left(
-        range(1, len(blocks(find_transformer(name), _module(name, config.train, config.lora)))),
+        range(1, len(blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
         True,
         key=lambda few: plan(name, swap(config, few)).fits,
     )
@@ -366,7 +374,7 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
     rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
     if any(phase.host for phase in phases.values()):
         rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
-    module = _module(name, "full", config.lora)
+    module = build_on_meta(name, "full", config.lora)
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
@@ -432,13 +440,29 @@ def find_transformer(name: str) -> ModelShape:
 
 
 @cache
-def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
+def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
     """Return the transformer on the meta device, with adapters if only they are trained."""
     with torch.device("meta"):
         module = find_transformer(name).build()
     if train == "lora":
         add_lora(module, lora, find_transformer(name).lora_targets)
     return nn.Module.to(module, "meta")
+
+
+@cache
+def _block_output(name: str, samples: int, resolution: int) -> int:
+    """Return the largest number of values that a block returns of some samples."""
+    model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
+
+    def note(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        sizes.append(sum(leaf.numel() for leaf in optree.tree_leaves(output) if isinstance(leaf, Tensor)))
+
+    handles = [block.register_forward_hook(note) for block in blocks(model, module)]
+    with torch.no_grad():
+        module(**model.inputs(samples, resolution), return_dict=False)
+    for handle in handles:
+        handle.remove()
+    return max(sizes)
 
 
 @cache
@@ -466,7 +490,7 @@ def _activations(
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
-    model, module = find_transformer(name), _module(name, train, lora)
+    model, module = find_transformer(name), build_on_meta(name, train, lora)
     inputs = model.inputs(samples, resolution)
 
     def forward(module: nn.Module) -> Tensor:

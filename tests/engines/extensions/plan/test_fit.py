@@ -56,6 +56,11 @@ def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_run_is_planned_with_the_passes_that_its_loss_holds() -> None:
+    graphs = [plan_of(RECIPES[name]("handwriting"), "handwriting", 1, CPU).graphs for name in ("ac-dmd", "dmd2", "grpo")]
+    assert graphs == [3, 1, 1]
+
+
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)

@@ -25,6 +25,7 @@ from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
 from fluvial.models.shapes import MODELS, blocks, model_shape
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 
 TRAINS: tuple[Train, Train] = ("full", "lora")
 
@@ -155,6 +156,15 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     one, both = (plan("handwriting", PlanConfig(guidance=on)).update for on in (False, True))
     assert both.activations == pytest.approx(2 * one.activations, rel=0.02)
     assert both.trajectory - one.trajectory == 16 * 4 * (4 * 14 + 40)
+    once, thrice = (plan("handwriting", PlanConfig(graphs=graphs, micro_batch=8)) for graphs in (1, 3))
+    assert thrice.update.activations == plan("handwriting", PlanConfig(micro_batch=24)).update.activations
+    assert thrice.rollout == once.rollout
+    caches = NoCache(), GuidanceCache(), FirstBlockCache()
+    held = [plan("handwriting", PlanConfig(guidance=True, micro_batch=3, step_cache=cache)) for cache in caches]
+    sizes = [each.rollout.trajectory - held[0].rollout.trajectory for each in held]
+    # A difference of each sample; the first block's tokens of image and text in bfloat16, and what the others add to them.
+    assert sizes == [0, 3 * 4 * 8 * 32, 2 * 2 * (2 * 3) * (64 + 4) * 64]
+    assert all(each.update == held[0].update for each in held)
     for model in (model for model in MODELS.values() if model.resolution):
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()

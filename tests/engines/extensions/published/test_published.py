@@ -114,7 +114,6 @@ def test_no_setting_is_unsaid(name: str) -> None:
             assert is_stated or path in run.deviations, path
 
 
-# Settings that were wrong, or were read in another source than that of the run.
 # Settings that were wrong, or were read in another source than that of the run; those of test_published_numbers.py are left
 # out.
 READ_AGAIN: dict[tuple[str, str], Any] = {

@@ -52,16 +52,6 @@ def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     assert torch.equal(step.signal[step.sample.argsort()] > 0, better)
 
 
-def test_branches_that_cannot_be() -> None:
-    """Others are in run/test_run_settings.py."""
-    with pytest.raises(ValueError, match=r"sampling.group is 8, expected a multiple of 6"):
-        replace(BRANCHES, group=8)
-    with pytest.raises(ValueError, match=r"sampling.window has 5 stochastic steps in steps 0 to 4 of 4"):
-        replace(BRANCHES, window=Branches(5, 2))
-    with pytest.raises(ValueError, match=r"sampling.window.samples is 1, expected"):
-        Branches(1, 1)
-
-
 def test_windows_of_a_run(one: World, tmp_path: Path) -> None:
     """The groups at one index have the same window in every rollout; another seed has others."""
     found = {}
@@ -103,9 +93,7 @@ def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale:
 
 
 def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
-    """It is an error without a reference, where the update has none either, and for a pipeline without an adapter."""
-    with pytest.raises(ValueError, match=r"kl.guidance has no effect with kl.coef 0, without a reference"):
-        tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora", **{"kl.guidance": 3.0})
+    """It is an error where the update has none either, and for a pipeline without an adapter."""
     guided = tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora", **{"kl.coef": 0.1, "kl.guidance": 3.0})
     with pytest.raises(ValueError, match=r"kl.guidance is 3, expected None: handwriting has no adapter"):
         check_model(guided, "velocity", recorded=True)
@@ -148,8 +136,6 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     rows = torch.isin(whole.sample, part.sample)
     assert torch.equal(whole.signal[rows], part.signal)
     assert len(part.sample.unique()) == 4
-    with pytest.raises(ValueError, match=r"advantage.extremes is 3, expected at most half of the 4 that are compared"):
-        tiny.config(tmp_path, sampling=STEPS, advantage=AdvantageConfig(extremes=3))
 
 
 def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""GPU hours of a run as computed: the operations of its network, at an assumed share of a GPU's peak.
+
+Text encoders, the VAE, rewards, evaluations and waits are not counted.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from fluvial.engines.extensions.plan.plan import ImageSize, build_on_meta, find_transformer
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import Trained
+from fluvial.engines.run.method import RecordedRows
+from fluvial.models.flops import FlopCounter
+from fluvial.models.lora import LoraConfig
+
+PEAK = 989e12  # FLOP/s of an H100 SXM in dense bfloat16, by NVIDIA's data sheet
+SHARE = 0.4  # of it that is reached: assumed
+
+
+class RunFlops(NamedTuple):
+    """Floating-point operations of a whole run."""
+
+    rollouts: float
+    updates: float
+
+    @property
+    def hours(self) -> float:
+        """GPU hours at `SHARE` of `PEAK`."""
+        return sum(self) / (PEAK * SHARE) / 3600
+
+    def __str__(self) -> str:
+        rollouts, updates = (f"{each / 1e18:.3g}" for each in self)
+        said = f"rollouts {rollouts} EFLOP, updates {updates} EFLOP: about {self.hours:,.0f} GPU hours"
+        return f"{said} at {SHARE:.0%} of an H100's {PEAK / 1e12:.0f} TFLOP/s (assumed)"
+
+
+def count_run(config: TrainConfig, name: str) -> RunFlops:
+    """Return the operations of a run, whose network is that of a model of the catalogue or of a folder.
+
+    With f those of a forward pass of a sample, b those of one with its backward pass, both halves of guidance included, and
+    N other networks, of which L learn:
+
+        rollouts = samples * steps * f    updates = pairs * (b + N f + L b)
+
+    Raises:
+        UsageError: the network's inputs are not known.
+    """
+    method, size = config.method, config.pipeline.size
+    sampling, rows = method.sampling, method.rows
+    side = None if find_transformer(name).resolution is None else ImageSize(size.height, size.width).side
+    forward, both = count_pass(name, config.train == "lora", config.lora, side)
+    halves = 2 if sampling.guidance.scale != 1 else 1
+    recorded = sampling.window.count(sampling.steps)
+    each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
+    samples = sampling.batch * config.updates / config.updates_per_rollout
+    passes = samples * each * method.passes.updates / method.passes.minibatches * (2 if method.is_paired else 1)
+    learners = sum(isinstance(network, Trained) for network in config.networks.values())
+    made = samples * sampling.steps * forward * halves if config.makes_samples else 0.0
+    return RunFlops(made, passes * halves * (both * (1 + learners) + forward * len(config.networks)))
+
+
+@cache
+def count_pass(name: str, adapts: bool, lora: LoraConfig, side: int | None) -> tuple[int, int]:
+    """Return the operations of a forward pass of one sample, and of one with its backward pass, as shapes alone say."""
+    model, module = find_transformer(name), build_on_meta(name, "lora" if adapts else "full", lora)
+    counted = []
+    for grad in (False, True):
+        with FlopCounter() as counter, torch.set_grad_enabled(grad):
+            out = module(**model.inputs(1, side or model.resolution or 0), return_dict=False)[0]
+            if grad:
+                trained = [p for p in module.parameters() if p.requires_grad]
+                torch.autograd.grad(out.float().square().sum(), trained, allow_unused=True)
+        counted.append(counter.model)
+    return counted[0], counted[1]
