@@ -40,7 +40,7 @@ from fluvial.engines.run.method import (
     Preferences,
     RecordedRows,
 )
-from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.config import Mask, NoCorrection, ReadingConfig, Reject, SamplingConfig, Truncate
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
@@ -54,7 +54,6 @@ __all__ = [
     "BranchGrpo",
     "ChunkGrpo",
     "ConstantMargin",
-    "CorrectionConfig",
     "Crd",
     "D3po",
     "DenseGrpo",
@@ -74,9 +73,11 @@ __all__ = [
     "KLConfig",
     "Kto",
     "Mapo",
+    "Mask",
     "Method",
     "Needs",
     "Nft",
+    "NoCorrection",
     "NoiseMargin",
     "NoisedRows",
     "NoisingConfig",
@@ -86,6 +87,7 @@ __all__ = [
     "ReadingConfig",
     "RecordedRows",
     "Refl",
+    "Reject",
     "Rtdmd",
     "SamplingConfig",
     "Sft",
@@ -95,5 +97,6 @@ __all__ = [
     "Tdm",
     "TdmR1",
     "TempFlow",
+    "Truncate",
     "TurningPointGrpo",
 ]

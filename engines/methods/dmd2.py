@@ -38,7 +38,7 @@ class Dmd2(Matching, name="dmd2"):
         guidance: Scale of the teacher's guidance.
         fake: Optimizer of the model of the student's samples.
         fake_updates: Number of its updates per update of the student, each on its share of the samples.
-        levels: Noise levels at which teacher and fake are compared.
+        levels: Noise levels at which teacher and fake are compared; `ShiftedLevels` are Self-Forcing's.
         fake_levels: Noise levels at which the fake is trained.
         form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.

@@ -12,7 +12,7 @@ from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import StepKLConfig, Weighting, correct, weigh
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
-from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
+from fluvial.engines.sampling.config import Correction, NoCorrection, SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades
@@ -34,7 +34,7 @@ class PolicyGradient(Method):
         advantage: How rewards become advantages.
         passes: How often a batch is learnt from.
         kl: KL terms that keep the policy near the one that training starts from.
-        correction: Weights that correct for a rollout made by another program than the update.
+        correction: Weights for a rollout that another program made: `NoCorrection`, `Truncate`, `Reject` or `Mask`.
     """
 
     sampling: SamplingConfig = SamplingConfig()
@@ -42,7 +42,7 @@ class PolicyGradient(Method):
     advantage: AdvantageConfig = AdvantageConfig()
     passes: PassesConfig = PassesConfig()
     kl: StepKLConfig = StepKLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: Correction = NoCorrection()
     needs: ClassVar[Needs] = Needs(ratio=True)
     form: ClassVar[Form] = "density"
     reduction: ClassVar[Reduction] = "mean"

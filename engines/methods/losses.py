@@ -16,7 +16,7 @@ from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.step import KLWeight, kl_factor, weigh_kl
 from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Follower, Networks, Start
-from fluvial.engines.sampling.config import CorrectionConfig
+from fluvial.engines.sampling.config import Correction, NoCorrection
 from fluvial.engines.sampling.items import RecordedSteps, Rows
 from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import velocity_error
@@ -190,15 +190,13 @@ class ErrorInfo(NamedTuple):
     kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
 
 
-def correct(
-    run: "Run", steps: "Items", config: CorrectionConfig, log_prob: Callable[[Tensor, RecordedSteps], Tensor]
-) -> "Items":
+def correct(run: "Run", steps: "Items", config: Correction, log_prob: Callable[[Tensor, RecordedSteps], Tensor]) -> "Items":
     """Return recorded steps with the update's own old log-probs, and signals weighted by their ratio to the rollout's.
 
     Nothing changes without a correction. The weight is that of the policy gradient, whose loss is linear in the advantage; a
     KL term has no weight.
     """
-    if config.mode == "none":
+    if isinstance(config, NoCorrection):
         return steps
     with_velocity = "old" in steps.rows.predictions
     own, *velocity = run.measure(steps, lambda v, rows: (log_prob(v, rows), v) if with_velocity else (log_prob(v, rows),))
@@ -206,7 +204,7 @@ def correct(
         steps = steps.with_predictions(old=velocity[0])
     # Of all ranks, so that each has the same diagnostics.
     computed, known = (run.gather(steps, values) for values in (own, steps.rows.log_prob_old))
-    factor, info = rollout_weights(computed, known, mode=config.mode, threshold=config.threshold, level=config.level)
+    factor, info = rollout_weights(computed, known, mode=config.kind, threshold=config.threshold, level=config.level)
     run.log(correction=info)
     return steps.with_rows(log_prob_old=own, signal=steps.rows.signal * steps.look_up(factor))
 

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE
+from fluvial.engines.choices import BARE, variant_of, variants
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
@@ -24,6 +24,7 @@ from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_me
 from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import LoraConfig
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,15 @@ class TrainConfig:
         """Yield whether a field has no effect, its name, and why."""
         method, needs, given = self.method, self.method.needs, self.method.source is not None
         name, pairs = f"with {method.method_name}", isinstance(method.source, Preferences)
-        for field in ("autocast", "reuse_prompt", "source", "store", "ahead"):
+        for field in ("autocast", "reuse_prompt", "step_cache", "source", "store", "ahead"):
             yield given, f"rollout.{field}", f"{name}, which learns from data without a rollout"
+        cache, sampling = self.rollout.step_cache, method.sampling
+        window = not sampling.sampler.is_deterministic or method.recorded is not None
+        noisy = sampling.sampler.is_deterministic and sampling.sampler.eta > 0
+        whole = noisy or (window and sampling.window.count(sampling.steps) == sampling.steps)
+        yield whole, "rollout.step_cache", "without deterministic steps that are not recorded"
+        unguided = isinstance(cache, GuidanceCache) and sampling.guidance.scale == 1
+        yield unguided, "rollout.step_cache", "of kind guidance in a rollout without guidance"
         yield not needs.ratio, "rollout.max_log_ratio", f"{name}, which has no ratio"
         yield not method.is_scored, "rewards", f"{name}, which generates no samples that could be scored"
         learns = method.is_scored and needs.rewards is not None
@@ -135,7 +143,7 @@ class TrainConfig:
     def _method_on_machine(self) -> Iterator[UsageError]:
         """Yield what a method needs and the machine does not have."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
-        corrected = method.correction is not None and method.correction.mode != "none"
+        corrected = method.correction is not None and method.correction.kind != "none"
         if self.updates % self.updates_per_rollout:
             count = self.updates_per_rollout
             expected = f"a multiple of epochs x minibatches = {count}, the number of updates per rollout"
@@ -144,12 +152,12 @@ class TrainConfig:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
         if self.takes_ratios and rollout.autocast and not corrected:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
-            yield UsageError("rollout.autocast", True, "False, or `correction.mode` truncate", hint)
+            yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
         if rollout.ahead and self.takes_ratios and not corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
                 yield UsageError("rollout.ahead", rollout.ahead, "0", f"{name} has no correction of its ratios")
-            yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
+            yield UsageError("correction", "none", "truncate, reject or mask", hint)
         groups = method.sampling.groups.kind
         if rollout.ahead and groups != "all":
             hint = f"`sampling.groups` {groups} waits for the rewards of a rollout before it makes the next samples"
@@ -172,11 +180,8 @@ class TrainConfig:
     def _parts_of_the_machine(self) -> Iterator[UsageError]:
         """Yield what cannot be computed together, whatever the method."""
         engine, rollout = self.engine, self.rollout
-        if rollout.step_cache and engine.compile is not False:
-            hint = "`rollout.step_cache` leaves out blocks, which compiled ones cannot be"
-            yield UsageError("engine.compile", engine.compile, "False", hint)
-        if rollout.step_cache and engine.context_parallel > 1:
-            hint = "with `rollout.step_cache`, ranks that share a sample would leave out different blocks"
+        if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
+            hint = "with `rollout.step_cache` first_block, ranks that share a sample would leave out different blocks"
             yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
         if engine.base != "auto" and rollout.is_served:
             hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
@@ -347,12 +352,14 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:
-    """Return a dataclass with other values of its fields."""
+    """Return a dataclass with other values of its fields; a choice may be named by its kind."""
     known, changes = {each.name for each in dataclasses.fields(config)}, dict[str, Any]()
     for first in dict.fromkeys(name.partition(".")[0] for name in values):
         if first not in known:
             raise UsageError(f"there is no field {owner}{first}{did_you_mean(first, known)}")
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == first}
         value = inner.pop("", getattr(config, first))
+        if isinstance(value, str) and variants(union := get_type_hints(type(config))[first]):
+            value = variant_of(union, value, f"{owner}{first}")[1]()
         changes[first] = _with_values(value, inner, f"{owner}{first}.") if inner else value
     return replace(config, **changes)

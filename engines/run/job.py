@@ -348,7 +348,7 @@ def check_has_reward(model: str, rewards: Sequence[str]) -> None:
 
 def _is_opened(name: str) -> bool:
     """Return whether a name is not that of a built-in model, but of a pipeline, its folder, or a custom model."""
-    return name not in MODELS and ("/" in name or Path(name).is_dir() or is_adapter(name))
+    return name not in MODELS and ("/" in name or Path(name).exists() or is_adapter(name))
 
 
 def of_run(config: TrainConfig) -> Job:

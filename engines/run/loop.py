@@ -151,7 +151,7 @@ class Loop:
             raise RunError(
                 f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
                 f"`rollout.max_log_ratio` {bound:g}: rollout and update do not compute the same policy; "
-                "where that is meant, set `correction.mode` to truncate"
+                "where that is meant, set `correction` to truncate"
                 + (
                     ", and for passes of a rollout's rows engine.update_micro_batch to rollout"
                     if self.engine.compiles

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import spec_of
 from fluvial.engines.run.declared import Networks, Start
-from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.config import Correction, NoCorrection, ReadingConfig, SamplingConfig, Truncate
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.window import AllRecorded, Trained
@@ -151,7 +152,7 @@ class Method:
     sampling: ReadingConfig = SamplingConfig()
     passes: EpochsConfig = PassesConfig()
     advantage: AdvantageConfig | None = None
-    correction: CorrectionConfig | None = None
+    correction: Correction | None = None
     serving_solver: ClassVar[Solver | None] = None  # solver that the trained model needs; None is any
     learns_from_sums: ClassVar[bool] = True  # samples of a group whose weighted rewards are equal teach it nothing
 
@@ -225,7 +226,7 @@ class Method:
         elif sampler.solver != "euler":
             hint = f"{name} trains on steps, which are transitions"
             yield UsageError("sampling.sampler.solver", sampler.solver, "euler", hint)
-        if self.correction is not None and self.correction.mode != "none" and unscaled:
+        if self.correction is not None and self.correction.kind != "none" and unscaled:
             yield UsageError("form", "unscaled", "density or no_const", "a correction takes a ratio of densities")
         if sampling.guidance.update == "conditional" and not self.needs.conditional:
             hint = f"{name} trains on steps of guided rollouts"
@@ -302,6 +303,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "sampling": (ReadingConfig,),
     "passes": (EpochsConfig,),
     "rows": (RecordedRows, NoisedRows),
+    "correction": (NoCorrection, Truncate, NoneType),
 }
 
 

@@ -169,6 +169,7 @@ def _of_source(text: str, move: Move) -> str | None:
 TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "model": lambda text, move: None if text in MODELS else move(text),
     "checkpoint.folder": lambda text, move: move(text),
+    "pipeline.settings": lambda text, move: move(text),
     "checkpoint.resume_from": lambda text, move: move(text),
     "rollout.source": _of_source,
     "method.teacher": _of_teacher,

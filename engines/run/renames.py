@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from fluvial.engines.choices import variants
+from fluvial.engines.choices import variant_of, variants
 
 OBJECTIVES = {"clipped": "grpo"}  # methods with another name
 OF_SAMPLING = ("prompts", "group", "shared_noise", "steps", "sampler", "window", "guidance")
@@ -14,6 +15,7 @@ NAMES = {
     **{f"rollout.{name}": f"method.{name}" for name in ("trained", "form", "reduction")},
     **{name: f"method.{name}" for name in ("noising", "advantage", "kl", "correction")},
     **{name: f"method.passes.{name}" for name in ("epochs", "minibatches")},
+    **{f"{group}correction.mode": "method.correction.kind" for group in ("", "method.")},
     "asynchronous": "rollout",
     "objective": "method",
 }
@@ -62,21 +64,29 @@ def rename(name: str, method: str = "") -> str:
 def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
 
-    A record without old names is returned as it is. Settings with an old name that the method does not have are left out:
-    they could not be set.
+    A record without old names or values is returned as it is. Settings that the method or the kind of a choice does not have
+    are left out where that choice or method has another name now: they had no effect.
     """
     found, settings = dict[str, Any](), dict(_flatten(record))
-    if all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
+    threshold = settings.get("rollout.step_cache")  # once a number, 0 without a cache
+    if isinstance(threshold, int | float):
+        cache = {"kind": "first_block", "threshold": threshold} if threshold else {"kind": "none"}
+        settings["rollout.step_cache"] = cache
+    elif all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
         return record
     from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
 
     stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
     method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
+    named = {old: old if isinstance(value, Mapping) else rename(old, method) for old, value in settings.items()}
+    chosen = {named[old]: value for old, value in settings.items() if named[old] != old and named[old].endswith(".kind")}
+    of_kinds = {name.removeprefix("method."): kind for name, kind in chosen.items()}
     for old, value in settings.items():
-        new = old if isinstance(value, Mapping) else rename(old, method)
+        new = named[old]
         parts = ["method", "name"] if new == "method" else new.split(".")
-        moved = new != old and parts[0] == "method" and parts != ["method", "name"]
-        if moved and not has_field(method_type(method), parts[1:]):
+        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen
+        of_method = parts[0] == "method" and parts != ["method", "name"]
+        if moved and of_method and not has_field(method_type(method), parts[1:], of_kinds):
             continue
         table = found
         for part in parts[:-1]:
@@ -96,12 +106,17 @@ def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def has_field(kind: Any, path: Sequence[str]) -> bool:
-    """Return whether a dataclass has a field, by the parts of its name; a choice has those of each of its kinds."""
+def has_field(kind: Any, path: Sequence[str], chosen: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Return whether a dataclass has a field, by the parts of its name.
+
+    A choice has the fields of the kind that `chosen` has for its dotted name and `.kind`, else those of each of its kinds.
+    """
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
     inner = get_type_hints(kind)[path[0]]
     if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
         return True
     kinds = variants(inner) or (inner,)
+    if (stated := chosen.get(f"{path[0]}.kind")) is not None:
+        kinds = (variant_of(inner, stated, path[0])[0],)
     return path[1] == "kind" or any(has_field(kind, path[1:]) for kind in kinds)

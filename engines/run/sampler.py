@@ -43,6 +43,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
 from fluvial.models import decoded
 from fluvial.models.host_values import to_device
+from fluvial.models.step_cache import FirstBlockCache
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
@@ -429,7 +430,8 @@ class Sampler:
         if not self.config.rollout.reuse_prompt:
             return "none"
         # A compiled block is one program, and a block that is left out calls no layers.
-        return "outside_blocks" if self.engine.compiles or self.config.rollout.step_cache else "all"
+        leaves_out = isinstance(self.config.rollout.step_cache, FirstBlockCache)
+        return "outside_blocks" if self.engine.compiles or leaves_out else "all"
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix | None:
         """Return the steps that the samples of a group share: those before every window of the rollout."""

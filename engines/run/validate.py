@@ -8,6 +8,7 @@ from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
+from fluvial.models.step_cache import GuidanceCache
 
 
 def check_model(
@@ -44,6 +45,8 @@ def check_model(
     groups = sampling.groups
     if on_schedule and isinstance(groups, ScoutedGroups) and groups.steps != sampling.steps:
         raise UsageError("sampling.groups.steps", groups.steps, f"that of the rollout, {sampling.steps}", own_levels)
+    if recorded and isinstance(config.rollout.step_cache, GuidanceCache):
+        raise UsageError("rollout.step_cache", "guidance", "none", f"{model} has no adapter, and its pipeline's guidance")
     if recorded and config.evaluation_guidance != sampling.guidance:
         raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
     if on_schedule and sampling.window.tail != Tail():

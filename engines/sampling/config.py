@@ -21,27 +21,51 @@ from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import AllSteps, Window
 from fluvial.models import DiffusionModel, Prediction, Schedule
+from fluvial.models.step_cache import NoCache, StepCacheChoice
 
 
 @dataclass(frozen=True)
-class CorrectionConfig:
+class NoCorrection:
+    """Rollout and update are one program, whose ratio is exactly 1 at first."""
+
+    kind: ClassVar[Literal["none"]] = "none"
+
+
+@dataclass(frozen=True)
+class Truncate:
     """Weights that correct for a rollout made by another program than the update (precision, engine or weights).
 
     The update then computes the old log-probabilities itself, with one more forward pass, and weights each pair by what
-    `core.correction` makes of their difference to the rollout's.
+    `core.correction` makes of their difference to the rollout's: here the ratio of densities, bounded by the threshold.
 
     Args:
-        mode: What happens to a ratio of densities beyond the threshold: truncate, reject, mask; none corrects nothing.
         level: What a ratio is taken over: a step, or a whole trajectory.
         threshold: Bound of the ratio of densities, per dimension if the log-probability's reduction is mean, so near 1.
     """
 
-    mode: Literal["none", "truncate", "reject", "mask"] = "none"
+    kind: ClassVar[correction.Mode] = "truncate"
     level: correction.Level = "step"
     threshold: float = 1.01
 
     def __post_init__(self) -> None:
-        check_fields(self, threshold=(1, 1e30))
+        check_fields(self, "correction", threshold=(1, 1e30))
+
+
+@dataclass(frozen=True)
+class Reject(Truncate):
+    """The same, and a ratio beyond the threshold has weight 0."""
+
+    kind: ClassVar[correction.Mode] = "reject"
+
+
+@dataclass(frozen=True)
+class Mask(Truncate):
+    """Pairs whose ratio is beyond the threshold have weight 0, the others 1."""
+
+    kind: ClassVar[correction.Mode] = "mask"
+
+
+Correction = NoCorrection | Truncate | Reject | Mask
 
 
 REPLAYED = "replayed:"  # first letters of a source of stored rollouts
@@ -177,10 +201,8 @@ class RolloutConfig:
             need `correction`.
         reuse_prompt: Compute layers that see the prompt alone (projections of its embedding, keys and values of
             cross-attention) once per rollout instead of at every step; the bits stay, and their results take memory.
-        step_cache: Let deterministic steps leave out the blocks after the first where the output of that one has changed by
-            less than this fraction since an earlier step (first-block cache, after TeaCache, arXiv 2411.19108); about 0.1.
-            Stochastic steps, which are trained on, are computed whole. Samples then depend on those they are generated with.
-            0 computes every block.
+        step_cache: What deterministic steps take over from earlier ones: `NoCache`, `FirstBlockCache` (blocks) or
+            `GuidanceCache` (the unconditional half of guidance). Steps that are recorded are computed whole.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
         source: Where samples are made: empty (in the trainer's process), the addresses of servers with commas between them
             (http://HOST:PORT,http://HOST:PORT, each `fluvial serve` or each sglang's diffusion server), or replayed:FOLDER
@@ -196,7 +218,7 @@ class RolloutConfig:
 
     ahead: int = 0
     reuse_prompt: bool = True
-    step_cache: float = 0.0
+    step_cache: StepCacheChoice = NoCache()
     autocast: bool = False
     source: str = ""
     servers: ServersConfig = ServersConfig()
@@ -205,16 +227,16 @@ class RolloutConfig:
     max_invalid: float = 0.25
 
     def __post_init__(self) -> None:
-        check_fields(self, ahead=(0, 64), step_cache=(0, 1), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
+        check_variant(self.step_cache, StepCacheChoice, "rollout.step_cache")
+        check_fields(self, ahead=(0, 64), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
         served = self.is_served or not self.scheme.startswith("http")
         if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
             expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
         if self.servers != ServersConfig() and not self.is_served:
             raise no_effect("rollout.servers", "without servers in `rollout.source`")
-        if self.is_served and self.step_cache:
-            hint = "with a cache, samples depend on others of their batch, which servers choose"
-            raise UsageError("rollout.step_cache", self.step_cache, "0", hint)
+        if self.is_served and self.step_cache != NoCache():
+            raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers compute every step whole")
         if self.source.startswith(REPLAYED) and (self.store is not None or self.ahead):
             name = "rollout.store" if self.store is not None else "rollout.ahead"
             raise no_effect(name, "with rollouts that are stored already")
@@ -231,10 +253,8 @@ class RolloutConfig:
         return all(url.startswith(("http://", "https://")) for url in urls)
 
     def check_sampling(self, sampling: ReadingConfig) -> None:
-        """Raise UsageError for samples that no server makes, and for a cache that no step could use."""
+        """Raise UsageError for samples that no server makes."""
         sampler = sampling.sampler
-        if self.step_cache and (sampler.is_deterministic or sampling.window.count(sampling.steps) == sampling.steps):
-            raise no_effect("rollout.step_cache", "without deterministic steps beside stochastic ones")
         if not self.is_served:
             return
         if sampler.solver != "euler":

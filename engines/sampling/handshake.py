@@ -118,7 +118,7 @@ def check(largest: float, *, tolerance: float, world: World) -> None:
             raise RunError(
                 f"the servers' log-probabilities are up to {largest:.2g} from the trainer's own, above "
                 f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's weights and precision; where only the "
-                "precision differs, set a larger tolerance, and `correction.mode` to truncate"
+                "precision differs, set a larger tolerance, and `correction` to truncate"
             )
 
 

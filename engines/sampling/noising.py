@@ -126,6 +126,33 @@ class UniformLevels:
 
 
 @dataclass(frozen=True)
+class ShiftedLevels(UniformLevels):
+    """Levels uniform in [0, 1], shifted as a schedule is, u -> s u / (1 + (s - 1) u), and clamped between two bounds.
+
+    Self-Forcing compares teacher and fake at them, with shift 5 (arXiv 2506.08009).
+
+    Args:
+        low: Smallest noise level.
+        high: Largest noise level.
+        shift: Shift s; above 1 there are more high levels.
+    """
+
+    kind: ClassVar[str] = "shifted"
+    low: float = 0.02
+    high: float = 0.98
+    shift: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "noising.levels", shift=(1e-3, 1e3))
+
+    def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
+        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        u = uniform(keys, (_batch(keys), each))
+        return (self.shift * u / (1 + (self.shift - 1) * u)).clamp(self.low, self.high), None
+
+
+@dataclass(frozen=True)
 class AutoLevels:
     """Continuous levels, or distinct steps of the schedule for a model that knows only the levels of its schedule."""
 
@@ -139,7 +166,9 @@ class AutoLevels:
 # `levels.draw(keys, schedule, each)` returns levels `[B, each]`, and timesteps or None, where the model derives them itself:
 #   keys      key of each sample's levels, `[B]`
 #   schedule  T+1 levels and T timesteps, on the keys' device
-Levels = ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | UniformLevels | AutoLevels
+Levels = (
+    ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | UniformLevels | ShiftedLevels | AutoLevels
+)
 
 
 @dataclass(frozen=True)
@@ -149,8 +178,8 @@ class NoisingConfig:
     Args:
         each: Number of noise levels per sample, each with its own noise.
         levels: Distribution of the levels: schedule (distinct steps of the sampling schedule), stratified (one step of each
-            of `each` equal parts of it), continuous (uniform along it), logit_normal, or auto (continuous if the
-            model takes any level, else schedule).
+            of `each` equal parts of it), continuous (uniform along it), logit_normal, uniform, shifted, or auto (continuous
+            if the model takes any level, else schedule).
         draw: Scope of one draw of the levels: sample, call (the `micro_batch` samples next to each other, as in AWM's code)
             or rollout (all samples; those of a group also have the same noise, at all of their levels, as in DGPO, arXiv
             2510.08425). Otherwise each sample has its own noise.

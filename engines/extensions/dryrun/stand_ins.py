@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -88,20 +87,11 @@ def keep_on_host(model: Any, device: torch.device) -> None:
     Its own inputs of the network are moved to the device, where they are in a run, and its images are blank.
 
     Args:
-        model: `models.replay.any_pipeline.AnyPipeline` on the host.
+        model: `models.replay.any_pipeline.AnyPipeline` on the host, or one of its kind.
         device: device without values.
     """
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-    known, made = model.known.model, model.decode(torch.zeros(1, *model.known.shape))
-    recipes = [
-        replace(recipe, calls=tuple(call._replace(leaves=optree.tree_map(move, call.leaves)) for call in recipe.calls))
-        for recipe in known.recipes
-    ]
-    placed = replace(known, sigmas=move(known.sigmas), recipes=tuple(recipes))
-    model.predict = placed.predict
+    made = model.decode(torch.zeros(1, *model.known.shape))
+    model.predict = model.known.model.to(device).predict
     model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
 
 

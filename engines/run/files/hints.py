@@ -77,7 +77,7 @@ def explain_unknown(
     from fluvial.engines.methods.table import METHODS
     from fluvial.engines.run.renames import has_field, rename
 
-    if (now := rename(name).removeprefix("method.")) != name and now in names:
+    if (now := rename(name).removeprefix("method.").removesuffix(".kind")) != name and now in names:
         return f"it is {show(now)} now"
     for row in load_foreign().get(name.rpartition(".")[2].lower(), []):
         if (is_command := row.ours.startswith("fluvial ")) or row.ours in names:

@@ -145,6 +145,8 @@ class PipelineConfig:
         trust_remote_code: Run code that comes with the model's folder.
         weights: Base weights to start from: a folder as diffusers saves a network, and as `fluvial pretrain` and a run's
             export write them, or a safetensors file, also of a whole checkpoint; by default those of the model.
+        settings: Folder or id of a pipeline that gives settings, tokenizers and missing parts to a `model` of one
+            safetensors file; by default the published one of its architecture.
     """
 
     height: int = 512
@@ -165,6 +167,7 @@ class PipelineConfig:
     vae_offload: bool = False
     trust_remote_code: bool = False
     weights: Path | None = None
+    settings: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, height=PIXELS, width=PIXELS, frames=FRAMES)
