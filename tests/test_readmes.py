@@ -116,6 +116,12 @@ def test_code_of_the_shop_window_fits_a_screen() -> None:
     assert [line for block in fenced for line in block.splitlines() if len(line) >= 100] == []
 
 
+def test_commands_of_all_pages_fit_a_screen() -> None:
+    """Data of a request may be longer, which no line can be broken in."""
+    lines = [line for name in READMES for block in blocks(name, "sh") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 100 and not line.lstrip().startswith("-d ")] == []
+
+
 def test_the_files_to_read_are_short() -> None:
     """A stranger has read them in an evening, and each method in one sitting."""
     table = (ROOT / "engines" / "README.md").read_text().partition("## Eight files to read")[2].partition("## Tasks")[0]
@@ -215,7 +221,6 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (dry_runs, "run", None),
         (plan, "show_table", None),
         (check, "check", None),
-        (check, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
         (push, "find_weights", Path()),

@@ -20,7 +20,7 @@ from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 
-STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 200_000, 8
+STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 100_000, 8
 
 
 def problem(row: SamplerRow) -> tuple[Tensor, Tensor, Sampler, Sampler]:

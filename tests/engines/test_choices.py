@@ -9,28 +9,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from fluvial.core.transitions import dance_sde
-from fluvial.engines.choices import kinds, settings, variant_of, variants
+from fluvial.engines.choices import kinds, settings, variant_of
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import Levels, NoisingConfig, UniformLevels
-from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
+from fluvial.engines.sampling.samplers import SamplerChoice, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (
     AllRecorded,
     AllSteps,
-    Branches,
-    MovingWindow,
     OneRecorded,
     RandomWindow,
-    ScatteredSteps,
     Trained,
     Window,
 )
@@ -111,6 +109,7 @@ def flags(value: Any, prefix: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
+@settings_of_hypothesis(max_examples=15)
 @given(st.data())
 def test_every_value_is_read_back_from_json(name: str, kind: str, data: st.DataObject) -> None:
     """As an object with its kind."""
@@ -123,9 +122,10 @@ def test_every_value_is_read_back_from_json(name: str, kind: str, data: st.DataO
 @pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_every_value_is_read_back_from_flags(name: str, kind: str) -> None:
     """Whatever the kind that the configuration has without them."""
+    starts = [*{type(start): start for start in (_example(name, other, 0) for other in kinds(UNIONS[name]))}.values()]
     for seed in range(3):
         value = _example(name, kind, seed)
-        for start in {type(_example(name, other, 0)): _example(name, other, 0) for other in kinds(UNIONS[name])}.values():
+        for start in starts if seed == 2 else starts[:1]:
             found = parse_config(replace(Chosen(), **{name: start}), "run", flags(value, name))
             assert getattr(found, name) == value
 
@@ -140,7 +140,7 @@ def _example(name: str, kind: str, seed: int) -> Any:
         {"low": 1, "high": 4, "stride": 2, "eta": 0.3, "solver": "unipc", "skip": 1, "repeat": False},
         {"low": 2, "share_prefix": True, "every": 3, "decay": 0.5, "decay_from": 1, "draw": "run", "highest": 7},
     ]
-    if variant is UniformLevels:
+    if issubclass(variant, UniformLevels):
         others[1:] = [{"low": 0.25}, {"high": 0.5}]
     if variant is OneRecorded:
         others[1:] = [{"odds": "late"}, {"draw": "rollout"}]
@@ -177,52 +177,9 @@ def test_a_kind_alone_has_its_defaults() -> None:
     record["method"]["sampling"]["window"] = {"kind": "all", "size": 3}
     with pytest.raises(UsageError, match=r"has unknown fields size @ run\.method\.sampling\.window"):
         read_record(record)
-
-
-def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
-    """No old setting is read as something else, or passed over."""
-    record = as_record(TrainConfig(Path("x"), method=Grpo()))
-    old = {
-        "window": 5,
-        "window_low": 0,
-        "window_high": 6,
-        "eta": 0.8,
-        "solver": "euler",
-        "fraction": 1.0,
-        "moves": {"every": 0},
-    }
-    record["method"]["sampling"] = {**record["method"]["sampling"], **old, "sampler": "flow_sde"}
-    with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
-        read_record(record)
-    assert "\n" not in str(refused.value)
     record["method"]["sampling"]["window"] = 5
-    with pytest.raises(
-        UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.method\.sampling\.window"
-    ):
+    with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.method\.sampling\."):
         read_record(record)
-
-
-UNTYPABLE: list[tuple[type, set[str]]] = [
-    (AllSteps, {"size", "draw", "every", "stride", "samples", "share_prefix", "tail"}),
-    (RandomWindow, {"every", "stride", "repeat", "decay", "decay_from", "samples"}),
-    (ScatteredSteps, {"every", "stride", "repeat", "decay", "decay_from", "samples", "share_prefix", "tail"}),
-    (MovingWindow, {"draw", "samples"}),
-    (Branches, {"draw", "every", "stride", "share_prefix", "tail"}),
-    (AllRecorded, {"fraction"}),
-    (Ode, {"eta"}),
-    (SaSolver, {"solver"}),
-    (Stochastic, {"solver"}),
-    (variants(Levels)[2], {"highest", "skip"}),
-    (variants(Levels)[3], {"highest", "skip"}),
-    (NoisingConfig, {"shared", "highest", "skip"}),
-    (RolloutConfig, {"eta", "solver", "contiguous", "moves", "branches", "after", "fraction", "pick", "window_draw"}),
-]
-
-
-@pytest.mark.parametrize(("variant", "names"), UNTYPABLE, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_was_refused_cannot_be_written(variant: type, names: set[str]) -> None:
-    """A kind has the settings that mean something for it."""
-    assert not names & {each.name for each in fields(variant)}
 
 
 def test_a_value_of_no_kind_is_refused() -> None:

@@ -16,12 +16,11 @@ from fluvial.core.random import key
 from fluvial.core.transitions import Transition
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomWindow, StratifiedRecorded
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import StratifiedRecorded
 
 SDE = SamplingConfig(prompts=4, group=1, steps=6, sampler=Stochastic(eta=math.sqrt(2)))
 DDIM = replace(SDE, sampler=Stochastic("ddim", eta=1.0))
@@ -113,15 +112,3 @@ def test_a_step_without_noise_is_left_out(one: World) -> None:
     """The last one of cps, which has no control; the others are trained on."""
     trained = tiny.Run(build(AdjointMatching(quantile=None), replace(SDE, sampler=Stochastic("cps", eta=1.0))), one)
     assert trained.rollout()["pairs"] == 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sampling.sampler": Ode()}, "sampling.sampler is 'ode', expected flow_sde or ddim"),
-        ({"sampling.window": RandomWindow(2)}, "sampling.window is 'random', expected all steps"),
-    ],
-)
-def test_what_has_no_meaning(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        build(AdjointMatching(), SDE, **changes)

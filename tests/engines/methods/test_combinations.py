@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import tiny_jobs as tiny
 from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.resumed import expect_resumed
 from torch import Tensor
 
 from fluvial.engines.data.preferences import write_preferences
@@ -23,7 +24,6 @@ from fluvial.engines.methods.matching import Matching
 from fluvial.engines.methods.table import METHODS, Dpo, Sft
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
-from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
@@ -42,7 +42,7 @@ RUN: dict[str, Sequence[Any]] = {
     "train": ("full", "lora"),
     "kl.coef": (0.0, 0.1),
     "kl.weight": ("auto", "exact"),
-    "correction.mode": ("none", "truncate"),
+    "correction": ("none", "truncate"),
     "passes.minibatches": (1, 2),
 }
 # With policies that lag behind, which are LoRA adapters.
@@ -225,7 +225,7 @@ def test_what_is_built_trains(
         assert not any(info.skipped for info in infos), options
         assert max(info.grad_norm for info in infos) > 0, (options, prediction)
         assert record["pairs"] > 0, options
-        corrected = run.method.correction is not None and run.method.correction.mode != "none"
+        corrected = run.method.correction is not None and run.method.correction.kind != "none"
         if "log_ratio" in infos[0].max_abs and not corrected:
             assert infos[0].max_abs["log_ratio"] == 0.0, options
         first = directions[0]
@@ -250,21 +250,7 @@ def test_every_objective_resumes_to_the_bit(
         if isinstance(method, Dpo) and method.preferences is not None:
             method = replace(method, preferences=given)
         config = replace(config, method=method, out=tmp_path / name.replace(", ", "-"), updates=2 * method.passes.updates)
-        job, states = tiny.job(prediction), list[dict[str, Tensor]]()
-        with Trainer(config, job, one) as whole:
-            for save in (whole.save, lambda: None):
-                whole.update()
-                save()
-                states.append({key: value.clone() for key, value in whole.saver.state().items()})
-        (saved,) = (config.out / "checkpoints").glob("[0-9]*")
-        with Trainer(config, job, one, resume_from=saved) as resumed:
-            for state, go_on in zip(states, (resumed.update, lambda: None), strict=True):
-                found = resumed.saver.state()
-                assert found.keys() == state.keys(), name
-                assert all(torch.equal(found[key], value) for key, value in state.items()), name
-                go_on()
-        differs = [key for key, value in states[0].items() if not torch.equal(value, states[1][key])]
-        assert differs, name
+        expect_resumed(config, tiny.job(prediction), one)
 
 
 def _trained_runs(name: str, runs: dict[Options, TrainConfig]) -> Iterator[tuple[TrainConfig, Prediction]]:

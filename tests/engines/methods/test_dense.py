@@ -19,9 +19,7 @@ from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import AllSteps, RandomWindow, ScatteredSteps, Window
-from fluvial.engines.scoring.advantages import AdvantageConfig
 
 SDE = SamplingConfig(prompts=3, group=2, steps=6, sampler=Stochastic(eta=0.7))
 
@@ -115,18 +113,3 @@ def test_a_group_that_fails_on_the_way_is_left_out(one: World) -> None:
         kept, rewards = score_steps(run, batch)
     assert (len(batch.kept), len(kept.kept), tuple(rewards.shape)) == (6, 4, (4, 7))
     assert torch.isfinite(rewards).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sampling.window": RandomWindow(2, draw="sample")}, "sampling.window is 'random', expected one window"),
-        ({"sampling.window": RandomWindow(2, high=3, tail=Tail(fraction=0.5))}, "sampling.window.tail has no effect"),
-        ({"advantage": AdvantageConfig(combine="gdpo")}, "advantage.combine is 'gdpo', expected sum"),
-        ({"advantage": AdvantageConfig(history=16)}, "advantage.history is 16, expected 0"),
-        ({"advantage": AdvantageConfig(floors=("a=1",))}, "advantage.floors is "),
-    ],
-)
-def test_what_has_no_meaning(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        tiny.config(Path("out"), sampling=SDE, method=DenseGrpo(), **changes)

@@ -14,8 +14,6 @@ from fluvial.core.gardo import diverse_advantages, doubt_gate, rank_doubt
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import AdvantageConfig, Doubt, Gardo, Grpo, StepKLConfig
-from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.trainer import Trainer
 
 NEVER: dict[str, Any] = {"reset_kl": 1e9, "reset_after": 10**6}
 TWO = ("brightness", "contrast")
@@ -115,25 +113,6 @@ def test_the_share_follows_the_doubt_of_the_last_batches() -> None:
     bounded = {"share": [0.11], "doubt": [0.0]}
     gate.choose(bounded, far)
     assert bounded["share"] == [0.115]
-
-
-@pytest.mark.long
-def test_a_checkpoint_holds_the_gate_and_the_reference(one: World, tmp_path: Path) -> None:
-    """So that a resumed run ends in the same bits."""
-    method = Gardo(gate=Doubt(window=2), reset_after=1)
-    changes = {"updates": 4, "checkpoint.every": 2, "sampling": STEPS, "rewards": TWO, "train": "lora"}
-    config = tiny.config(tmp_path, method=method, **changes)
-    states: list[Any] = []
-    with Trainer(config, tiny.job(), one) as trainer:
-        for record in trainer:
-            if record["update"] == 2:
-                trainer.save()
-        states.append((trainer.run.state, trainer.engine.state()))
-    with Trainer(config, tiny.job(), one, resume_from=checkpoint.list_checkpoints(config.checkpoint_folder)[-1]) as trainer:
-        list(trainer)
-        states.append((trainer.run.state, trainer.engine.state()))
-    assert states[0][0] == states[1][0]
-    assert all(torch.equal(tensor, states[1][1][name]) for name, tensor in states[0][1].items())
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
-from fluvial.engines.methods.table import check_loss, method_type
+from fluvial.engines.methods.table import method_type
 from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -339,24 +339,3 @@ def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words:
     with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
-
-
-def test_what_is_right_passes() -> None:
-    """The check says nothing of a loss and diagnostics of one number per item."""
-    check_loss(Reinforce(), torch.zeros(3), ErrorInfo(torch.zeros(3), torch.zeros(3)), 3)
-
-
-# Settings that do nothing are refused, for an own objective, too.
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kl.coef": 0.1}, "there is no field method.kl"),
-        ({"rollout.max_log_ratio": 0.5}, "rollout.max_log_ratio has no effect with .*:Returns, which has no ratio"),
-    ],
-)
-def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:
-    """It has no such field, or declares that it needs none."""
-    with pytest.raises(ValueError, match=words):
-        tiny.config(Path("out"), sampling=ODE, method=Returns(), **changes)

@@ -15,18 +15,14 @@ from fluvial.core import gaussian
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import Transition
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import ConstantMargin, NoiseMargin
 from fluvial.engines.methods.branch import BranchGrpo
-from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.spo import Spo
-from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import Candidates, Splits
-from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.streams import Stream
 
 TREE = SamplingConfig(prompts=2, group=8, steps=6, sampler=Stochastic("dance_sde", 0.5), window=Splits((0, 2, 3), high=5))
@@ -169,39 +165,3 @@ def test_the_partner_of_a_step_is_that_of_its_state(one: World) -> None:
             rows = slice(4 * state, 4 * state + 4)
             win, lose = int(preferred[rows, step].argmax()), int(preferred[rows, step].argmin())
             assert_close(others[rows, step][[win, lose]], ratios[rows, step][[lose, win]])
-
-
-@pytest.mark.parametrize(
-    ("method", "sampling", "words"),
-    [
-        (Grpo(), STATES, "sampling.window is 'candidates', expected another .*: grpo learns from whole samples"),
-        (D3po(), STATES, "d3po learns from whole samples"),
-        (Spo(), TREE, "sampling.window is 'splits', expected candidates"),
-        (BranchGrpo(), STATES, "sampling.window is 'candidates', expected"),
-    ],
-)
-def test_what_has_no_meaning(method: Any, sampling: SamplingConfig, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        build(None, method, sampling)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="advantage has no effect with branchgrpo"):
-        BranchGrpo(sampling=TREE, advantage=AdvantageConfig(scale="batch"))
-
-
-def test_trees_that_are_none() -> None:
-    changes: dict[str, Any]
-    for changes, words in (
-        ({"group": 4}, "sampling.group is 4, expected a multiple of 8: a tree has 8 samples"),
-        ({"window": Splits((0, 1, 5), high=5)}, "sampling.window.splits is .* expected steps below 5"),
-        ({"window": Candidates(4, low=6)}, "sampling.window.low is 6, expected below 6"),
-        ({"sampler": Ode()}, "sampling.window is 'splits', expected all"),
-        ({"shared_noise": True}, "sampling.shared_noise has no effect with sampling.window splits"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            replace(TREE, **changes)
-    for splits in ((), (2, 1), (0, 0), (-1,)):
-        with pytest.raises(UsageError, match=r"splits is .* expected rising indices"):
-            Splits(splits)
-    with pytest.raises(
-        UsageError, match=r"sampling.window is 'splits', .*a server draws the noise of every sample from its own"
-    ):
-        RolloutConfig(source="http://there").check_sampling(TREE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import tiny_jobs, tiny_pipelines
 from helpers.marks import Patch
-from PIL import Image
+from helpers.pipeline_runs import photos
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -40,10 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("caches")
     for name in ("sd3", "sdxl"):
         tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
-    (folder / "foxes").mkdir()
-    for number in range(4):
-        Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
-        (folder / "foxes" / f"{number}.txt").write_text(f"{number} foxes")
+    photos(folder / "foxes", [f"{number} foxes" for number in range(4)], (24, 20))
     return folder
 
 

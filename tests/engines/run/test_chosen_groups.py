@@ -15,7 +15,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Dpo, Grpo, Nft
 from fluvial.engines.run.job import Job
 from fluvial.engines.sampling.groups import AllGroups, Groups, RefilledGroups, ScoutedGroups
-from fluvial.engines.sampling.window import Branches, RandomWindow
+from fluvial.engines.sampling.window import Branches
 
 REFILLED = RefilledGroups(rounds=2)
 
@@ -127,36 +127,3 @@ def test_scouts_take_their_own_steps(one: World, tmp_path: Path) -> None:
     spied = run(tmp_path, one, ScoutedGroups(6, 1), tiny.brightness, method=Dpo())
     assert len(spied.preferences) == 2
     assert spied.trainer.sampler._drafts[1].of(tiny.SHAPE)[0].levels.tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sampling.groups": ScoutedGroups(8)}, "sampling.sampler is 'flow_sde', expected ode: the initial noise"),
-        (
-            {"sampling": replace(ODE, steps=9), "method": Nft(), "sampling.groups": ScoutedGroups(2)},
-            "group is 4, expected an",
-        ),
-        (
-            {"sampling": ODE, "method": Nft(), "sampling.groups": ScoutedGroups(8)},
-            "groups.steps is 6, expected at most the 4",
-        ),
-        ({"rollout.ahead": 1, "correction.mode": "truncate", "sampling.groups": REFILLED}, "rollout.ahead is 1, expected 0"),
-        ({"sampling.groups": REFILLED, "advantage.history": 20}, "advantage.history is 20, expected its default"),
-        ({"sampling.groups": REFILLED, "advantage.floors": ("reward=0.5",)}, "advantage.floors is .* expected its default"),
-        ({"sampling.groups": REFILLED, "sampling.group": 1}, "sampling.group is 1, expected at least 2"),
-        ({"sampling.groups": REFILLED, "sampling.window": RandomWindow(1, draw="call")}, "window.draw is 'call', expected"),
-        ({"sampling": ODE, "method": Dpo(preferences=Path("x")), "sampling.groups": REFILLED}, "no effect with dpo here"),
-        (
-            {"sampling": ODE, "method": Nft(), "sampling.groups": ScoutedGroups(8, 2), "rollout.store": Path("x")},
-            "rollout.store is .* expected its default: a rollout is stored by its key",
-        ),
-    ],
-)
-def test_what_has_no_meaning_is_refused(changes: dict[str, Any], words: str) -> None:
-    """When the run is built, in one line."""
-    sampling = changes.pop("sampling", STEPS)
-    own = {name.partition(".")[2]: changes.pop(name) for name in [*changes] if name.startswith("sampling.")}
-    with pytest.raises(ValueError, match=words) as refused:
-        tiny.config(Path("out"), **{"train": "lora", **changes, "sampling": replace(sampling, **own)})
-    assert "\n" not in str(refused.value)

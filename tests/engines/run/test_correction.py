@@ -16,13 +16,15 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.sampling.config import CorrectionConfig
+from fluvial.engines.sampling.config import Mask, Reject, Truncate
 from fluvial.engines.sampling.items import RecordedSteps
+
+KINDS = {"truncate": Truncate, "reject": Reject, "mask": Mask}
 
 
 def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: Any = "step") -> tuple[Spied, dict[str, Any]]:
     """Return a run whose rollout computed in bfloat16, and its record."""
-    settings = {"correction": CorrectionConfig(mode, level, threshold), "optimizer": OptimizerConfig(max_grad_norm=1e9)}
+    settings = {"correction": KINDS[mode](level, threshold), "optimizer": OptimizerConfig(max_grad_norm=1e9)}
     run = Spied(tiny.config(tmp_path, sampling=STEPS, **settings, **{"rollout.autocast": True}), one)
     return run, run.rollout()
 
@@ -43,7 +45,7 @@ def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, 
     assert float((own - known).abs().max()) > 1e-5
     assert torch.equal(run.updates[0].weight, torch.ones(8 * tiny.STEPS))  # a KL term is not corrected
     advantage = group_advantages(run.scores[:, 0], torch.arange(8) // 4)
-    torch.testing.assert_close(items.signal, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(items.signal, (weight * advantage[:, None]).T.flatten(), rtol=1e-5, atol=1e-6)
     assert record["correction"]["limited"] == pytest.approx(float(info.limited))
     if threshold < 1e30:
         assert 0 < record["correction"]["limited"] < 1
@@ -61,7 +63,7 @@ def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
 
 def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     """Its old velocity is then the update's own too, so that the first ratio is 1."""
-    changes = {"correction": CorrectionConfig("truncate"), "rollout.autocast": True}
+    changes = {"correction": Truncate(), "rollout.autocast": True}
     run = Spied(tiny.config(tmp_path, sampling=STEPS, method=Guard(), **changes), one)
     run.rollout()
     recorded = run.trajectories[0].velocity
@@ -89,7 +91,7 @@ def test_the_kl_has_no_weight() -> None:
     )
     steps = Items(rows, (), torch.ones(6, 1), 6, cast(Batch, None), 6, 6)
     method = Grpo(kl=StepKLConfig(0.5, weight="exact"))
-    corrected = correct(run, steps, CorrectionConfig("mask", threshold=1.5), method.log_prob).rows
+    corrected = correct(run, steps, Mask(threshold=1.5), method.log_prob).rows
     assert torch.equal(corrected.log_prob_old, known)
     assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
     assert float(found["correction"].limited) == 0.5

@@ -44,13 +44,11 @@ LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with
 class Launched:
     """A run on two ranks under torchrun's agent that is still going on."""
 
-    def __init__(self, process: launch.Process | launch.Torchrun, out: Path, pids: Path) -> None:
+    def __init__(self, process: launch.Process, out: Path, pids: Path) -> None:
         self.process, self.out, self.pids = process, out, pids
 
     def worker(self, rank: int) -> int:
         """Return the process id of a rank."""
-        if isinstance(self.process, launch.Torchrun):
-            return self.process.worker(rank)
         return int((self.pids / str(rank)).read_text())
 
     def reaches(self, update: int) -> None:
@@ -83,24 +81,18 @@ class Launched:
 
 
 @contextmanager
-def launched(out: Path, *args: str, restarts: int = 0, interpreters: bool = False) -> Iterator[Launched]:
-    """Start a run on two ranks; none of its processes is left behind.
+def launched(out: Path, *args: str, restarts: int = 0) -> Iterator[Launched]:
+    """Start a run on two ranks, which torchrun's agent forks; none of its processes is left behind.
 
     Args:
         out: folder of the run.
         args: further arguments of the command line.
         restarts: number of times that the agent starts lost ranks again.
-        interpreters: start `torchrun` itself. Otherwise its agent forks the ranks, which takes a tenth of the time.
     """
     typed = ["train", "handwriting", "--out", str(out), *args]
     pids = out.with_name(f"{out.name}.pids")
     pids.mkdir(exist_ok=True)
-    process: launch.Process | launch.Torchrun
-    if interpreters:
-        process = launch.Torchrun(*typed, restarts=restarts)
-    else:
-        process = launch.Process("workers.elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
-    with process:
+    with launch.Process("workers.elastic_ranks:run", pids, restarts, *typed, environment=launch.environment()) as process:
         run = Launched(process, out, pids)
         try:
             yield run
@@ -191,12 +183,11 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     expect_same(out, straight)
 
 
-@pytest.mark.parametrize("interpreters", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_rank_that_hangs(tmp_path: Path, interpreters: bool) -> None:
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
-    out, seconds = tmp_path / "run", 10 if interpreters else 4
+    out, seconds = tmp_path / "run", 4
     flags = ["--updates", "500", "--engine.timeout", str(seconds)]
-    with launched(out, *launch.SMALL, *flags, interpreters=interpreters) as run:
+    with launched(out, *launch.SMALL, *flags) as run:
         run.reaches(3)
         hangs = run.worker(1)
         os.kill(hangs, signal.SIGSTOP)

@@ -1,12 +1,11 @@
 """The first ratio of a run is exactly 1 where a network tells how its inputs lie in memory, on any number of threads."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import handwriting_jobs, tiny_token_job
 from helpers.addresses import misplaced, placed
 from helpers.tiny_token_job import Toy, ToyCond
@@ -38,15 +37,6 @@ class Telling(Toy):
     ) -> Tensor:
         """Return the transformer's output, plus what tells how the inputs lie."""
         return super().predict(module, x, sigma, cond, timestep=timestep) + 1e-3 * misplaced(x, *cond)
-
-
-@pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A number of threads, restored afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.bits

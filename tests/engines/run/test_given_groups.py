@@ -81,10 +81,6 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
 
 
 def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
-    """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
-    with pytest.raises(ValueError, match=r"^data.images has no effect with raft, which learns from rollouts"):
-        tiny.config(tmp_path, method=Raft(), sampling=ODE, **{"data.images": ("photos",)})
-    with pytest.raises(ValueError, match=r"sampling\.group is 1, expected at least 2"):
-        tiny.config(tmp_path, method=Raft(compare="data"), sampling=replace(ODE, group=1))
+    """Data without a caption of two images."""
     with pytest.raises(UsageError, match="no caption of data has two images"):
         run(tmp_path, one, "caption", given(1, 1))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import launch, tiny_pipelines, tiny_replayed
+from helpers import tiny_pipelines, tiny_replayed
 from helpers.marks import long
+from helpers.pipeline_runs import guidance, photos, size, updates
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +19,8 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.models.pipelines.base import Pipeline
 
 FOXES = [f"{number} red foxes" for number in range(6)]
-ROLLOUT = "--sampling.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
+ROLLOUT = "--sampling.prompts 2 --sampling.steps 3 --micro-batch 2 --updates 2 --final-samples 2 --evaluation.every 0"
+ROLLOUT += " --checkpoint.every 2"
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_replayed.load("aura-flow", folder / "aura-flow")
     pixels = torch.rand(12, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     write_preferences(folder / "prefs", [(FOXES[i], pixels[2 * i], pixels[2 * i + 1]) for i in range(6)])
-    (folder / "foxes").mkdir()
-    for number, caption in enumerate(FOXES):
-        Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
-        (folder / "foxes" / f"{number}.txt").write_text(caption)
+    photos(folder / "foxes", FOXES, (24, 20))
     return folder
-
-
-def size(name: str) -> list[str]:
-    """Return the flags that ask a pipeline for its images."""
-    if name != "aura-flow":
-        return ["--pipeline.height", "16", "--pipeline.width", "16", "--sampling.steps", "3"]
-    call = dict(tiny_replayed.ROWS[name].options)
-    height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-    sized = f"--pipeline.height {height} --pipeline.width {width} --sampling.guidance.scale {scale} --sampling.steps 3"
-    return [*sized.split(), *LEVELS, "--pipeline.call", *(f"{option}={json.dumps(value)}" for option, value in call.items())]
 
 
 LEVELS = ["--noising.levels", "schedule", "--noising.each", "2"]
@@ -55,7 +44,8 @@ def run(folder: Path, fluvial: Any) -> Any:
     """Train a pipeline of the folder, two updates of a recipe; return what is printed, or the line of an error."""
 
     def train(name: str, recipe: str, out: Path, *more: object, code: int = 0) -> str:
-        words = ["--model", folder / name, "--out", out, *ROLLOUT.split(), *size(name), *(LEVELS if name == "sdxl" else [])]
+        levels = [] if name == "sd3" else LEVELS
+        words = ["--model", folder / name, "--out", out, *ROLLOUT.split(), *size(name), *guidance(name), *levels]
         said: str = fluvial("train", recipe, *words, *more, code=code)
         return said
 
@@ -78,9 +68,8 @@ def test_supervised_on_captions(folder: Path, tmp_path: Path, name: str, run: An
         run(name, "sft", out, "--data", folder / "foxes", "--data.cache", tmp_path / "cache")
         assert sum(encoded) == count
         encoded.clear()
-        updates = [record for record in launch.records(out) if "grad_norm" in record]
-        losses.append([record["loss"] for record in updates])
-        assert updates[0]["grad_norm"] > 0
+        losses.append([record["loss"] for record in updates(out)])
+        assert updates(out)[0]["grad_norm"] > 0
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
     adapter = load_file(next((tmp_path / "one" / "lora").rglob("*.safetensors")))
@@ -94,7 +83,7 @@ def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, run: A
     """The loss starts at log 2, with a weight of the rejected sample too."""
     given = ["--preferences", folder / "prefs", "--lose-weight", 0.5, "--noising.each", 2]
     run(name, "dpo", tmp_path / "run", *given)
-    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    first = updates(tmp_path / "run")[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert first["grad_norm"] > 0
     assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 10

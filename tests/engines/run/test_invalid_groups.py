@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError
 from fluvial.engines.methods.table import Refl, Rtdmd, TdmR1
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
@@ -135,10 +135,3 @@ def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
         RunError, match=r"^evaluator 'preferred': it compares the samples of a group, and there are no groups"
     ):
         tiny.Run(config_of("clipped", tmp_path, 2), one, job)
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
-def test_the_share_is_below_one(tmp_path: Path, value: float) -> None:
-    """A rollout without any valid group teaches nothing."""
-    with pytest.raises((ValueError, UsageError), match="max_invalid"):
-        tiny.config(tmp_path, **{"rollout.max_invalid": value})

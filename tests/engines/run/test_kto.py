@@ -70,7 +70,6 @@ def test_rewards_are_labels(one: World, tmp_path: Path) -> None:
     [
         ({"0": 2}, {}, "the record of '0' has 2 there, expected 1 or 0"),
         ({"0": "good"}, {}, "the record of '0' has 'good' there, expected 1 or 0"),
-        (LABELS, {"labels": "reward"}, "sampling.group is 1, expected at least 2: kto compares"),
     ],
 )
 def test_what_has_no_meaning(one: World, tmp_path: Path, labels: Any, changes: dict[str, Any], words: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import launch, tiny_conditioned, tiny_pipelines
 from helpers.marks import long
+from helpers.pipeline_runs import TWO_UPDATES, expect_on_policy
 from PIL import Image
 
 from fluvial.engines.run import job as jobs
@@ -24,11 +25,8 @@ pytestmark = [  # diffusers' own use
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
 ]
 
-SHORT = (
-    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 "
-    "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --pipeline.height 16 --pipeline.width 16"
-)
+SHORT = ["--sampling.prompts", "2", "--sampling.group", "2", "--sampling.steps", "3", *TWO_UPDATES]
+SHORT += ["--pipeline.height", "16", "--pipeline.width", "16"]
 
 
 NO_LOADER = ("longcat", "lumina", "sound-to-sound", "sound-inpaint", "prx", "hunyuan-video", "motif-video")
@@ -68,7 +66,7 @@ def train(fluvial: Any) -> Train:
     """Train a pipeline on a file of prompts, two updates of GRPO; return what is printed, or the line of an error."""
 
     def run(pipeline: Path, file: Path, out: Path, *more: str, code: int = 0) -> str:
-        words = ["train", "grpo", "--model", pipeline, "--prompts", file, *SHORT.split(), *launch.rewarded(*more)]
+        words = ["train", "grpo", "--model", pipeline, "--prompts", file, *SHORT, *launch.rewarded(*more)]
         said: str = fluvial(*words, "--out", out, code=code)
         return said
 
@@ -105,13 +103,6 @@ def called(name: str) -> list[str]:
     sounds = ["--rewards", "helpers.tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
     size = f"--pipeline.height {row.size} --pipeline.width {row.size} --pipeline.frames {row.frames}"
     return [*size.split(), "--sampling.guidance.scale", str(row.scale), *sounds, "--pipeline.call", *given]
-
-
-def expect_on_policy(out: Path) -> None:
-    """The updates of a run are on policy to the bit, and the first moves the weights."""
-    updates = [record for record in launch.records(out) if "grad_norm" in record]
-    assert {record["first_pass_max_abs_log_ratio"] for record in updates} == {0.0}  # files of equal sizes make no update
-    assert updates[0]["grad_norm"] > 0
 
 
 @pytest.mark.slow
@@ -224,18 +215,6 @@ def test_a_video_to_video_run_without_its_length_or_an_effect_is_refused(
     """The frames are those of the clips; at a strength of 1 the clip is replaced by noise."""
     pipeline, file = tiny_conditioned.save("wan-video", folder / "wan-video"), columns("wan-video", folder)
     assert re.search(message, train(pipeline, file, tmp_path / "run", *called("wan-video"), *more, code=code))
-
-
-@pytest.mark.long
-def test_a_sound_of_another_rate_is_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """Nothing resamples it, and the pipeline would take it for a slower one."""
-    pipeline, file = tiny_conditioned.save("sound-inpaint", folder / "sound-inpaint"), columns("sound-inpaint", folder)
-    for number in range(3):
-        sound = SOUND.read(folder / f"sound-inpaint-{number}-0.wav")
-        (folder / f"sound-inpaint-{number}-0.wav").write_bytes(SOUND.write(sound._replace(rate=800)))
-    line = train(pipeline, file, tmp_path / "run", *called("sound-inpaint"), code=2)
-    assert "the audio of a prompt has 800 numbers per second, and the pipeline takes 400" in line
-    columns("sound-inpaint", folder)
 
 
 @pytest.mark.long

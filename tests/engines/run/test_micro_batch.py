@@ -20,7 +20,7 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
-from fluvial.engines.methods.table import AlignProp, Dpo
+from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
@@ -247,25 +247,6 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
     (first, numbers), (second, others) = launch.on_ranks(2, "workers.micro_batches:chosen", tmp_path)
     assert first == second == 4
     assert numbers["auto"] == numbers["4"] == others["auto"] == others["4"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engine.micro_batch": "fast"}, "'fast', expected 'auto' or an integer"),
-        ({"engine.micro_batch": 0}, r"0, expected an integer in \[1, "),
-        ({"sampling": replace(ROLLOUT, window=RandomWindow(2, draw="call"))}, "'auto', .*: sampling.window.draw call draws"),
-        ({"method": Dpo(), "sampling": Ode(), "noising": NoisingConfig(draw="call")}, "'auto', .*: noising.draw call"),
-        ({"method": AlignProp(last=2)}, "'auto', .*: alignprop computes gradients through decoder"),
-    ],
-)
-def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    rollout = changes.get("sampling", ROLLOUT)
-    sampling = replace(ROLLOUT, sampler=rollout) if isinstance(rollout, Ode) else rollout
-    with pytest.raises(ValueError, match=f"engine.micro_batch is {message}"):
-        tiny.config(tmp_path, **{"engine.micro_batch": "auto", **changes, "sampling": sampling})
-    with pytest.raises(ValueError, match=r"engine.micro_batch is auto, expected a number: a Trainer's config has the"):
-        _ = tiny.config(tmp_path, **{"engine.micro_batch": "auto"}).samples_per_pass
 
 
 def test_recipes_choose_for_large_models_alone() -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -52,15 +51,6 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
         return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
 
     monkeypatch.setattr(micro_batch, "choose", choose)
-
-
-@pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A number of threads, restored afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def rows_of(trainer: Trainer) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import launch, tiny_pipelines, tiny_replayed
 from helpers.marks import long
+from helpers.pipeline_runs import TWO_UPDATES, expect_on_policy, guidance, size, updates
 from helpers.tiny_replayed import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
@@ -47,34 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def size(name: str) -> list[str]:
-    """Return the flags that ask a row for its images."""
-    if name in ROWS:
-        height, width, *frames = ROWS[name].sizes[0]
-        more = ["--pipeline.frames", str(frames[0])] if frames else []
-    else:
-        call = dict(tiny_replayed.ROWS[name].options)
-        height, width, _ = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-        more = ["--pipeline.call", *(f"{option}={json.dumps(value)}" for option, value in call.items())]
-    return ["--pipeline.height", str(height), "--pipeline.width", str(width), *more]
-
-
 def flags(folder: Path, name: str, recipe: str, *more: str) -> list[str]:
     """Return the command line of two updates of the recipe, as small as it gets."""
-    guidance = [] if name in ROWS else ["--sampling.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
-    rollout = (
-        "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
-        "--updates 2 --passes.minibatches 1"
-    )
-    rest = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2"
+    rollout = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3"
     own = {
         "nft": ["--noising.each", "2"],
         "raft": ["--noising.each", "2"],
         "ddpo": ["--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"],
     }.get(recipe, [])
-    job = ["--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size(name), *guidance]
+    job = ["--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size(name), *guidance(name)]
     texts = ["--pipeline.text-cache", str(folder / "texts")]
-    return ["train", recipe, *job, *rollout.split(), *rest.split(), *texts, *own, *launch.rewarded(*more)]
+    return ["train", recipe, *job, *rollout.split(), *TWO_UPDATES, *texts, *own, *launch.rewarded(*more)]
 
 
 @pytest.mark.slow
@@ -90,7 +74,7 @@ def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str,
     epsilon = name in ROWS and ROWS[name].adapter.prediction == "epsilon"  # type: ignore[attr-defined]
     recipes = ("ddpo", "raft") if epsilon else ("grpo", "nft")
     fluvial(*flags(folder, name, recipes[kind == "on samples"]), "--out", tmp_path / "run")
-    first, _ = (record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    first, _ = updates(tmp_path / "run")
     assert first["grad_norm"] > 0
     assert kind != "on steps" or first["first_pass_max_abs_log_ratio"] == 0.0
     adapters = list((tmp_path / "run" / "lora").rglob("*.safetensors"))
@@ -105,9 +89,7 @@ def test_in_low_precision(folder: Path, tmp_path: Path, name: str, fluvial: Any)
     """Frozen parts and the network in bfloat16, as on a GPU: on policy to the bit, with an adapter and without."""
     low = ["--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16"]
     fluvial(*flags(folder, name, "grpo"), *low, "--out", tmp_path / "run")
-    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
-    assert first["first_pass_max_abs_log_ratio"] == 0.0
-    assert first["grad_norm"] > 0
+    expect_on_policy(tmp_path / "run")
 
 
 def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any) -> None:
@@ -198,8 +180,8 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
         options.pop("guidance_scale")
         call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
         asked = PipelineConfig(height=height, width=width, call=call)
-    guidance = Guidance() if name in ROWS else Guidance(tiny_replayed.ROWS[name].options["guidance_scale"])
-    job = to_train(str(folder / name), asked, steps=3, guidance=guidance, prompts=prompts)
+    guided = Guidance() if name in ROWS else Guidance(tiny_replayed.ROWS[name].options["guidance_scale"])
+    job = to_train(str(folder / name), asked, steps=3, guidance=guided, prompts=prompts)
     found = with_size_of(job, PipelineConfig())
     assert (found.size, found.frames) == (asked.size, asked.frames)
     if name == "sd3":
@@ -209,7 +191,7 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width
         several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)
-        job = to_train(str(folder / name), several, steps=3, guidance=guidance, prompts=prompts)
+        job = to_train(str(folder / name), several, steps=3, guidance=guided, prompts=prompts)
         assert with_size_of(job, PipelineConfig()).sizes == several.sizes
         with pytest.raises(UsageError, match=r"job: shape is \[16, 9, 9\], expected that of one of its sizes"):
             with_size_of(replace(job, shape=(16, 9, 9)), PipelineConfig())

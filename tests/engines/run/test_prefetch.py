@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,13 +22,13 @@ from workers import ahead_ranks
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
-from fluvial.engines.methods.table import Nft, Sft
+from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.prefetch import Ahead, PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter
@@ -41,7 +41,7 @@ ODE = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
 
 def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:
     """Return a run whose ratios are corrected."""
-    settings = {"sampling": STEPS, "correction": CorrectionConfig("truncate", threshold=2.0), "updates": ROLLOUTS}
+    settings = {"sampling": STEPS, "correction": Truncate(threshold=2.0), "updates": ROLLOUTS}
     saved = {"checkpoint.every": 2, "checkpoint.keep": 9, "rollout.ahead": ahead, "optimizer": OptimizerConfig(lr=0.02)}
     return tiny.config(out, **{**settings, **saved, **changes})
 
@@ -286,30 +286,6 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
             trainer.update()
 
 
-def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path) -> None:
-    """In one line that says what to set."""
-    given = {"method": Sft(), "sampling": ReadingConfig(prompts=2), "rollout.ahead": 1}
-    refused: list[tuple[Callable[[], Any], str]] = [
-        (
-            lambda: clipped(tmp_path, 1, correction=CorrectionConfig()),
-            "expected truncate, reject or mask: with rollout.ahead",
-        ),
-        (
-            lambda: clipped(tmp_path, 1, **{"engine.offload": "phases"}),
-            "none, blocks or always: with rollout.ahead 1",
-        ),
-        (
-            lambda: clipped(tmp_path, 1, **{"rollout.source": "replayed:x"}),
-            "ahead has no effect with rollouts that are",
-        ),
-        (lambda: tiny.config(tmp_path, **given), "rollout.ahead has no effect with sft, which learns from data"),
-        (lambda: RolloutConfig(ahead=-1), r"rollout\.ahead is -1, expected"),
-    ]
-    for make, line in refused:
-        with pytest.raises(ValueError, match=line):
-            make()
-
-
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
     """Samples are the same, so rewards agree to the rounding of gradients; two ranks' queue goes on with on one."""
     found = launch.on_ranks(2, "workers.ahead_ranks:trained", tmp_path / "two")
@@ -355,7 +331,7 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
     """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
-    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
+    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction", "truncate", "--correction.threshold", "2"]
     straight, out = tmp_path / "straight", tmp_path / "out"
     launch.train(straight, *flags)
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:

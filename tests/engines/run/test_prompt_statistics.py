@@ -1,19 +1,11 @@
 """Statistics of each prompt's rewards over past rollouts: the formula of DDPO's code, and exact resumption."""
 
 from collections import deque
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_jobs as tiny
 
-from fluvial.engines.engine.world import World
-from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
@@ -43,52 +35,6 @@ def test_the_formula() -> None:
         )
     assert max(map(len, history.values())) == 8
     assert min(map(len, history.values())) < 4
-
-
-def run(out: Path) -> Any:
-    """Return a run without groups, over three prompts."""
-    rollout = SamplingConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    return tiny.config(out, sampling=rollout, advantage=DDPO, updates=6, **{"checkpoint.every": 2})
-
-
-def test_a_resumed_run_goes_on_exactly(one: World, tmp_path: Path) -> None:
-    """Weights and history are those of the run without interruption, bit for bit."""
-    config, job = run(tmp_path), tiny.job(prompts=("0", "1", "2"))
-    with Trainer(config, job, one) as trainer:
-        for record in trainer:
-            if record["update"] == 2:
-                trainer.save()
-        weights = [parameter.detach().clone() for parameter in trainer.engine.module.parameters()]
-        history = dict(trainer.progress.rewards)
-    assert {len(known) for known in history.values()} == {8}
-    with Trainer(config, job, one) as trainer:
-        trainer.resume(checkpoint.list_checkpoints(config.checkpoint_folder)[-1])
-        assert sum(len(known) for known in trainer.progress.rewards.values()) == 12
-        list(trainer)
-        assert trainer.progress.rewards == history
-        assert all(map(torch.equal, trainer.engine.module.parameters(), weights))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"history_min": 8}, "advantage.history is 0"),
-        ({"history": 8}, "history_min is 16, expected at most advantage.history 8"),
-        ({"history": 16, "scale": "batch"}, "or advantage.scale group and combine sum"),
-        ({"history": 16, "combine": "gdpo"}, "or advantage.scale group and combine sum"),
-        ({"rescale": 1.0}, "advantage.clip is None"),
-    ],
-)
-def test_settings_that_would_do_nothing(settings: dict[str, Any], says: str) -> None:
-    """They are errors."""
-    with pytest.raises(ValueError, match=says):
-        AdvantageConfig(**settings)
-
-
-def test_a_group_of_one_needs_a_history(tmp_path: Path) -> None:
-    """Otherwise a sample has nothing to be compared with."""
-    with pytest.raises(ValueError, match=r"sampling.group is 1, expected at least 2"):
-        tiny.config(tmp_path, sampling=SamplingConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)))
 
 
 def test_clipped_advantages_are_rescaled() -> None:

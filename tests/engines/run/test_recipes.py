@@ -1,14 +1,17 @@
 """Recipes: each builds for the built-in models and for others, is recorded and read back, and says where it comes from."""
 
+import contextlib
+import functools
 import inspect
 import json
 import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from helpers.settings import leaves
 
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -23,7 +26,7 @@ from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
-from fluvial.engines.sampling.config import CorrectionConfig, RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import Mask, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode
@@ -119,14 +122,6 @@ PUBLISHED: dict[str, str] = {
 }
 
 
-def value(config: TrainConfig, name: str) -> Any:
-    """Return a field by its dotted name."""
-    found: Any = config if hasattr(config, name.partition(".")[0]) else config.method
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def test_every_objective_has_a_recipe() -> None:
     """And every recipe an objective of the table."""
     assert {recipe().method.method_name for recipe in RECIPES.values()} == set(METHODS)
@@ -189,7 +184,7 @@ RUNS: list[TrainConfig] = [
             form="no_const",
             reduction="sum",
             advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"),
-            correction=CorrectionConfig("mask", "trajectory", 1.5),
+            correction=Mask("trajectory", 1.5),
             kl=StepKLConfig(0.1, weight="exact"),
             passes=PassesConfig(2, 2),
         ),
@@ -267,56 +262,25 @@ def test_help_lists_the_recipes_with_their_papers(fluvial: Any) -> None:
         assert re.search(rf"^  {name} +{re.escape(first)}$", shown, re.MULTILINE), name
 
 
-OWN: dict[str, tuple[str, Any]] = {
-    "grpo": ("--clip-low", 0.2),
-    "flash": ("--weighting", "none"),
-    "dance": ("--trained.fraction", 0.5),
-    "cps": ("--form", "unscaled"),
-    "guard": ("--clip", 0.3),
-    "pref-grpo": ("--clip", 0.3),
-    "dppo": ("--kl-threshold", 0.1),
-    "ddpo": ("--sampling.sampler.eta", 0.5),
-    "nft": ("--old.cap", 0.9),
-    "sol-rl": ("--sampling.groups.scouts", 32),
-    "awm": ("--weighting", "t2"),
-    "dpo": ("--preferences", Path("folder")),
-    "mapo": ("--snr", 1.0),
-    "kto": ("--utility", "log_sigmoid"),
-    "dgpo": ("--old-samples-from", 7),
-    "crd": ("--match", "bce"),
-    "tempflow": ("--scale", 2.0),
-    "chunk": ("--chunk", 2),
-    "densegrpo": ("--clip-low", 0.2),
-    "tpgrpo": ("--clip-high", 0.2),
-    "branchgrpo": ("--advantage.clip", 4.0),
-    "spo": ("--margin.size", 0.2),
-    "lpo": ("--margin.low", 0.2),
-    "gardo": ("--gate.doubted", "underrated"),
-    "d3po": ("--eps", 0.2),
-    "alignprop": ("--last", 3),
-    "adjoint": ("--scale", 7.0),
-    "raft": ("--best", 0.5),
-    "sft": ("--noising.each", 2),
-    "distill": ("--match", "sample_mse"),
-    "opd": ("--match", "clean_mse"),
-    "dmd2": ("--fake.lr", 0.5),
-    "ac-dmd": ("--consistency", 0.5),
-    "tdm": ("--snr-max", 2.0),
-    "tdm-r1": ("--surrogate.beta", 2.0),
-    "rtdmd": ("--coef", 0.5),
-    "refl": ("--margin", 1.0),
-    "srpo": ("--length", 0.2),
-    "handwriting": ("--clip-high", 0.2),
-    "words": ("--evaluation.seeds", 3),
-    "edit-words": ("--optimizer.lr", 0.001),
-}
+def others_of(kind: Any, value: Any) -> list[Any]:
+    """Return other values of a field of numbers or choices."""
+    choices = [choice for each in (kind, *get_args(kind)) if get_origin(each) is Literal for choice in get_args(each)]
+    if type(value) in (int, float):
+        choices = [type(value)(2 * value + 1), type(value)(value / 2)]
+    return [other for other in choices if other != value]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_fields_are_flags(name: str) -> None:
-    """The command line knows those of the recipe's objective, and changes nothing else."""
-    flag, expected = OWN[name]
-    default, field = RECIPES[name](), flag.removeprefix("--").replace("-", "_")
-    config = parse_config(default, "fluvial", [flag, str(expected)])
-    assert value(config, field) == expected != value(default, field)
-    assert with_values(config, {field: value(default, field)}) == default
+    """The command line knows those of the recipe's method, whatever values they take, and changes nothing else."""
+    default, words = RECIPES[name](), list[str]()
+    expected = default
+    for path, kind in leaves(default.method):
+        field = ".".join(path)
+        for other in others_of(kind, functools.reduce(getattr, path, default.method)):
+            with contextlib.suppress(ValueError):  # it has no meaning there
+                expected = with_values(expected, {f"method.{field}": other})
+                words += [f"--{field.replace('_', '-')}", str(other)]
+                break
+    assert len(words) >= 2
+    assert parse_config(default, "fluvial", words) == expected

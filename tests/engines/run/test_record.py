@@ -2,13 +2,14 @@
 
 import json
 import os
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import pytest
 from helpers import handwriting_jobs
+from helpers.settings import leaves
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -47,16 +48,6 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         NoneType: st.none(),
         Any: st.sampled_from(list(SAMPLERS)),
     }[kind]
-
-
-def leaves(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the path and the type of each field of a dataclass that holds no dataclass."""
-    types, found = get_type_hints(type(config)), []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        path = (*prefix, field.name)
-        found += leaves(value, path) if is_dataclass(value) else [(path, types[field.name])]
-    return found
 
 
 def changed(config: Any, path: tuple[str, ...], value: Any) -> Any:

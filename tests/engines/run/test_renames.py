@@ -39,7 +39,8 @@ def test_an_old_record_is_the_same_run(name: str) -> None:
 @pytest.mark.parametrize("name", OLD)
 def test_the_settings_of_an_old_checkpoint_are_those_of_the_run(name: str) -> None:
     """A checkpoint has them by dotted names; those that it lacks have their defaults."""
-    settings, newer = flat(as_record(run_of(name))), {"method.sampling.groups.kind": "all", "method.weighting": "none"}
+    settings = flat(as_record(run_of(name)))
+    newer = {"method.sampling.groups.kind": "all", "method.weighting": "none", "engine.ring": 1}
     assert settings == {key: newer[key] for key in newer.keys() & settings.keys()} | flat(migrate(flat(OLD[name])))
 
 

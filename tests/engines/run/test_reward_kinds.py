@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 from helpers import fake_servers, launch, tiny_pipelines, tiny_rewards
+from helpers.pipeline_runs import TWO_UPDATES
 
 from fluvial.engines.cli import main as cli
 
-TRAINING = (
-    "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
-)
 ADAPTER = "--train lora --lora.rank 2 --pipeline.height 16 --pipeline.width 16"
 ROLLOUT = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 2 --sampling.window all --sampling.window.high 1"
-SMALL = f"{TRAINING} {ADAPTER} {ROLLOUT}".split(" ")
+SMALL = [*TWO_UPDATES, *f"{ADAPTER} {ROLLOUT}".split()]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +9,27 @@ import pytest
 import torch
 from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
-from helpers.spied_runs import ODE
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.table import Awm
+from fluvial.engines.methods.table import Awm, Nft
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
-from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
+from fluvial.engines.sampling.window import AllSteps, MovingWindow, RandomWindow, ScatteredSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 
 STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
@@ -144,45 +143,13 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
 
 
 def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
-    """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
+    """It moves every second rollout, whatever the number of updates per rollout."""
     rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
-    config = tiny.config(tmp_path, sampling=rollout, updates=12, **{"checkpoint.every": 4, "passes.minibatches": 2})
-    with Trainer(config, tiny.job(), one) as trainer:
-        samples = noted(trainer)
-        for record in trainer:
-            if record["update"] == 4:
-                trainer.save()
-    starts = [int(batch.trajectory.steps[0, 0]) for batch in samples]
-    assert starts == [0, 0, 1, 1, 2, 2]
-    with Trainer(config, tiny.job(), one) as trainer:
-        trainer.resume(checkpoint.list_checkpoints(config.checkpoint_folder)[-1])
-        again = noted(trainer)
-        list(trainer)
-    assert [int(batch.trajectory.steps[0, 0]) for batch in again] == starts[2:]
+    made = rollouts(one, tmp_path, sampling=rollout, updates=12, **{"passes.minibatches": 2})
+    assert [int(batch.trajectory.steps[0, 0]) for batch in made] == [0, 0, 1, 1, 2, 2]
 
 
 CPS: dict[str, Any] = {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(2, draw="sample")}
-
-
-def test_window_settings_that_would_do_nothing(tmp_path: Path) -> None:
-    """They are errors, and so are samples with different numbers of steps."""
-    refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: replace(STEPS, window=RandomWindow(4, draw="call")), "window.draw has no effect with a window that covers"),
-        (lambda: replace(STEPS, window=ScatteredSteps(4, draw="sample")), "window.draw has no effect with a window that"),
-        (lambda: replace(STEPS, window=MovingWindow(4)), "window is 'moving', expected all: it covers its whole range"),
-        (
-            lambda: replace(STEPS, window=Branches(1, 2), group=6),
-            "group is 6, expected a multiple of 8: a tree has 8 samples",
-        ),
-        (lambda: replace(STEPS, window=Branches(1, 2), group=8, shared_noise=True), "shared_noise has no effect"),
-        (lambda: replace(STEPS, window=Branches(1, 2), group=8, sampler=Ode()), "window is 'branches', expected all"),
-        (lambda: MovingWindow(2, every=0), "window.every is 0, expected"),
-        (lambda: MovingWindow(2, every=2, decay_from=1), "window.decay_from has no effect with sampling.window.decay 0"),
-        (lambda: tiny.config(tmp_path, sampling=replace(STEPS, **CPS)), "window.high is None, expected at most 3: the last"),
-    ]
-    for make, says in refused:
-        with pytest.raises(ValueError, match=f"sampling.{says}"):
-            make()
 
 
 def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
@@ -252,32 +219,44 @@ def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
     assert "eta" not in {field.name for field in fields(Ode)}
 
 
-def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World, tmp_path: Path) -> None:
-    """Counted in the built-in model's last block; the update is exactly on policy."""
+CACHED = SamplingConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), guidance=Guidance(2.0))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_deterministic_steps_leave_out_what_a_cache_has_and_the_window_does_not(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    """Counted in rows of the built-in model's last block; the update is exactly on policy."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     counts = []
-    for threshold in (0.0, 1e-12, 0.99):
-        rollout = SamplingConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4))
-        changes = {"rollout.step_cache": threshold, "engine.compile": False, "engine.micro_batch": 4}
-        run = tiny.config(tmp_path, sampling=rollout, **changes)
+    for cache in (NoCache(), FirstBlockCache(0.99), GuidanceCache(2), GuidanceCache(3)):
+        changes = {"rollout.step_cache": cache, "engine.compile": compiles, "engine.micro_batch": 4}
+        run = tiny.config(tmp_path, sampling=CACHED, **changes)
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
-            calls: list[bool] = []
+            rows: list[int] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
-            last.attn.to_q.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+
+            def count(*args: Any, forward: Any = last.forward, rows: list[int] = rows, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    rows.append(len(kwargs["hidden_states"]))
+                return forward(*args, **kwargs)
+
+            last.forward = count
             record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0
-        counts.append(calls.count(False))
-    assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
-    nothing = "rollout.step_cache has no effect without deterministic steps beside stochastic ones"
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"sampling.window": AllSteps()}, nothing),
-        ({"method": Nft(old=NoOld()), "sampling": ODE}, nothing),
-        ({"rollout.step_cache": 1.5}, "rollout.step_cache|step_cache is 1.5"),
-        ({"engine.compile": "auto"}, "engine.compile is 'auto', expected False"),
-        ({"engine.context_parallel": 2}, "ranks that share"),
-    )
-    for changed, message in refused:
-        with pytest.raises(ValueError, match=message):
-            with_values(run, changed)
+        counts.append(sum(rows))
+    # Of both halves of four samples in six steps. Step 0 has none before it, and steps 2 and 3 are the window: so steps 1, 4
+    # and 5 are left, of which 5 computes both halves again if every second step does.
+    assert counts == [48, 48 - 3 * 8, 48 - 2 * 4, 48 - 3 * 4]
+
+
+def test_a_recorded_threshold_is_a_cache_of_blocks(tmp_path: Path) -> None:
+    """And a method that records no steps may have one without a window."""
+    run = tiny.config(tmp_path, sampling=CACHED)
+    cached = with_values(run, {"rollout.step_cache": FirstBlockCache()})
+    assert read_record({**as_record(run), "rollout": {**as_record(run)["rollout"], "step_cache": 0.1}}) == cached
+    with_values(cached, {"method": Nft(old=NoOld()), "sampling": replace(CACHED, sampler=Ode(), window=AllSteps())})
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:

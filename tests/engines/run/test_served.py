@@ -11,14 +11,12 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, ServersConfig
+from fluvial.engines.sampling.config import ServersConfig, Truncate
 
 
 def config(out: Path, train: str = "full") -> TrainConfig:
     """Return a run of three rollouts, made one ahead."""
-    return handwriting_jobs.config(
-        out, updates=3, train=train, correction=CorrectionConfig("truncate", threshold=2.0), **{"rollout.ahead": 1}
-    )
+    return handwriting_jobs.config(out, updates=3, train=train, correction=Truncate(threshold=2.0), **{"rollout.ahead": 1})
 
 
 def numbers(trainer: Trainer) -> list[list[object]]:

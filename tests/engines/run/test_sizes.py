@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import launch, tiny_pipelines, tiny_replayed
-from PIL import Image
+from helpers.pipeline_runs import photos, updates
 
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.run.sampler import Sampler
@@ -25,19 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sizes")
     for name in ("sd3", "flux"):
         tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
-    (folder / "foxes").mkdir()
-    for number, caption in enumerate(FOXES):
-        Image.effect_noise((20, 20 if number % 2 else 30), 50 + number).save(folder / "foxes" / f"{number}.png")
-        (folder / "foxes" / f"{number}.txt").write_text(caption)
+    photos(folder / "foxes", FOXES, (20, 30), (20, 20))
     pixels = [torch.rand(3, 20 if number < 4 else 30, 20) for number in range(8)]
     write_preferences(folder / "prefs", [(FOXES[i], pixels[2 * i], pixels[2 * i + 1]) for i in range(4)])
     sizes: list[dict[str, Any]] = [{"size": "16x24"}, {"width": 32, "height": 32}, {}] * 2
     rows = [{"prompt": caption, **size} for caption, size in zip(FOXES, sizes, strict=True)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "heldout.txt").write_text("a cow")
-    (folder / "strips").mkdir()
-    Image.effect_noise((60, 20), 50).save(folder / "strips" / "0.png")
-    (folder / "strips" / "0.txt").write_text("a train")
+    photos(folder / "strips", ["a train"], (60, 20))
     return folder
 
 
@@ -59,13 +54,12 @@ def on_two(folder: Path, recipe: str, out: Path, *given: str) -> list[dict[str, 
     held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(out)]
     done = launch.fluvial("train", recipe, "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
     assert done.returncode == 0, done.stderr
-    return updates(out)
+    return sized(out)
 
 
-def updates(out: Path) -> list[dict[str, Any]]:
+def sized(out: Path) -> list[dict[str, Any]]:
     """Return the records of a run's updates, the size as text."""
-    found = [record for record in launch.records(out) if "grad_norm" in record]
-    return [{**record, "size": "{width}x{height}".format(**record["size"])} for record in found]
+    return [{**record, "size": "{width}x{height}".format(**record["size"])} for record in updates(out)]
 
 
 def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
@@ -92,7 +86,7 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
     run("flux", "grpo", tmp_path / "run", *given, *SIZES, "--passes.minibatches", 1)
     import measured  # type: ignore[import-not-found]
 
-    found = updates(tmp_path / "run")
+    found = sized(tmp_path / "run")
     assert {record["size"] for record in found} == {"16x16", "16x24"}
     first, second = levels.values()
     assert first != second
@@ -107,7 +101,7 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, run
     """Each update has one size on all ranks, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
     given = ["--data", str(folder / "foxes"), "--noising.each", "2", *SIZES]
     run("sd3", "sft", tmp_path / "run", *given)
-    found = updates(tmp_path / "run")
+    found = sized(tmp_path / "run")
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
     assert all(record["grad_norm"] > 0 for record in found)
     work: dict[str, set[int]] = {}
@@ -124,7 +118,7 @@ def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, run: Any) ->
     """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
     given = ["--preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
     run("sd3", "dpo", tmp_path / "run", *given)
-    found, others = updates(tmp_path / "run"), on_two(folder, "dpo", tmp_path / "two", *given)
+    found, others = sized(tmp_path / "run"), on_two(folder, "dpo", tmp_path / "two", *given)
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert [other["size"] for other in others] == [record["size"] for record in found]
@@ -137,7 +131,7 @@ def test_raft_on_the_best_images(folder: Path, tmp_path: Path, run: Any) -> None
     """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
     given = ["--data", folder / "foxes", "--compare", "data", "--noising.each", 2, *SIZES]
     run("sd3", "raft", tmp_path / "run", *given, "--sampling.prompts", 1, "--sampling.group", 4)
-    found = updates(tmp_path / "run")
+    found = sized(tmp_path / "run")
     assert [record["pairs"] for record in found] == [2] * 4
     assert {record["size"] for record in found} == {"16x16", "16x24"}
     assert all(record["grad_norm"] > 0 and record["reward"]["std"] > 0 for record in found)

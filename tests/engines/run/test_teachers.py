@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.resumed import expect_resumed
 from helpers.spied_runs import FAST, ODE, STEPS, Spied
 from safetensors.torch import save_file
 from torch import Tensor
@@ -134,16 +135,9 @@ def test_adapters_teach_beside_the_policy(one: World, tmp_path: Path, product: A
 def test_adapters_resume_to_the_bit(one: World, tmp_path: Path) -> None:
     """With their values, and not with those of another adapter."""
     folders = [adapter(tmp_path / f"rank{rank}", rank, 2.0) for rank in (2, 3)]
-    words: dict[str, Any] = {"teacher": (f"even={folders[0]}", f"odd={folders[1]}")}
-    whole, before = (run(one, tmp_path / "run", **words) for _ in range(2))
-    last = [whole.rollout() for _ in range(2)][-1]
-    before.rollout()
-    before.trainer.save()
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    after = run(one, tmp_path / "run", **words)
-    after.trainer.resume(saved)
-    assert after.rollout()["loss"] == last["loss"]
-    assert all(torch.equal(tensor, after.weights()[name]) for name, tensor in whole.weights().items())
+    method = replace(DISTILL, teacher=(f"even={folders[0]}", f"odd={folders[1]}"))
+    changes = {"sampling": replace(ODE, prompts=3), "method": method, "optimizer": FAST, "train": "lora"}
+    expect_resumed(tiny.config(tmp_path / "run", updates=2, **changes), tiny.job_of_sources(), one)
 
 
 @pytest.mark.parametrize(

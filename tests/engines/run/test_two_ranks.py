@@ -1,81 +1,18 @@
-"""Two processes under torchrun and gloo: the same training as one, with as few collectives as can be."""
+"""Runs on two processes under torchrun and gloo: the same training as one, and calls in one order."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers import launch
 from helpers.marks import long
-from helpers.tiny_models import Net, data, squared
 from safetensors.torch import load_file
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run.exports import export_run
 from fluvial.models.handwriting import BASE
-
-
-@pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    """Return the result of the updates of two ranks."""
-    return launch.on_ranks(2, "workers.two_ranks:updates")[0]
-
-
-@pytest.mark.parametrize("n", [1, 2, 8])
-def test_keep_gathers_and_reduces_once_an_update(result: dict[str, Any], n: int) -> None:
-    """One all-gather and one reduce-scatter for each of two blocks and the root, for any number of micro-batches."""
-    counts = result["counts"]["keep"][str(n)]
-    assert counts["_allgather_base_"] == 3
-    assert counts["_reduce_scatter_base_"] == 3
-
-
-@pytest.mark.parametrize("n", [1, 2, 8])
-def test_reshard_gathers_each_time_and_reduces_once(result: dict[str, Any], n: int) -> None:
-    """Blocks are gathered twice per micro-batch, in its forward and its backward pass; gradients are reduced once."""
-    counts = result["counts"]["reshard"][str(n)]
-    blocks, root = 2, 1
-    # The last block is still gathered when its backward pass begins, and so is the root.
-    assert n * (blocks + root) <= counts["_allgather_base_"] <= 2 * n * (blocks + root)
-    assert counts["_reduce_scatter_base_"] == 3
-
-
-def test_small_collectives_an_update(result: dict[str, Any]) -> None:
-    """Beside parameters and gradients, the norm and one gather of the numbers, whatever the micro-batches."""
-    for comm in ("keep", "reshard"):
-        for counts in result["counts"][comm].values():
-            assert {name: count for name, count in counts.items() if "base" not in name} == {
-                "allgather_": 1,
-                "all_reduce": 1,
-            }
-
-
-@pytest.mark.parametrize("comm", ["keep", "reshard"])
-def test_uneven_ranks_take_the_step_of_one_process(result: dict[str, Any], comm: str) -> None:
-    """Five items on one rank and two on the other, one global denominator: to the order of float32 sums."""
-    items, weight = data(7)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    ((squared(net)(items)[0] * weight).sum() / 7).backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    for name, tensor in net.state_dict().items():
-        torch.testing.assert_close(torch.tensor(result["weights"][comm][name]), tensor, rtol=1e-5, atol=1e-6)
-    assert result["info"]["items"] == 7
-
-
-def test_nan_on_one_rank_skips_the_step_on_both(result: dict[str, Any]) -> None:
-    """The norm is global, so that all ranks decide alike."""
-    assert result["skipped"]
-
-
-def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
-    """With its own message there, and a pointer to it here."""
-    assert result["messages"] == [
-        "ElsewhereError: rank 1 failed; its own message says why",
-        "RunError: rank 1: out of paper",
-    ]
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import launch, tiny_pipelines
 from helpers.marks import long
+from helpers.pipeline_runs import expect_on_policy, photos, updates
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -37,10 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny SD3, and the run of a supervised fine-tuning on three images."""
     folder = tmp_path_factory.mktemp("weights")
     tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder / "sd3")
-    (folder / "foxes").mkdir()
-    for number in range(3):
-        Image.effect_noise((16, 16), 50 + number).save(folder / "foxes" / f"{number}.png")
-        (folder / "foxes" / f"{number}.txt").write_text(f"{number} foxes")
+    photos(folder / "foxes", [f"{number} foxes" for number in range(3)], (16, 16))
     (folder / "prompts.txt").write_text("a red fox\ntwo cats\nan owl\n")
     given = ["--data", str(folder / "foxes"), "--lora.rank", "3", "--lora.alpha", "12", "--optimizer.lr", "0.05"]
     words = ["train", "sft", "--model", str(folder / "sd3"), "--out", str(folder / "sft"), *SMALL.split(), *SIZE, *given]
@@ -66,7 +64,7 @@ def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
 ) -> None:
     """On policy from the first step; rank and alpha are the file's; the reference is the adapter as it was given."""
     train("sd3", tmp_path / "run", "--lora", folder / "sft" / "lora", "--kl.coef", 0.1)
-    first, second = (record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    first, second = updates(tmp_path / "run")
     assert first["first_pass_max_abs_log_ratio"] == 0.0
     assert first["objective"]["kl_ref"] == 0.0 < second["objective"]["kl_ref"]
     module = open_model(folder / "sd3", device="cpu").build(empty=True)
@@ -182,8 +180,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, fluvial: Any) -> None:
     few += "--sampling.window random --sampling.window.size 1 --sampling.window.high 1"
     words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *few.split()]
     fluvial(*words, "--lora", tmp_path / "lora", "--out", tmp_path / "run")
-    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
-    assert first["first_pass_max_abs_log_ratio"] == 0.0
+    expect_on_policy(tmp_path / "run")
     begun, after = (read_lora(path / "lora", model.build(empty=True)) for path in (tmp_path, tmp_path / "run"))
     assert (after.rank, after.alpha, after.layers) == (begun.rank, begun.alpha, begun.layers) == (2, 6.0, begun.layers)
 

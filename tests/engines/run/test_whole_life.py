@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import launch, life_reward, tiny_pipelines, tiny_replayed
-from PIL import Image
+from helpers.pipeline_runs import TWO_UPDATES, guidance, photos, size, updates
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run.jobs.weights import converter
@@ -20,10 +20,7 @@ NAMES = ("sd3", "flux", "qwen-image", "wan", "z-image", "sdxl", "sana")
 WITHOUT_ADAPTER = "sana"
 SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make test-all`
 CAPTIONS = ("a red fox", "two cats", "an owl")
-TINY = (
-    "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 1"
-)
+SHORTER = "--checkpoint.every 1 --sampling.steps 2"
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
 GRPO = "--sampling.prompts 2 --sampling.group 2 --sampling.window random --sampling.window.size 1 --sampling.window.high 1"
 
@@ -33,23 +30,6 @@ def fresh() -> None:
     """Clear the notes of the reward."""
     for notes in (life_reward.SEEN, life_reward.FAILS_AT, life_reward.CALLS):
         notes.clear()
-
-
-def size(name: str) -> list[str]:
-    """Return the flags that ask a pipeline for its images."""
-    if name != WITHOUT_ADAPTER:
-        height, width, *_ = tiny_pipelines.ROWS[name].sizes[0]  # one frame of a video, as a photo is
-        return ["--pipeline.height", str(height), "--pipeline.width", str(width)]
-    call = dict(tiny_replayed.ROWS[name].options)
-    height, width, _ = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-    words = [f"{option}={json.dumps(value)}" for option, value in call.items()]
-    return ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.call", *words]
-
-
-def steps(name: str) -> list[str]:
-    """Return the flags of the schedule; guidance of a pipeline without an adapter is part of its call."""
-    guided = ["--sampling.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
-    return ["--sampling.steps", "2", *guided]
 
 
 def levels(name: str) -> list[str]:
@@ -87,10 +67,8 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
         tiny_replayed.load(name, model)
     else:
         tiny_pipelines.save(tiny_pipelines.ROWS[name], model)
-    (tmp_path / "photos").mkdir()
-    for number, caption in enumerate(CAPTIONS):
-        Image.effect_noise((20, 16), 50 + number).save(tmp_path / "photos" / f"{number}.png")
-        (tmp_path / "photos" / f"{number}.txt").write_text(caption)
+    photos(tmp_path / "photos", CAPTIONS, (20, 16))
+    flags = size(name, is_image=True)  # one frame of a video, as a photo is
     records = [{"prompt": caption, "count": number + 1} for number, caption in enumerate(CAPTIONS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
 
@@ -100,17 +78,16 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
 
     def train(recipe: str, out: str, *words: str, code: int = 0) -> str:
         given = ["--model", str(model), "--out", str(tmp_path / out), "--train", "lora", "--lora.rank", "2"]
-        return fluvial(
-            "train", recipe, *given, *TINY.split(), *OPTIMIZER.split(), *size(name), *steps(name), *words, code=code
-        )
+        given += [*TWO_UPDATES, *SHORTER.split(), *OPTIMIZER.split(), *flags, *guidance(name)]
+        return fluvial("train", recipe, *given, *words, code=code)
 
     def start(run: str) -> list[str]:
         return ["--lora", str(tmp_path / run)]
 
     # Images are encoded once; a supervised run, whose adapter is exported from its last checkpoint.
-    photos = ["--data", str(tmp_path / "photos"), "--data.cache", str(tmp_path / "cache")]
+    data = ["--data", str(tmp_path / "photos"), "--data.cache", str(tmp_path / "cache")]
     few = ["--lora.targets", "to_q", "to_v"] if name == "sdxl" else []  # of its hundred layers, for the time it takes
-    train("sft", "sft", *photos, "--lora.alpha", "4", *few)
+    train("sft", "sft", *data, "--lora.alpha", "4", *few)
     assert [*(tmp_path / "cache").rglob("*.safetensors")]
     fluvial("export", str(tmp_path / "sft"), "--as", "lora", "--out", str(tmp_path / "adapter"))
 
@@ -125,11 +102,10 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     assert (tmp_path / "rl" / "exports" / "000001-lora" / "README.md").is_file()
     life_reward.FAILS_AT.clear()
     fluvial("train", recipe, "--out", str(tmp_path / "rl"), "--resume")
-    done = [record["update"] for record in launch.records(tmp_path / "rl") if "grad_norm" in record]
-    assert done == [1, 2]
+    assert [record["update"] for record in updates(tmp_path / "rl")] == [1, 2]
 
     # Preferences are drawn, and learnt from offline.
-    drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *size(name)]
+    drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *flags]
     guided = ["--guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
     fluvial(
         "preferences", str(model), *prompts, "--rewards", "helpers.life_reward:bright", *drawn, *guided, *start("rl/lora")

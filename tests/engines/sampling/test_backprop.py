@@ -20,7 +20,6 @@ from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.backprop import number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.handwriting import digits, likeness
 
 
@@ -100,19 +99,6 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
     with pytest.raises(UsageError, match="reward 'counted' gives no gradient, and alignprop follows it") as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("objective", "changes", "words"),
-    [
-        (AlignProp(last=5), {}, "last is 5, expected at most the 4 steps"),
-        (AlignProp(), {"window": RandomWindow(2)}, "sampling.window is 'random', expected all steps"),
-    ],
-)
-def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:
-    """It is refused when the run is built."""
-    with pytest.raises(ValueError, match=words):
-        configured(tmp_path, objective, sampler=Stochastic(eta=0.5), **changes)
 
 
 def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:

@@ -11,6 +11,7 @@ from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.core.sigmas import shifted
 from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples
 from fluvial.engines.sampling.noising import (
     AutoLevels,
@@ -18,7 +19,9 @@ from fluvial.engines.sampling.noising import (
     LogitNormalLevels,
     NoisingConfig,
     ScheduleLevels,
+    ShiftedLevels,
     StratifiedLevels,
+    UniformLevels,
     add_noise,
     draw_levels,
 )
@@ -93,11 +96,23 @@ def test_levels_of_a_logit_normal() -> None:
 
 def test_the_mean_of_a_logit_normal_shifts_the_levels() -> None:
     """The mean log 3 moves each level as a schedule's shift of 3 does."""
-    found, shifted = (
+    found, moved = (
         draw_levels(keys(100), SCHEDULES["velocity"], NoisingConfig(4, LogitNormalLevels(mean)))[0].double()
         for mean in (0.0, math.log(3))
     )
-    torch.testing.assert_close(shifted, 3 * found / (1 + 2 * found), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moved, 3 * found / (1 + 2 * found), rtol=1e-5, atol=1e-6)
+
+
+def test_shifted_levels_are_those_of_a_shifted_schedule_within_bounds() -> None:
+    """A uniform draw is moved as the levels of a schedule are, whose own are as far apart; the rest lies on a bound."""
+    plain, whole, bounded = (
+        draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, levels))[0].double()
+        for levels in (UniformLevels(), ShiftedLevels(0.0, 1.0, shift=5.0), ShiftedLevels())
+    )
+    torch.testing.assert_close(whole, 5 * plain / (1 + 4 * plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bounded, whole.clamp(0.02, 0.98), rtol=1e-5, atol=1e-6)
+    # Nine tenths of the draws lie above u = 0.1, which a shifted schedule of 10 steps has as its last level.
+    assert float((whole > shifted(10, 5.0)[-2]).double().mean()) == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.parametrize("levels", [ScheduleLevels(), StratifiedLevels(), ContinuousLevels(), LogitNormalLevels()])

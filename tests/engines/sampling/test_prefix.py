@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps, generate
 from fluvial.engines.sampling.items import concatenate
-from fluvial.engines.sampling.samplers import SAMPLERS, Ode, Stochastic, sampler_rule
+from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic, sampler_rule
 from fluvial.engines.sampling.window import MovingWindow, RandomWindow
 from fluvial.kernels import step_log_prob
 from fluvial.models.guidance import guided_velocity
@@ -180,36 +180,6 @@ def test_a_run_starts_on_policy(one: World, tmp_path: Path, changes: dict[str, A
         alike = torch.equal(begun, begun[:, :1].expand_as(begun))
         same = changes.get("window", SHARED.window).draw == "call"
         assert alike == (trajectory.steps == trajectory.steps[:1]).all() or same
-
-
-def test_a_resumed_run_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
-    """Nothing of a prefix outlives its rollout."""
-    config = tiny.config(tmp_path, sampling=SHARED, updates=2)
-    straight = Spied(config, one)
-    straight.rollout()
-    straight.trainer.save()
-    straight.rollout()
-    resumed = Spied(config, one)
-    resumed.trainer.resume(tmp_path / "checkpoints" / "000001")
-    resumed.rollout()
-    assert torch.equal(resumed.trajectories[0].final, straight.trajectories[1].final)
-    for name, tensor in straight.weights().items():
-        assert torch.equal(resumed.weights()[name], tensor), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "sampling.window.share_prefix has no effect with sampling.window.low 0"),
-        ({"group": 1}, "sampling.window.share_prefix has no effect with sampling.group 1"),
-        ({"sampler": Ode()}, "sampling.window.share_prefix is True, expected False: ode takes no noise"),
-    ],
-)
-def test_without_a_prefix_it_is_refused(changes: dict[str, Any], said: str) -> None:
-    """In one line, which names the field and what to do."""
-    with pytest.raises(ValueError, match=said) as raised:
-        replace(SHARED, **changes) if changes else RandomWindow(2, share_prefix=True)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_prefix_ends_before_the_window() -> None:

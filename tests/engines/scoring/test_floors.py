@@ -12,7 +12,6 @@ from helpers.spied_runs import FAST, STEPS
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.advantages import (
     AdvantageConfig,
     free_weights,
@@ -83,20 +82,6 @@ def test_a_floor_is_a_weight_that_is_found(one: World, tmp_path: Path, combine: 
     weighted.rollout()
     assert all(torch.equal(tensor, weighted.gradient()[name]) for name, tensor in floored.gradient().items())
     assert floored.rollout()["multipliers"] != record["multipliers"]
-
-
-def test_multipliers_are_resumed_to_the_bit(one: World, tmp_path: Path) -> None:
-    """Two updates, a checkpoint and two more are four."""
-    settings = config(tmp_path / "run", floors=("contrast=40",), floor_lr=0.05)
-    straight = Trainer(settings, tiny.job(), one)
-    records = [straight.update() for _ in range(2)]
-    straight.save()
-    records += [straight.update() for _ in range(2)]
-    again = Trainer(settings, tiny.job(), one)
-    again.resume(tmp_path / "run" / "checkpoints" / "000002")
-    assert [again.update()["multipliers"] for _ in range(2)] == [record["multipliers"] for record in records[2:]]
-    expected = straight.engine.sharded.shards()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.engine.sharded.shards().items())
 
 
 @pytest.mark.parametrize(

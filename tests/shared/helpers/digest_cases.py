@@ -22,7 +22,7 @@ from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.method import Method
-from fluvial.engines.sampling.config import CorrectionConfig, ReadingConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import Mask, ReadingConfig, Reject, SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
@@ -46,6 +46,7 @@ from fluvial.models import LoraConfig
 from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, write
 from fluvial.models.lora import Dora, Lokr, LowRank
 from fluvial.models.pipelines.folder import quietly
+from fluvial.models.step_cache import FirstBlockCache
 
 CODES = ("0427", "1999", "3141", "8650", "7777", "1234")
 FOXES = tuple(f"{number} red foxes" for number in range(6))
@@ -127,7 +128,7 @@ NOISED = NoisingConfig(each=3)
 FULL: dict[str, Any] = {"train": "full", "optimizer": OptimizerConfig(lr=1e-4, ema_decay=0.9)}
 KL = {"kl.coef": 0.1}
 LAGGING = o.Nft(beta=1.0, old=LinearOld(rise=0.1))
-TRUNCATED = CorrectionConfig("truncate")
+TRUNCATED = Truncate()
 
 
 def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConfig:
@@ -174,7 +175,7 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
 
 def clipped_cases() -> dict[str, TrainConfig]:
     """Return runs of methods with ratios of recorded steps: what they sample, weight and correct."""
-    wide = CorrectionConfig("mask", "trajectory", threshold=1.0005)
+    wide = Mask("trajectory", threshold=1.0005)
     half = {"rollout.autocast": True}
     return {
         "grpo": grpo(),
@@ -191,9 +192,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), **{"kl.coef": 0.1, "kl.guidance": 1.5}),
         "grpo-guided-half": grpo(replace(SDE, guidance=Guidance(3.0, gradient="conditional"))),
         "grpo-correct": grpo(correction=TRUNCATED),
-        "grpo-reject": grpo(
-            **half, correction=CorrectionConfig("reject", threshold=1.001), **{"rollout.max_log_ratio": 1e3}
-        ),
+        "grpo-reject": grpo(**half, correction=Reject(threshold=1.001), **{"rollout.max_log_ratio": 1e3}),
         "grpo-trained": grpo(replace(SDE, window=AllSteps(high=3), shared_noise=True), trained=RandomRecorded(0.7)),
         "grpo-first": grpo(replace(SDE, window=AllSteps(high=3)), trained=FirstRecorded(0.7)),
         "grpo-history": grpo(advantage=AdvantageConfig(history=20, history_min=3)),
@@ -201,9 +200,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "grpo-gdpo": grpo(advantage=AdvantageConfig(combine="gdpo", scale="batch", ddof=0)),
         "grpo-floors": grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)),
         "grpo-extremes": grpo(advantage=AdvantageConfig(extremes=1)),
-        "grpo-autocast": grpo(
-            **half, correction=CorrectionConfig("truncate", threshold=1.001), **{"rollout.max_log_ratio": 1e3}
-        ),
+        "grpo-autocast": grpo(**half, correction=Truncate(threshold=1.001), **{"rollout.max_log_ratio": 1e3}),
         "grpo-uneven": grpo(
             replace(SDE, prompts=4), advantage=AdvantageConfig(extremes=1), **{"engine.micro_batch": 2, "passes.epochs": 2}
         ),
@@ -262,7 +259,7 @@ def sampling_cases() -> dict[str, TrainConfig]:
     }
     return {
         **{name: grpo(sampling, **more.get(name, {})) for name, sampling in samples.items()},
-        "step-cache": grpo(**{"rollout.step_cache": 0.1, "engine.compile": False}),
+        "step-cache": grpo(**{"rollout.step_cache": FirstBlockCache(), "engine.compile": False}),
         **{f"levels-{name}": nft(noising=replace(NOISED, levels=each)) for name, each in levels.items()},
         "solver-dpmpp": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
         "solver-unipc": nft(replace(ODE, sampler=Ode("unipc"))),

@@ -167,57 +167,6 @@ class Process:
         self.folder.cleanup()
 
 
-class Torchrun:
-    """The command line on two ranks under `torchrun`, in new interpreters, with the methods of `Process`."""
-
-    def __init__(self, *args: str, restarts: int = 0) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="torchrun-")
-        self.files = {name: Path(self.folder.name, name) for name in ("stdout", "stderr")}
-        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        line = [*torchrun, "--max-restarts", str(restarts), "-m", "fluvial.engines", *args]
-        with self.files["stdout"].open("w") as out, self.files["stderr"].open("w") as errors:
-            self.process = subprocess.Popen(line, env=environment(), stdout=out, stderr=errors, text=True)
-
-    def worker(self, rank: int) -> int:
-        root = Path("/proc")
-        for pid in (root / f"{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if f"RANK={rank}" in (root / pid / "environ").read_bytes().decode().split("\0"):
-                return int(pid)
-        raise AssertionError(f"rank {rank} is not there")
-
-    def wait(self, timeout: float) -> int:
-        return self.process.wait(timeout)
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def send_signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.returncode
-
-    @property
-    def stdout(self) -> str:
-        return self.files["stdout"].read_text()
-
-    @property
-    def stderr(self) -> str:
-        return self.files["stderr"].read_text()
-
-    def __enter__(self) -> "Torchrun":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
-        self.wait(30)
-        self.folder.cleanup()
-
-
 def start(*args: str, folder: Path | None = None, **variables: str) -> Process:
     return Process("fluvial.engines", *args, folder=folder, environment={**environment(), **variables})
 

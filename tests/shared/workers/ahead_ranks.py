@@ -12,7 +12,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Stochastic
 
@@ -25,7 +25,7 @@ def config(out: Path, ahead: int) -> TrainConfig:
         out,
         updates=UPDATES,
         optimizer=OptimizerConfig(lr=0.02),
-        correction=CorrectionConfig("truncate", threshold=2.0),
+        correction=Truncate(threshold=2.0),
         sampling=SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)),
         **{"engine.micro_batch": 4, "rollout.ahead": ahead},
     )

@@ -1,8 +1,6 @@
-"""Runs that fail: with a reward that is bad on the last rank alone, or on a disk that is full. For test_training.py."""
+"""Runs that fail: with a reward that is bad on the last rank alone. For test_training.py."""
 
 import os
-import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,10 +65,3 @@ def bad_reward(folder: str, kind: str) -> None:
         return 0
 
     cli.exit_with(command, [])
-
-
-def full_disk(*args: str) -> None:
-    """Run the command line with a limit of 1 MB on the size of files, which acts as a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-    cli.main(args)

@@ -36,7 +36,7 @@ from fluvial.engines.methods.table import (
     TdmR1,
     TurningPointGrpo,
 )
-from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -66,7 +66,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "srpo": {"method": Srpo(margin=9.0), "sampling": FEW},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
-    "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": Truncate("trajectory")},
     "chunk": {"method": ChunkGrpo(), "sampling": STEPS},
     "densegrpo": {"method": DenseGrpo(), "sampling": STEPS},
     "tpgrpo": {"method": TurningPointGrpo(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from helpers import tiny_pipelines, tiny_replayed
+from helpers import tiny_modular, tiny_pipelines, tiny_replayed
 from helpers.tiny_replayed import WITHOUT_ADAPTER
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,8 +28,9 @@ ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
 WITH_ADAPTER = tuple(name for name, row in tiny_pipelines.ROWS.items() if not row.variant or row.apart)
 SPLIT = ("flux", "qwen-image", "wan", "flux2")  # pipelines whose tokens diffusers can split over ranks
+MODULAR = ("Flux", "Wan", "Wan22")  # modular ones, of one network and of two
 # Every pipeline, and the number of ranks that share a sample.
-RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in SPLIT)]
+RUNS = [*((name, 1) for name in (*WITH_ADAPTER, *WITHOUT_ADAPTER)), *((name, 2) for name in (*SPLIT, *MODULAR))]
 SHORT = (("sd3", 1), ("sana", 1), ("flux", 2))  # in every run of the tests; the others in `make test-all`
 
 
@@ -49,6 +50,8 @@ def save(root: Path, name: str) -> None:
         return
     if name in WITH_ADAPTER:
         tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name)
+    elif name in MODULAR:
+        tiny_modular.folder_of(name, root / name)
     else:
         tiny_replayed.load(name, root / name)
 
@@ -58,7 +61,10 @@ def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
         row = tiny_pipelines.ROWS[name]
         model: DiffusionModel = tiny_pipelines.opened(name, root / name)
         return model, model.latent_shape(*row.sizes[0])
-    model = tiny_replayed.opened(name, root / name, device="cpu")
+    if name in MODULAR:
+        model = tiny_modular.opened(name, root / name, steps=STEPS, device="cpu")
+    else:
+        model = tiny_replayed.opened(name, root / name, device="cpu")
     return model, model.latent_shape(*model.size)
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny_conditioned, tiny_pipelines, tiny_replayed
+from helpers import tiny_conditioned, tiny_modular, tiny_pipelines, tiny_replayed
 from helpers.dry_runs import between, check, gathers, reductions, simulations
+from helpers.marks import long
+from helpers.refusals import refuses
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
@@ -24,11 +26,13 @@ from fluvial.engines.methods import Distill
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import CorrectionConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.window import AllSteps
+from fluvial.engines.sampling.window import AllSteps, RandomWindow
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank
+from fluvial.models.step_cache import GuidanceCache, NoCache
+from fluvial.models.tiny.modular import find_call
 
 pytestmark = pytest.mark.simulated
 UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5, "edit-words": 5}
@@ -94,12 +98,23 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     assert report.phase("rollout").flops > 0
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("sana", 8), ("aura-flow", 1)])
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+@pytest.mark.parametrize(("name", "ranks"), [("sana", 8), long("aura-flow", 1), ("Flux3", 8), long("MiniMaxH3", 1)])
 def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path) -> None:
-    """They are recorded on the host, with values; what their network is given is on the device, as in a run."""
-    options = dict(tiny_replayed.ROWS[name].options)
-    height, width, scale = (options.pop(option) for option in ("height", "width", "guidance_scale"))
-    tiny_replayed.load(name, tmp_path / name)
+    """Recorded and modular ones are read on the host, with values; what their network is given is on the device.
+
+    No pass waits for it, and the closed form, which has no inputs of theirs, says what to do.
+    """
+    size: dict[str, Any] = {}
+    if name in tiny_replayed.ROWS:
+        options = dict(tiny_replayed.ROWS[name].options)
+        height, width, scale = (options.pop(option) for option in ("height", "width", "guidance_scale"))
+        tiny_replayed.load(name, tmp_path / name)
+    else:
+        asked = find_call(f"{name}ModularPipeline")
+        options, height, width, scale = dict(asked.call), asked.size, asked.size, asked.scale
+        size = {"pipeline.frames": asked.frames}
+        tiny_modular.folder_of(name, tmp_path / name)
     (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
     prompts = (str(tmp_path / "prompts.txt"),)
     config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
@@ -107,9 +122,15 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     rollout = SamplingConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
     changes: dict[str, Any] = {"pipeline.height": height, "pipeline.width": width, "pipeline.call": call}
     passes: dict[str, Any] = {"updates": 1, "passes.minibatches": 1, **SMALL}
-    report = dry_run(with_values(config, {"train": "lora", "sampling": rollout, **passes, **changes}), ranks=ranks)
+    with simulations() as found:
+        report = dry_run(
+            with_values(config, {"train": "lora", "sampling": rollout, **passes, **changes, **size}), ranks=ranks
+        )
     check(report)
+    waits = [wait for wait in between(found[0]) if wait.line.startswith("models/")]
+    assert not waits, waits
     assert report.phase("rollout").flops > 0
+    refuses("has no adapter, so that .* fluvial train --dry-run", plan, str(tmp_path / name), PlanConfig())
     assert any("which are on the host here" in note for note in report.notes)
 
 
@@ -198,6 +219,20 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
     assert shared.error is None
     assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
     assert shared.phase("rollout").flops < alone.phase("rollout").flops
+    ring = dry_run(with_values(adapter("wan", tmp_path, "nft"), {"engine.context_parallel": 2, "engine.ring": 2}), ranks=2)
+    assert ring.error is None
+    assert {each.name for each in ring.phase("rollout").communication if each.ranks == 2} == {"all_gather"}
+
+
+def test_steps_that_take_over_half_of_guidance_have_half_of_its_operations() -> None:
+    """Eight of ten steps are no window, and every second one of them computes one half."""
+    changes = {"guidance": Guidance(2.0), "steps": 10, "window": RandomWindow(2, high=2)}
+    config = with_values(RECIPES["grpo"](), {f"sampling.{name}": value for name, value in changes.items()})
+    whole, kept = (
+        dry_run(with_values(config, {"rollout.step_cache": cache}), ranks=1).phase("rollout").flops
+        for cache in (NoCache(), GuidanceCache())
+    )
+    assert kept == pytest.approx(whole * (1 - 4 / 20), rel=0.01)
 
 
 def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
@@ -230,7 +265,7 @@ def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monk
 
     monkeypatch.setattr(SimulatedMode, "_collective", noted)
     config = adapter("wan-experts", tmp_path)
-    config = with_values(config, {"rollout.ahead": 1, "correction": CorrectionConfig("truncate")})
+    config = with_values(config, {"rollout.ahead": 1, "correction": Truncate()})
     report = dry_run(config, ranks=8)
     assert report.error is None
     assert report.phase("rollout").flops > 0
