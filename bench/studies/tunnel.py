@@ -19,14 +19,10 @@ from fluvial.models.handwriting.recognisers import Recogniser, reward_recogniser
 
 PROXY = "fluvial.bench.studies.tunnel:proxy"
 HOLE = 3.0  # weight of the ink
-GUARDS: dict[str, dict[str, Any]] = {
-    "none": {"method.kl.coef": 0.0},
-    "kl": {"method.kl.coef": 0.3},
-    "ema": {"method.kl.coef": 0.0, "method.kl.ema_coef": 0.3},
-    "floor": {"method.kl.coef": 0.0, "rewards": (PROXY, "likeness"), "method.advantage.floors": ("likeness=-0.6",)},
-}
+GUARDS = ("none", "kl", "ema", "floor")
 METHODS = ("grpo", "nft", "awm", "dgpo", "ddpo")
-STEPPED, STEPPED_KL = ("grpo", "ddpo"), 5.0  # the KL of a step is a distance of means, |b v|^2, not |v|^2
+STEPPED_KL = 5.0  # the KL of a step is a distance of means, |b v|^2, not |v|^2
+PANELS = 5  # of a row of the plot
 GARDO = "gardo"  # a method that is a guard itself
 
 
@@ -43,13 +39,31 @@ def proxy(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return _recogniser().characters(images, prompts) + HOLE * images.flatten(1).mean(1).to("cpu")
 
 
+def _settings_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of each guard that a recipe takes."""
+    method: Any = RECIPES[name]().method
+    has_kl, has_floors = hasattr(method, "kl"), hasattr(getattr(method, "advantage", None), "floors")
+    step = {"method.kl.weight": "mse"} if has_kl and hasattr(method.kl, "weight") else {}
+    guards: dict[str, dict[str, Any]] = {"none": {"method.kl.coef": 0.0} if has_kl else {}}
+    if has_kl:
+        coef = STEPPED_KL if step else 0.3
+        guards |= {
+            "kl": {**step, "method.kl.coef": coef},
+            "ema": {**step, "method.kl.coef": 0.0, "method.kl.ema_coef": coef},
+        }
+    if has_floors:
+        floors = {"rewards": (PROXY, "likeness"), "method.advantage.floors": ("likeness=-0.6",)}
+        guards["floor"] = {**guards["none"], **floors}
+    return guards
+
+
 @dataclass(frozen=True)
 class TunnelConfig:
     """Train on a reward with a known hole, with each guard against hacking, and compare true scores at equal proxy.
 
     Args:
         methods: Names of recipes; gardo is its own guard.
-        guards: Names of guards.
+        guards: Names of guards; a method is left without those that it does not take.
         seeds: Seeds of each run.
         rollouts: Number of rollouts of 64 samples per run.
         looks: Number of evaluations of a run after the first one.
@@ -59,7 +73,7 @@ class TunnelConfig:
     """
 
     methods: tuple[str, ...] = (*METHODS, GARDO)
-    guards: tuple[str, ...] = tuple(GUARDS)
+    guards: tuple[str, ...] = GUARDS
     seeds: tuple[int, ...] = (0, 1, 2)
     rollouts: int = 24
     looks: int = 4
@@ -68,18 +82,18 @@ class TunnelConfig:
     out: Path = harness.RESULTS
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.methods if name not in (*METHODS, GARDO)]:
-            raise UsageError(f"methods: there is no {unknown[0]!r}, expected some of {', '.join((*METHODS, GARDO))}")
+        if unknown := [name for name in self.methods if name not in RECIPES]:
+            raise UsageError(f"methods: there is no {unknown[0]!r}, expected some of {', '.join(RECIPES)}")
         if unknown := [name for name in self.guards if name not in GUARDS]:
             raise UsageError(f"guards: there is no {unknown[0]!r}, expected some of {', '.join(GUARDS)}")
         if not self.seeds or not 1 <= self.looks <= self.rollouts:
             raise UsageError("seeds, looks: expected at least one seed, and no more looks than rollouts")
 
     def trials(self) -> Iterator[StudyRun]:
-        """Yield each method with each guard and seed; GARDO once."""
+        """Yield each method with each guard that it takes, and seed; GARDO once."""
         for seed in self.seeds:
             for name in self.methods:
-                for guard in ["own"] if name == GARDO else self.guards:
+                for guard in ("own",) if name == GARDO else filter(_settings_of(name).__contains__, self.guards):
                     yield StudyRun(name, guard, self._config(name, guard, seed), looks=self.looks)
 
     def _config(self, name: str, guard: str, seed: int) -> TrainConfig:
@@ -90,9 +104,7 @@ class TunnelConfig:
             **{f"evaluation.{key}": value for key, value in evaluation.items()},
             "optimizer.lr": 2 * config.optimizer.lr if name != "ddpo" else config.optimizer.lr,
         }
-        values |= {"rewards": (PROXY, "likeness")} if name == GARDO else GUARDS[guard]
-        if guard in ("kl", "ema") and name in STEPPED:
-            values |= {"method.kl.weight": "mse", f"method.kl.{'coef' if guard == 'kl' else 'ema_coef'}": STEPPED_KL}
+        values |= {"rewards": (PROXY, "likeness")} if name == GARDO else _settings_of(name)[guard]
         config = with_values(config, values)
         return replace(config, updates=self.rollouts * config.updates_per_rollout)
 
@@ -146,8 +158,12 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
 
     found = curves(rows)
     methods = list(dict.fromkeys(method for method, _ in found if method != GARDO))
-    figure = Figure(figsize=(4 * max(1, len(methods)), 4), layout="constrained")
-    for axes, method in zip(figure.subplots(1, max(1, len(methods)), squeeze=False)[0], methods, strict=False):
+    rows_of_panels = max(1, -(-len(methods) // PANELS))
+    figure = Figure(figsize=(4 * PANELS, 4 * rows_of_panels), layout="constrained")
+    panels = figure.subplots(rows_of_panels, PANELS, squeeze=False).flatten()
+    for axes in panels[len(methods) :]:
+        axes.remove()
+    for axes, method in zip(panels, methods, strict=False):
         for (name, guard), seeds in found.items():
             if name in (method, GARDO):
                 length = min(map(len, seeds))

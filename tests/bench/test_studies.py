@@ -41,6 +41,13 @@ def test_the_proxy_pays_for_ink() -> None:
     assert paid.tolist() == pytest.approx((3 * images.mean((1, 2, 3))).tolist(), abs=1e-5)
     trials = list(TunnelConfig(seeds=(0,)).trials())
     assert len({trial.settings for trial in trials}) == len(trials) == 5 * 4 + 1
+    others = TunnelConfig(("raft", "d3po"), seeds=(0,)).trials()  # without floors, and without a KL
+    assert [(trial.method, trial.variant) for trial in others] == [
+        ("raft", "none"),
+        ("raft", "kl"),
+        ("raft", "ema"),
+        ("d3po", "none"),
+    ]
     with pytest.raises(UsageError, match="there is no 'brakes'"):
         TunnelConfig(guards=("brakes",))
 
