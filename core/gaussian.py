@@ -41,7 +41,7 @@ def sample(transition: Transition, x: Samples, v: Samples, noise: Samples | None
 def log_prob(
     transition: Transition, x: Samples, v: Samples, x_next: Samples, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> PerSample:
-    """Return the log-probability of the step from x to x_next, in nats, `[B]`.
+    """Return the log-probability of the step from x to x_next, `[B]`: in nats per dimension, or nats (`sum`).
 
         density    -(x_next - a x - b v)^2 / (2 std^2) - log std - log(2 pi) / 2
         no_const   -(x_next - a x - b v)^2 / (2 std^2)
@@ -104,10 +104,10 @@ def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: 
 
 
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
-    """Return KL(N(a x + b v, std^2) || N(a x + b v_ref, std^2)) = b^2 |v - v_ref|^2 / (2 std^2), in nats, `[B]`.
+    """Return KL(N(a x + b v, std^2) || N(a x + b v_ref, std^2)) = b^2 |v - v_ref|^2 / (2 std^2), `[B]`.
 
-    The two means share a x, so the two velocities are all that it needs. Flow-GRPO's published KL has a rate in place of
-    the step's std; it equals this KL times |dt|.
+    It is in nats per dimension, their mean, or in nats with `sum`. The two means share a x, so the two velocities are all
+    that it needs. Flow-GRPO's published KL has a rate in place of the step's std; it equals this KL times |dt|.
 
     Args:
         transition: coefficients `[B]`, 0-d or `[B, R]`.

@@ -23,8 +23,8 @@ from fluvial.core.types import PerSample, PerStep, Samples, Scalar
 class PolicyInfo(NamedTuple):
     """Diagnostics of a surrogate, one number per pair, without gradient."""
 
-    ratio: Tensor
-    log_ratio: Tensor
+    ratio: Tensor  # rho, as the loss takes it
+    log_ratio: Tensor  # log_prob - log_prob_old, of which kl_old is too where rho is another function of it (GRPO-Guard)
     clipped: Tensor  # 1 where the clip (or the KL threshold) sets the gradient to 0, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, the k3 estimate of KL(old || current)
     kl_ref: Tensor  # KL to the reference policy's step if the loss has that term, else 0
@@ -59,10 +59,10 @@ def clipped_surrogate(
 
 
 def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size: int | None = None) -> PerStep:
-    """Return old log-probs with which every step has the ratio of its chunk of steps, `[B, S]`, in a surrogate of steps.
+    """Return surrogate old log-probs, `[B, S]`: with them, each step's ratio equals the ratio of its chunk of steps.
 
         log rho_c = mean over the used steps k of chunk c of log_prob_k - log_prob_old_k
-        found_k = log_prob_k - log rho_c
+        old_k = log_prob_k - log rho_c
 
     With them the mean of `clipped_surrogate` over a chunk's steps has the value and the gradient of that of rho_c, though
     each step computes its own log-prob alone: rho_c is measured before the pass, and each step carries its share of it.
@@ -102,8 +102,8 @@ def noise_weighted_surrogate(
 
         loss = scale std max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)),  rho = exp(log_prob - log_prob_old)
 
-    The gradient of a surrogate in v is |b| / std times a standard-normal draw; with the weight it is |b|. So early steps,
-    whose noise is large and which decide the composition, count for more.
+    The gradient of a surrogate in v is |b| / std times a standard-normal draw; with the weight its scale is |b|. So early
+    steps, whose noise is large and which decide the composition, count for more.
 
     Args:
         log_prob, log_prob_old, advantage, clip_low, clip_high: as in `clipped_surrogate`.
@@ -154,7 +154,7 @@ def guard_surrogate(
     The gradient of the plain surrogate in v is |b| / std times a standard-normal draw. With Flow-SDE that is proportional
     to sqrt(|dt|) / r, twenty times larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which
     is constant with Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that
-    mean.
+    mean; gradient flows through it, too.
 
     Args:
         log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".

@@ -66,7 +66,7 @@ def bind(sampler: str | Callable[..., Transition], eta: Scalar, levels: Grid) ->
         eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`, `[B]`, 0-d or float. A custom sampler has its
             own hyper-parameters bound already, and eta is not passed to it.
         levels: T+1 levels of the schedule, `[T+1]`, or those of each row, `[T+1, R]`. flow_sde and wan_sde take the second
-            one as their `sigma_max`.
+            one as their `sigma_max`, the name that Flow-GRPO's code gives it.
 
     Raises:
         ValueError: no sampler has that name, eta is out of its range, or a custom sampler returns coefficients of a wrong
@@ -113,10 +113,11 @@ def flow_sde(sigma: Level, sigma_next: Level, *, eta: Scalar, sigma_max: Bound) 
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt)
 
-    The rate r is unbounded at sigma = 1. The step from there therefore has sigma_max in the place of sigma.
-    Its noise is then eta whatever the length of the step: x' = (1 - eta^2/2) x + dt v + eta noise. So this first step does
-    not keep the marginal to second order in dt, as the others do: noise of unit power leaves it with power 1 + eta^4/4,
-    6 % more at eta = 0.7, on any schedule. A window that begins at step 1 avoids it.
+    The rate r is unbounded at sigma = 1. In the step from there 1 - sigma_max therefore takes the place of 1 - sigma. If
+    that step ends at sigma_max, its noise is eta, however short it is: x' = (1 - eta^2/2) x + dt v + eta noise. Unlike the
+    other steps it does not keep the marginal as dt -> 0: the power of what is left of the noise exceeds the ODE's,
+    (1 + dt)^2, by eta^4/4 + eta^2 |dt|: at eta = 0.7 by 6 % as dt -> 0, and by 13 % at dt = -0.1. A window that begins at
+    step 1 avoids it.
 
     Args:
         eta: scale of the noise rate, >= 0; 0 is the ODE.

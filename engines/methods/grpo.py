@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyGradient(Method):
-    """The program of GRPO and its successors, which differ in `loss`, and in what they record.
+    """The training loop of GRPO and its successors, which differ in `loss`, and in what they record.
 
     Args:
         sampling: How samples are made.
@@ -60,7 +60,7 @@ class PolicyGradient(Method):
         yield from self.climb(run, batch, key, run.grade(batch, self.advantage))
 
     def climb(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
-        """Take gradient steps on the surrogate; advantages are per sample, `[N]`, or per step, `[N, S]`."""
+        """Weigh the recorded steps, correct old log-probs (neither by default), and take optimizer steps on their loss."""
         skip = not self.networks()  # a step with advantage 0 has no gradient, unless a KL term adds one
         steps = run.record_steps(batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=skip)
         steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
@@ -69,7 +69,7 @@ class PolicyGradient(Method):
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
 
     def compare(self, run: "Run", part: "Items") -> "Items":
-        """Return the steps of an update with what their loss needs to know of each other."""
+        """Couple the steps of an update, such as by a ratio per chunk (Chunk-GRPO); by default no change."""
         return part
 
     def log_prob(self, v: Tensor, rows: RecordedSteps) -> Tensor:
@@ -98,7 +98,7 @@ class Grpo(PolicyGradient, name="grpo"):
     weighting: Weighting = "none"  # type: ignore[misc]
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
-        """Return `kernels.policy_loss` of the recorded steps."""
+        """Return max(-A rho, -A clip(rho)) + coef w KL(policy || ref), with rho = exp(log_prob - log_prob_old), fused."""
         loss, info = policy_loss(
             rows.transition,
             rows.x,

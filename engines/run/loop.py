@@ -42,7 +42,7 @@ class Loop:
     def restore(self, progress: Progress) -> None:
         """Go on from what a run had counted, whose weights the engine has."""
         self.progress = self.run.memory = progress
-        self.finished = self.run.networks.updates, progress  # the newest update whose state is whole
+        self.finished = self.run.networks.updates, progress  # the newest update whose state is complete
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the record of each rollout and its updates, until the last update or a request to stop."""
@@ -99,7 +99,7 @@ class Loop:
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
-        """Make the updates on a scored batch, after which the followers move.
+        """Make the updates on a scored batch, then move the networks that follow (moving averages, old policies).
 
         Args:
             root: key of the batch.
@@ -130,15 +130,16 @@ class Loop:
     def time(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
         """Add the seconds of the block to those of a phase, which the run is in."""
         self.phase = phase
-        last = self.engine.updates // self.config.updates_per_rollout * self.config.updates_per_rollout
-        last += self.config.updates_per_rollout
+        each = self.config.updates_per_rollout
+        last = (self.engine.updates // each + 1) * each
         with wait_for(f"update {last}/{self.config.updates}, {phase}"), metrics.time_phase(seconds, phase):
             yield
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Record the largest |log ratio| of the first pass, which is 0 if rollout and update compute the same policy.
+        """Record the largest |log ratio| of a batch's first update, and raise above its bound.
 
-        With a correction the ratio is to the update's own log-probs, so the gap to those of the servers is recorded, too.
+        It is 0 if rollout and update compute the same policy. With a correction it is that to the update's own log-probs, so
+        the gap to those of the servers is recorded, too.
         """
         progress, correction = self.progress, self.run.notes.get("correction")
         if "log_ratio" not in info.max_abs:
@@ -148,8 +149,9 @@ class Loop:
         largest, bound, known = info.max_abs["log_ratio"], self.config.rollout.max_log_ratio, self.progress.max_log_ratio
         self.progress.max_log_ratio = max(known, largest) if not math.isnan(largest) else largest
         if not largest <= bound and not info.skipped:  # NaN too
+            first = self.engine.updates - self.config.updates_per_rollout + 1
             raise RunError(
-                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
+                f"update {first}: the first pass has a |log ratio| of {largest:.2g}, above "
                 f"`rollout.max_log_ratio` {bound:g}: rollout and update do not compute the same policy; "
                 "where that is meant, set `correction` to truncate"
                 + (

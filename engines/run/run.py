@@ -47,7 +47,10 @@ def keep_prompt(prompt: Prompt) -> Prompt:
 
 
 class Run(Rollouts):
-    """What a method sees of a run: batches, items, networks and updates. Every rank must take part in every verb."""
+    """What a method sees of a run: batches, items, networks and updates. Methods are collective: all ranks call them.
+
+    `clock` is the number of updates so far, such as for a coefficient that falls.
+    """
 
     # items
 
@@ -74,12 +77,12 @@ class Run(Rollouts):
         keep: Tensor | None = None,
         skip_zero: bool = False,
     ) -> Items:
-        """Return the clean samples, or pairs, of a batch with noise, see `batch.noise_samples`."""
+        """Noise the clean samples, or pairs, of a batch, see `batch.noise_samples`."""
         noising = noising.choose_levels(on_schedule=self._on_schedule)
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
     def renoise(self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, **options: Any) -> Items:
-        """Return a noisy sample for each row of recorded steps, see `batch.renoise`."""
+        """Noise a sample of each row of recorded steps, see `batch.renoise`."""
         return renoise(items, x, level, levels, key, **options)
 
     def row_keys(self, items: Items, key: Key, draw: int = 0) -> Key:
@@ -110,12 +113,12 @@ class Run(Rollouts):
             position = drawn.argsort().argsort()[:total]  # of each sample in a random order
             part = position * minibatches // max(total, 1)
             for minibatch in range(minibatches):
-                yield self._deal(items, items.used * (part == minibatch)[:, None], items.count / minibatches)
+                yield self._deal(items, items.used * (part == minibatch)[:, None], items.count / minibatches)  # equal shares
 
     # networks
 
     def predict(self, items: Items, *names: str) -> Items:
-        """Return items with the predictions of those of the named networks that the method declares.
+        """Return items with the predictions of the named networks; names that the method does not declare are skipped.
 
         Teachers of several sources make one prediction together, each at the rows of its prompts.
         """
@@ -130,7 +133,7 @@ class Run(Rollouts):
         return items
 
     def measure(self, items: Items, function: Callable[[Tensor, Any], Any]) -> Any:
-        """Return a function of the policy's prediction at each row, `[P, ...]`, without gradient; no prediction is stored.
+        """Apply a function to the policy's prediction at each row, without gradient, and return the results, `[P, ...]`.
 
         Args:
             function: `(v, rows) -> tensors`, `[p, ...]` each.
@@ -177,8 +180,8 @@ class Run(Rollouts):
         Args:
             items: what `minibatches` yields, with the predictions that the loss reads.
             loss: `(v, rows) -> (loss [P], diagnostics)`.
-            network: name of the network that learns, whose prediction `v` is; an update of another than the policy is not
-                yielded, and is recorded under its name.
+            network: name of the network that learns, whose prediction `v` is. `learn` yields updates of the policy alone;
+                those of other networks are logged under their names.
             split_guidance: give the loss the conditional prediction, and with guidance the unconditional one in
                 `rows.predictions["uncond"]` and the scale in `rows.guidance`.
         """
@@ -345,7 +348,7 @@ class Run(Rollouts):
         )
 
     def _pass_sizes(self, count: int) -> tuple[int, ...]:
-        """Return the items per pass of `count` items; none is smaller than a rollout's rows, which have its bits."""
+        """Return the items per pass of `count` items; none is smaller than a rollout's rows, so that it rounds alike."""
         return self.config.pass_sizes(count, self.pairs)
 
 
