@@ -318,10 +318,11 @@ class ServedWeights:
     def exchange(self, staged: Staged, sums: Mapping[str, str] | None = None) -> None:
         """Exchange the values of networks with those of `staged`, in place, and take their adapters off.
 
-        So a network has exactly the weights of the push. What fails leaves all as it was.
+        So a network has exactly the weights of the push: each tensor is read back and compared, byte by byte. What fails
+        leaves all as it was.
 
         Args:
-            sums: checksums of staged networks. Where the parameters are copied bit by bit, they are the networks' own, too.
+            sums: checksums of staged networks; the networks' own, too, where parameters of the same dtypes are copied.
         """
         self._pushed = staged
         self._exchange({part: {name: each.to("meta") for name, each in held.items()} for part, held in staged.items()}, sums)
@@ -345,7 +346,11 @@ class ServedWeights:
                         before = part.to("cpu", copy=True)
                         done.append((part, before))
                         tensor = held[name] if self.ranks is None else self.ranks.send(held.get(name), like)
-                        part.copy_(_part_of(own[name], tensor))
+                        mine = _part_of(own[name], tensor)
+                        part.copy_(mine)
+                        # So the sums of what was sent are those of what computes.
+                        if not torch.equal(_bytes(part), _bytes(mine.to(part.dtype))):
+                            raise RequestError(f"{name} has other bytes after its copy than were sent: push again", 500)
                         held.pop(name, None)  # frees it
         except BaseException:
             with torch.no_grad():
@@ -542,6 +547,11 @@ def _part_of(own: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(own, DTensor):
         return whole
     return local(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the host, uint8."""
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def _alike(left: Applied, right: Applied) -> bool:
