@@ -95,6 +95,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.engines.extensions.servers.rollout.policy import open_policy
     from fluvial.engines.extensions.servers.rollout.sampling import batcher
     from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
+    from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
@@ -134,7 +135,9 @@ def serve_model(name: str, config: ServeConfig) -> None:
         def ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
-        app = application(service, key=key, admin=admin, control=control, more=image_routes(service))
+        app = application(
+            service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]
+        )
         serve(app, host=config.host, port=config.port, ready=ready)
         if policy.ranks is not None:
             policy.ranks.end()
