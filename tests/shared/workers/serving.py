@@ -74,7 +74,7 @@ def write(folder: Path) -> None:
     (folder / "full/transformer").mkdir(parents=True)
     save_file(moved, folder / "full/transformer/diffusion_pytorch_model.safetensors")
     layer = "transformer_blocks.0.attn.to_q"
-    rows, columns = net.get_submodule(layer).weight.shape
+    rows, columns = net.get_parameter(f"{layer}.weight").shape
     shapes = {"lora_A": (2, columns), "lora_B": (rows, 2)}
     factors = {f"{layer}.{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(factors, folder / "x.safetensors")

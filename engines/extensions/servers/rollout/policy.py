@@ -140,8 +140,8 @@ class ServedPolicy:
             )
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Keep the weights as they are in this block. Changes that wait go first.
+    def sampling(self) -> Iterator[nn.Module]:
+        """Yield the network, whose weights stay as they are in this block. Changes that wait go first.
 
         Raises:
             RequestError: the weights are released.
@@ -151,7 +151,7 @@ class ServedPolicy:
             self.check_resumed()
             self._busy = True
         try:
-            yield
+            yield self.weights.module
         finally:
             self._end()
 

@@ -231,8 +231,8 @@ def test_videos_are_made_with_its_requests_and_its_client(
         assert (decoded(file).float() - expected).abs().mean() < 6
         with pytest.raises(RuntimeError, match="400"):
             client.generate_video("1", size="32x16", num_frames=4)
-        form = {"files": {"input_reference": ("a.png", b"")}, "data": {"prompt": "1", "num_frames": "4", "size": "16x16"}}
-        refused = httpx2.post(f"{url}/v1/videos", **form)
+        fields, files = {"prompt": "1", "num_frames": "4", "size": "16x16"}, {"input_reference": ("a.png", b"")}
+        refused = httpx2.post(f"{url}/v1/videos", data=fields, files=files)
         assert refused.json()["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
         asked = protocol.VideoGenerationsRequest(prompt="1", enable_frame_interpolation=True)
         refused = httpx2.post(f"{url}/v1/videos", json=asked.model_dump())
