@@ -233,13 +233,13 @@ def open_policy(
     return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
 
 
-def _build_alone(job: jobs.Job, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _build_alone(job: jobs.Job, kind: torch.dtype, device: torch.device) -> nn.Module:
     """Return a job's network on the device."""
     module = jobs.build(job).eval()
-    cast_samples(module, dtype)  # as in training: samples are cast, numbers per sample are not
+    cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
         # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
-        parameter.data = fresh_copy(parameter.data.to(dtype), device)
+        parameter.data = fresh_copy(parameter.data.to(kind), device)
     return module.to(device)
 
 

@@ -41,6 +41,7 @@ LACKING = (
 )
 LINKED = ("input_reference", "reference_url", "video_path", "video_url")  # images or videos, in a body of JSON
 NO_EFFECT = ("frame_interpolation_exp", "frame_interpolation_scale")  # numbers of what is refused
+WRITE = "w"  # mode of PyAV's files, which are no texts
 Job = dict[str, Any]
 
 
@@ -186,7 +187,7 @@ def encode_video(video: Tensor, fps: int) -> bytes:
 
     file, frames = io.BytesIO(), video if not video.is_floating_point() else (video.clamp(0, 1) * 255).round().byte()
     pixels = frames.expand(3, *frames.shape[1:]).permute(1, 2, 3, 0).contiguous().numpy()
-    with av.open(file, "w", format="mp4") as container:
+    with av.open(file, WRITE, format="mp4") as container:
         stream = container.add_stream("libx264" if "libx264" in av.codecs_available else "mpeg4", rate=fps)
         stream.height, stream.width = pixels.shape[1:3]
         # Every second pixel has a colour, which odd numbers of pixels do not allow.
