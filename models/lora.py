@@ -407,21 +407,25 @@ def _check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 @contextmanager
 def _stand_ins(module: nn.Module) -> Iterator[None]:
-    """Replace each weight on the meta device by an expanded scalar on the CPU inside the context.
+    """Replace each weight that is on the meta device, or sharded, by an expanded scalar inside the context.
 
-    PEFT moves a new adapter to the device of its layer, and would lose the adapter's values on the meta device.
+    PEFT moves a new adapter to the device of its layer, and would lose the adapter's values on the meta device. It takes
+    a sharded weight for one of tensor parallelism unless the mesh is called fsdp, and then adapts a rank's rows alone.
     """
-    meta = [
+    from torch.distributed.tensor import DTensor  # takes seconds, which help must not wait for
+
+    replaced = [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner.named_parameters(recurse=False)
-        if parameter.is_meta
+        if parameter.is_meta or isinstance(parameter, DTensor)
     ]
     try:
-        for owner, name, parameter in meta:
-            number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        for owner, name, parameter in replaced:
+            device = "cpu" if parameter.is_meta else parameter.device
+            number = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
             setattr(owner, name, nn.Parameter(number, requires_grad=False))
         yield
     finally:
-        for owner, name, parameter in meta:
+        for owner, name, parameter in replaced:
             setattr(owner, name, parameter)

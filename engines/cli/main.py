@@ -51,8 +51,8 @@ words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, a run, or one of its checkpoints.
 plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image, wan2.1-14b, the folder or the Hub id of a pipeline, and the
 name of a published run (fluvial runs). fluvial COMMAND NAME --help lists the fields.
-train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
-where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
+train, pretrain, eval and serve take --processes N: they run on N processes of this machine (auto: one per GPU; without
+GPUs two, where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input, 130 or 143 stopped at once by SIGINT or SIGTERM.
 """
 UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more

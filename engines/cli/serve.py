@@ -1,6 +1,7 @@
 """`fluvial serve MODEL`: samples of a model with their log-probabilities over HTTP, for training runs elsewhere."""
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,8 @@ class ServeConfig:
     MODEL is what train --model takes: handwriting, handwriting-unet, the folder or the Hub id of a pipeline of diffusers,
     your own module:name, or the folder of a run. Other machines reach the server only if host says so; the environment
     variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send. Endpoints that change the weights ask for the
-    key in FLUVIAL_SERVE_ADMIN_KEY, if there is one.
+    key in FLUVIAL_SERVE_ADMIN_KEY, if there is one. On several processes (--processes N, or torchrun) each holds a part of
+    the weights and denoises a part of the tokens of every sample, so that a model larger than a card is served.
 
     Args:
         host: Address to listen on.
@@ -86,12 +88,14 @@ def run(args: list[str]) -> None:
 def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
+    from fluvial.engines.engine.world import init_world
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
     from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
     from fluvial.engines.extensions.servers.rollout.policy import open_policy
     from fluvial.engines.extensions.servers.rollout.sampling import batcher
     from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
+    from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
@@ -99,9 +103,10 @@ def serve_model(name: str, config: ServeConfig) -> None:
 
     key, admin = key_of(config.host), admin_key()
     check_pipeline(config.pipeline)
-    check_address(config.host, config.port)  # before the model is loaded, which may take minutes
+    if int(os.environ.get("RANK", 0)) == 0:
+        check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
-    with deterministic(config.deterministic):
+    with init_world() as world, deterministic(config.deterministic):
         policy = open_policy(
             name,
             weights=config.weights,
@@ -111,7 +116,11 @@ def serve_model(name: str, config: ServeConfig) -> None:
             dtype=config.dtype,
             roots=config.weights_root,
             prompts=config.prompts,
+            world=world if world.size > 1 else None,
         )
+        if policy.ranks is not None and not world.is_main:
+            policy.ranks.follow(policy, policy.weights)
+            return
         batches = batcher(
             policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
         )
@@ -126,5 +135,9 @@ def serve_model(name: str, config: ServeConfig) -> None:
         def ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
-        app = application(service, key=key, admin=admin, control=control, more=image_routes(service))
+        app = application(
+            service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]
+        )
         serve(app, host=config.host, port=config.port, ready=ready)
+        if policy.ranks is not None:
+            policy.ranks.end()

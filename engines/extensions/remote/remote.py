@@ -336,7 +336,8 @@ class Remote(RolloutSource):
             try:
                 found[server.address] = convert(server.control.get(INFO), ServerInfo)
             except (RunError, WireError) as error:
-                self.pool.drop(server, str(error))
+                says = f"{server.address} has no {INFO}: fluvial serve and sglang have it, vLLM-omni makes images alone"
+                self.pool.drop(server, says if "answered 404" in str(error) else str(error))
         if not found:
             raise RunError(f"rollout.source: {'; '.join(server.problem for server in self.pool.servers)}")
         kinds = {address: info.kind for address, info in found.items()}

@@ -126,7 +126,8 @@ Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
 ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
 OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
-FORMS = ("/v1/images/edits",)  # paths that take a form with files; all others take JSON
+# Types of the bodies of paths that take a form with files; all others take JSON.
+FORMS = {"/v1/images/edits": ("multipart/form-data",), "/v1/videos": ("application/json", "multipart/form-data")}
 LIMITS = ConnectionLimits()
 SMALL = 65536  # bytes of a body that is decoded at once: a thread takes longer
 MOST_VALUES = 250_000  # of a body: each becomes an object, whatever its bytes
@@ -202,9 +203,9 @@ class RequestGuard:
             name = "the admin key" if controls else "an API key"
             return RequestError(f"this server asks for {name}, sent as a bearer token", 401)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        expected = "multipart/form-data" if path in FORMS else "application/json"
-        if method == "POST" and kind != expected:
-            return RequestError(f"the content type is {kind[:60]!r}, expected {expected}", 415)
+        expected = FORMS.get(path, ("application/json",))
+        if method == "POST" and kind not in expected:
+            return RequestError(f"the content type is {kind[:60]!r}, expected {' or '.join(expected)}", 415)
         return None
 
     def _overload(self, address: str) -> RequestError | None:

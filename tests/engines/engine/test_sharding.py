@@ -131,7 +131,7 @@ def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
 
 def test_a_rank_that_waits_for_one_that_raised_ends_in_a_line() -> None:
     """Whatever its main thread waits in; no timeout of a collective is waited for."""
-    with launch._started("workers.ranks:one_raises", ranks=2) as processes:
+    with launch.started("workers.ranks:one_raises", ranks=2) as processes:
         assert launch._finished(processes, 120) == [1, 1]
         line = launch.one_line(processes[0].stderr)
     assert line == "fluvial: rank 0: rank 1 failed, and this one waited for it; its own message says why"

@@ -186,7 +186,7 @@ def program(target: str, *args: str, ranks: int = 1, timeout: float = 240) -> su
     Returns:
         The first exit code that is not 0, if any, and the output of all ranks, in their order.
     """
-    with _started(target, *args, ranks=ranks) as processes:
+    with started(target, *args, ranks=ranks) as processes:
         codes = _finished(processes, timeout)
         out, err = ("".join(getattr(process, name) for process in processes) for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess([*args], next((code for code in codes if code), 0), out, err)
@@ -212,7 +212,7 @@ def on_ranks(ranks: int, target: str, *arguments: Any, timeout: float = 240) -> 
     Raises:
         AssertionError: a rank failed; its standard error is the message.
     """
-    with _started(target, *arguments, ranks=ranks, world=True) as processes:
+    with started(target, *arguments, ranks=ranks, world=True) as processes:
         codes = _finished(processes, timeout)
         failed = [rank for rank, code in enumerate(codes) if code != 0]
         assert not failed, f"{target}: " + "\n".join(
@@ -229,14 +229,14 @@ def call(target: str, *arguments: Any, timeout: float = 240) -> Any:
     Raises:
         AssertionError: it failed; its standard error is the message.
     """
-    with _started(target, *arguments, ranks=1) as (process,):
+    with started(target, *arguments, ranks=1) as (process,):
         (code,) = _finished([process], timeout)
         assert code == 0, f"{target} ended with code {code}:\n{process.stderr}"
         return json.loads(Path(process.files["result"]).read_text())
 
 
 @contextlib.contextmanager
-def _started(target: str, *arguments: Any, ranks: int, world: bool = False) -> Iterator[list[Process]]:
+def started(target: str, *arguments: Any, ranks: int, world: bool = False) -> Iterator[list[Process]]:
     shared = {} if ranks == 1 else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:
         processes = []

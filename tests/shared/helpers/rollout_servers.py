@@ -16,6 +16,7 @@ from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.sampling import batcher as batches_of
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
+from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
 from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
 from fluvial.engines.extensions.wire.request import RequestLimits
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample, read_response
@@ -76,7 +77,11 @@ def served(
     atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
     control = control_routes(WeightRoutes(of.weights, of.between))
-    return Server(of, batcher, application(service, key=key, admin=admin, control=control, more=image_routes(service)))
+    return Server(
+        of,
+        batcher,
+        application(service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]),
+    )
 
 
 def trajectory(sample: RolloutSample) -> DitTrajectory:

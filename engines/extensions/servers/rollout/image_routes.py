@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -49,8 +49,13 @@ UNSUPPORTED = (
     "enable_cache_dit",
     "cache_dit_params",
 )
-FILES, LINKS, MASK = ("image", "image[]"), ("url", "url[]"), "mask"  # fields of a form
-NUMBERS = ("n", "output_compression", "seed", "guidance_scale", "true_cfg_scale", "num_inference_steps")
+# Fields of a form; the further ones are those of videos.
+FILES, MASK = ("image", "image[]", "input_reference", "video_reference"), "mask"
+LINKS = ("url", "url[]", "reference_url", "video_url", "video_path")
+NUMBERS = (
+    *("n", "output_compression", "seed", "guidance_scale", "true_cfg_scale", "num_inference_steps"),
+    *("width", "height", "num_frames", "fps", "seconds", "num_outputs_per_prompt"),
+)
 
 IGNORED = {
     *("model", "quality", "style", "user", "output_quality", "generator_device"),
@@ -59,56 +64,95 @@ IGNORED = {
 }
 
 
-class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Images to make.
+class AskedSamples(Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples of a prompt to make.
 
     Args:
-        n: number of images; image i has the seed `seed` + i, or the i-th of a list of seeds.
+        n: number of samples; sample i has the seed `seed` + i, or the i-th of a list of seeds.
         size: "WIDTHxHEIGHT" in pixels; without it, or with auto, the server's own. `width` and `height` go before it.
-        output_compression: quality of a JPEG or WebP file, 0 to 100.
     """
 
     prompt: str
     n: Positive = 1
-    size: Annotated[str, Meta(pattern=r"^([0-9]{1,6}x[0-9]{1,6}|auto)$")] | None = None
+    size: Annotated[str, Meta(pattern=r"^([0-9]{1,6}x[0-9]{1,6}|auto)?$")] | None = None
     width: Positive | None = None
     height: Positive | None = None
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    output_format: Literal["png", "jpeg", "webp"] = "png"
-    output_compression: Annotated[int, Meta(ge=0, le=100)] = 95
-    task_type: Literal["T2I", "I2I", "TI2I"] | None = None
+    task_type: Literal["T2I", "I2I", "TI2I", "T2V", "I2V", "TI2V", "V2V"] | None = None
     seed: Id | Annotated[list[Id], Meta(min_length=1, max_length=4096)] | None = None
     negative_prompt: str | None = None
     guidance_scale: Scale | None = None
     true_cfg_scale: Scale | None = None
     num_inference_steps: Positive | None = None
 
-    def requests(self, images: Sequence[str] = (), mask: str = "") -> list[dict[str, Any]]:
-        """Return the requests of a rollout that make the images, as JSON values.
+    @property
+    def pixels(self) -> tuple[int | None, int | None]:
+        """Width and height; None takes the server's."""
+        if (self.width, self.height) == (None, None) and self.size not in (None, "", "auto"):
+            width, height = map(int, str(self.size).split("x"))
+            return width, height
+        return self.width, self.height
+
+    def requests(self, media: Sequence[str] = (), mask: str = "", **more: Any) -> list[dict[str, Any]]:
+        """Return the requests of a rollout that make the samples, as JSON values.
 
         Args:
-            images, mask: what is edited, as the `image_path` of a request.
+            media, mask: what is edited, as the `image_path` of a request.
+            more: further fields.
 
         Raises:
-            RequestError: there is another number of seeds than of images.
+            RequestError: there is another number of seeds than of samples.
         """
-        width, height = self.width, self.height
-        if (width, height) == (None, None) and self.size not in (None, "auto"):
-            width, height = map(int, str(self.size).split("x"))
+        width, height = self.pixels
         names = ("prompt", "negative_prompt", "guidance_scale", "true_cfg_scale", "num_inference_steps")
         shared = {
             **{name: getattr(self, name) for name in names},
             "width": width,
             "height": height,
             "rollout": False,
-            "image_path": [*images, *([mask] if mask else [])] or None,
-            "extra_sampling_params": {"fluvial": {"media": [*["image"] * len(images), "mask_image"]} if mask else {}},
+            "image_path": [*media, *([mask] if mask else [])] or None,
+            "extra_sampling_params": {"fluvial": {"media": [*["image"] * len(media), "mask_image"]} if mask else {}},
+            **more,
         }
         if not isinstance(self.seed, list):
             return [{**shared, "seed": self.seed, "num_outputs_per_prompt": self.n}]
         if len(self.seed) != self.n:
             raise RequestError(f"seed has {len(self.seed)} items, expected n, {self.n}")
         return [{**shared, "seed": seed} for seed in self.seed]
+
+
+class ImagesRequest(AskedSamples, frozen=True, forbid_unknown_fields=True):
+    """Images to make.
+
+    Args:
+        output_compression: quality of a JPEG or WebP file, 0 to 100.
+    """
+
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: Annotated[int, Meta(ge=0, le=100)] = 95
+
+
+Asked = TypeVar("Asked", bound=AskedSamples)
+
+
+def read_asked(value: dict[str, Any], kind: type[Asked], unsupported: Sequence[str], most: int) -> Asked:
+    """Return what a body asks for.
+
+    Args:
+        unsupported: fields that this server lacks.
+        most: largest number of samples.
+
+    Raises:
+        RequestError: one of those is not off, or there are too many samples.
+        WireError: a field is wrong or unknown.
+    """
+    if found := [name for name in unsupported if value.get(name) not in OFF]:
+        raise RequestError(f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
+    read = {name: each for name, each in value.items() if name not in IGNORED and name not in unsupported}
+    asked = convert(read, kind, lenient=True)
+    if asked.n > most:
+        raise RequestError(f"n is {asked.n}, expected at most {most}")
+    return asked
 
 
 def image_routes(service: RolloutService) -> list[Route]:
@@ -123,30 +167,27 @@ def image_routes(service: RolloutService) -> list[Route]:
 
     async def edits(request: Request) -> JSONResponse:
         body = await body_of(request, most_bytes=service.limits.body)
-        values, images, mask = await asyncio.to_thread(_read_edit, bytes(body), request.headers["content-type"])
+        values, images, mask = await asyncio.to_thread(read_media_form, bytes(body), request.headers["content-type"])
+        if values.get("num_frames") == 1:
+            del values["num_frames"]
         if not images:
             raise RequestError("the form has no image: expected a file named image, or a url")
         return await answer(request, values, images, mask)
 
     async def answer(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
-        if found := [name for name in UNSUPPORTED if value.get(name) not in OFF]:
-            raise RequestError(f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
-        read = {name: each for name, each in value.items() if name not in IGNORED and name not in UNSUPPORTED}
-        asked = convert(read, ImagesRequest, lenient=True)
+        asked = read_asked(value, ImagesRequest, UNSUPPORTED, service.limits.request.outputs)
         if asked.response_format == "url":
             raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:
-            raise RequestError("the model makes videos, which this endpoint does not: POST /rollout/generate")
-        if asked.n > service.limits.request.outputs:
-            raise RequestError(f"n is {asked.n}, expected at most {service.limits.request.outputs}")
+            raise RequestError("the model makes videos, which this endpoint does not: POST /v1/videos")
         wanted = [read_request(each, service.limits.request) for each in asked.requests(images, mask)]
         return JSONResponse(await asyncio.to_thread(_answer, asked, await service.generate_all(request, wanted)))
 
     return [Route(GENERATIONS, generations, methods=["POST"]), Route(EDITS, edits, methods=["POST"])]
 
 
-def _read_edit(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str], str]:
-    """Return the values of a form, which are texts, its images, and its mask; what is off is left out."""
+def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str], str]:
+    """Return the values of a form, which are texts, its files and links, and its mask; what is off is left out."""
     values, images, masks = dict[str, Any](), list[str](), list[str]()
     for field in read_form(body, content_type):
         if field.name in (*FILES, MASK):
@@ -156,7 +197,7 @@ def _read_edit(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str
         text = field.data.decode("utf-8", "replace")
         if field.name in LINKS:
             images.append(text)
-        elif text.lower() not in ("", "false") and (field.name, text) != ("num_frames", "1"):
+        elif text.lower() not in ("", "false"):
             number = field.name in NUMBERS and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,20})?", text.strip())
             values[field.name] = json.loads(text) if number else text
     return values, images, masks[0] if masks else ""

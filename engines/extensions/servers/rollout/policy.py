@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from fluvial.core.transitions import Sampler
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
+from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.ranks import Ranks
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.run import job as jobs
@@ -57,6 +61,11 @@ class ServedPolicy:
         self.shape, self.steps, self.guidance = shape, steps, guidance
         self._turn, self._busy, self._changes = threading.Condition(), False, 0
         self._schedule = lru_cache(maxsize=64)(model.schedule)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that share every sample; None for one."""
+        return self.weights.ranks
 
     @property
     def version(self) -> int:
@@ -183,8 +192,11 @@ def open_policy(
     roots: Sequence[Path] = (),
     prompts: Sequence[str] = (),
     device: torch.device | None = None,
+    world: World | None = None,
 ) -> ServedPolicy:
     """Return the policy of a name, with its network on the device.
+
+    On several ranks all of them hold a part of the weights, and a part of the tokens of each sample while it is denoised.
 
     Args:
         name: built-in model, folder or id on the Hub of a pipeline, `module:name`, or folder of a run.
@@ -195,12 +207,13 @@ def open_policy(
             the model's weights.
         prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
         device: device; by default the GPU, or the CPU without one.
+        world: the ranks of the server; None for one process.
 
     Raises:
-        UsageError: there is no such model, or it cannot be loaded.
+        UsageError: there is no such model, it cannot be loaded, or its tokens cannot be split over the ranks.
         RunError: the folder in shared memory belongs to somebody else.
     """
-    device = device or default_device()
+    device = device or (default_device() if world is None else world.device)
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = base_model(name)
     if is_run(name):
@@ -210,14 +223,34 @@ def open_policy(
         if not weights.is_dir():
             raise UsageError(f"{name} is a run that has exported no weights: let it end (--resume)")
     job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
+    module = _build_alone(job, kind, device) if world is None else _share_network(job, world, kind)
+    served = ServedWeights(
+        module,
+        roots=roots or [find_shared_folder(), *_folders(job.model.weights)],
+        device=device,
+        ranks=None if world is None else Ranks(world),
+    )
+    return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
+
+
+def _build_alone(job: jobs.Job, kind: torch.dtype, device: torch.device) -> nn.Module:
+    """Return a job's network on the device."""
     module = jobs.build(job).eval()
     cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
         # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
         parameter.data = fresh_copy(parameter.data.to(kind), device)
-    module.to(device)
-    served = ServedWeights(module, roots=roots or [find_shared_folder(), *_folders(job.model.weights)], device=device)
-    return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
+    return module.to(device)
+
+
+@collective
+def _share_network(job: jobs.Job, world: World, dtype: torch.dtype) -> nn.Module:
+    """Return a job's network, sharded over the ranks, which split the tokens of each sample."""
+    name: Any = str(dtype).removeprefix("torch.")
+    config = EngineConfig(comm="reshard", context_parallel=world.size, compute=name, masters=name, compile=False)
+    module = jobs.build(job, empty=job.model.weights is not None)
+    with convert_errors(UsageError, UsageError, says=f"{world.size} processes cannot share a sample"):
+        return ShardedModule(module, job.model.blocks(module), world, config, weights=job.model.weights).module.eval()
 
 
 def _folders(weights: Weights | None) -> list[Path]:

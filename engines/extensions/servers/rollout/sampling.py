@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fluvial.core import gaussian
 from fluvial.core.checks import first_row, per_sample
@@ -20,6 +20,7 @@ from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.orders import Recipe, SampleOrder, words
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
+from fluvial.engines.extensions.servers.rollout.ranks import together
 from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample
 from fluvial.engines.sampling.generate import (
@@ -141,10 +142,10 @@ def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, mic
         RunError: the samples cannot be made.
     """
     try:
-        with policy.sampling() as module:
+        with policy.sampling():
             for order in orders:
                 policy.check_version(order.request.fluvial.version)
-            return _generate(policy, module, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
+            return _generate(policy, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
     except RequestError:
         raise
     except Exception as error:
@@ -154,9 +155,8 @@ def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, mic
         raise RunError(f"the samples cannot be made: {said}") from None
 
 
-def _generate(
-    policy: ServedPolicy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
-) -> list[RolloutSample]:
+@together
+def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]) -> list[RolloutSample]:
     start, recipe = time.perf_counter(), filled[0].recipe
     schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
     sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
@@ -172,7 +172,7 @@ def _generate(
         keys if recipe.shared is None else recipe.shared[1],
         [order.initial_id for order in filled],
     )
-    (chunk,) = generate(policy.model, module, requests, sampling, micro_batch=len(filled))
+    (chunk,) = generate(policy.model, policy.weights.module, requests, sampling, micro_batch=len(filled))
     log_probs, images = _log_probs(chunk, recipe), chunk.images.float().cpu()
     debug: dict[str, Tensor] = {}
     if names:

@@ -16,10 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fluvial.engines.engine.shards import local
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.ranks import Ranks, together
 from fluvial.engines.extensions.wire.weight_buckets import (
     FACTORS,
     UNKNOWN,
@@ -112,17 +116,25 @@ class ServedWeights:
         module: network, or an nn.ModuleDict of networks, with its base weights and no adapters.
         roots: folders that clients may name files in.
         version: number of updates that made the weights.
+        ranks: processes that each hold a part of the weights; None for one process.
 
     Raises:
         ValueError: the module has adapters.
     """
 
     def __init__(
-        self, module: nn.Module, *, roots: Sequence[Path], device: torch.device | None = None, version: int = 0
+        self,
+        module: nn.Module,
+        *,
+        roots: Sequence[Path],
+        device: torch.device | None = None,
+        version: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         if lora_layers(module):
             raise ValueError("the served module has adapters: serve the base, and set the adapter with `adapt`")
-        self.module, self.version = module, version
+        self.module, self.version, self.ranks = module, version, ranks
+        self._pushed: Staged = {}  # on the process that serves: what `exchange` takes
         self.roots = [root.resolve() for root in roots]
         self.networks = components(module)
         self.adapters: dict[str, Applied] = {}
@@ -306,12 +318,20 @@ class ServedWeights:
     def exchange(self, staged: Staged, sums: Mapping[str, str] | None = None) -> None:
         """Exchange the values of networks with those of `staged`, in place, and take their adapters off.
 
-        So a network has exactly the weights of the push. What fails leaves all as it was.
+        So a network has exactly the weights of the push: each tensor is read back and compared, byte by byte. What fails
+        leaves all as it was.
 
         Args:
-            sums: checksums of staged networks. Where the parameters are copied bit by bit, they are the networks' own, too.
+            sums: checksums of staged networks; the networks' own, too, where parameters of the same dtypes are copied.
         """
+        self._pushed = staged
+        self._exchange({part: {name: each.to("meta") for name, each in held.items()} for part, held in staged.items()}, sums)
+
+    @together
+    def _exchange(self, staged: Staged, sums: Mapping[str, str] | None) -> None:
+        """Exchange values, see `exchange`; `staged` is on the meta device."""
         known = {name: each for name, each in (sums or {}).items() if name in staged and self._is_copied(name, staged[name])}
+        pushed, self._pushed = self._pushed, {}
         adapters = {name: self.adapters.get(name) for name in staged}
         done: list[tuple[Tensor, Tensor]] = []
         self.adapt(dict.fromkeys(staged))
@@ -321,11 +341,17 @@ class ServedWeights:
             with torch.no_grad():
                 for network, tensors in staged.items():
                     own = self.tensors(network)
-                    for name, tensor in tensors.items():
-                        before = own[name].to("cpu", copy=True)
-                        done.append((own[name], before))
-                        own[name].copy_(tensor)
-                        tensors[name] = before
+                    for name, like in tensors.items():
+                        part, held = local(own[name]), pushed.get(network, {})
+                        before = part.to("cpu", copy=True)
+                        done.append((part, before))
+                        tensor = held[name] if self.ranks is None else self.ranks.send(held.get(name), like)
+                        mine = _part_of(own[name], tensor)
+                        part.copy_(mine)
+                        # So the sums of what was sent are those of what computes.
+                        if not torch.equal(_bytes(part), _bytes(mine.to(part.dtype))):
+                            raise RequestError(f"{name} has other bytes after its copy than were sent: push again", 500)
+                        held.pop(name, None)  # frees it
         except BaseException:
             with torch.no_grad():
                 for tensor, before in reversed(done):
@@ -385,6 +411,7 @@ class ServedWeights:
         assert again is not None
         return again
 
+    @together
     def adapt(self, wanted: Mapping[str, Applied | None]) -> None:
         """Give networks other adapters, or none. What fails leaves all as it was."""
         before = {name: self.adapters.get(name) for name in wanted}
@@ -455,6 +482,7 @@ class ServedWeights:
 
     # Checksums and memory
 
+    @together
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Return the checksum of the parameters of each network, and of its adapters as `<network>.lora`.
 
@@ -471,12 +499,14 @@ class ServedWeights:
         if name not in self._sums:
             network = self.networks[name.removesuffix(FACTORS)]
             if name in self.networks:
-                self._sums[name] = checksum(sorted(base_tensors(network, parameters=True).items()))
+                own = base_tensors(network, parameters=True)
+                self._sums[name] = checksum((key, gather(own[key])) for key in sorted(own))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling
                 self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
         return self._sums[name]
 
+    @together
     def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
         """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
 
@@ -486,11 +516,12 @@ class ServedWeights:
         (name,) = self._targets([target])
         own = self.tensors(name)
         missing = sorted(set(expected) - set(own))
-        wrong = missing or [key for key in sorted(expected) if digest_tensor(own[key]) != expected[key]]
+        wrong = missing or [key for key in sorted(expected) if digest_tensor(gather(own[key])) != expected[key]]
         if wrong:
             what = "are missing" if missing else "have another checksum"
             raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
+    @together
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
         self.module.to("cpu")
@@ -498,6 +529,7 @@ class ServedWeights:
             torch.get_device_module(self.device).empty_cache()
         self.released = True
 
+    @together
     def resume(self) -> None:
         """Move the weights back, to the bit."""
         self.module.to(self.device)
@@ -508,6 +540,18 @@ class ServedWeights:
             if name not in self.networks:
                 raise RequestError(f"there is no network {name!r}, expected {' or '.join(self.networks)}")
         return list(self.networks) if names is None else list(dict.fromkeys(names))
+
+
+def _part_of(own: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's part of a whole tensor that takes the place of `own`."""
+    if not isinstance(own, DTensor):
+        return whole
+    return local(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the host, uint8."""
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def _alike(left: Applied, right: Applied) -> bool:

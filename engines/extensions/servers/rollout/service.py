@@ -57,8 +57,11 @@ class RolloutService:
         samples = await self.generate_all(request, [asked])
         return Response(await asyncio.to_thread(write_response, samples), media_type=MSGPACK)
 
-    async def generate_all(self, request: Request, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
-        """Return the samples of rollout requests, one after the other, made for an HTTP request whose body has been read.
+    async def generate_all(self, request: Request | None, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
+        """Return the samples of rollout requests, one after the other.
+
+        Args:
+            request: HTTP request that waits for them, whose body has been read; its client may hang up.
 
         Raises:
             RequestError: a request is wrong or too large, too many samples wait, or it took too long.
@@ -73,7 +76,7 @@ class RolloutService:
         self.policy.check_resumed()
         work = asyncio.wait_for(asyncio.wrap_future(self.batcher.submit(orders)), self.deadline)
         try:
-            samples = await until_gone(request, work)
+            samples = await (work if request is None else until_gone(request, work))
         except TimeoutError:
             raise RequestError(
                 f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline", 504

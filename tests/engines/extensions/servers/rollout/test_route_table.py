@@ -53,6 +53,7 @@ def test_each_route_of_the_server_is_in_the_table(routes: set[str]) -> None:
 def test_each_route_of_the_table_is_asked_in_a_test_with_sglangs_code() -> None:
     tests = "".join((TESTS / f"test_sglang_{name}.py").read_text() for name in ("form", "routes"))
     by_client = {"/v1/set_lora": "client.set_lora(", "/v1/unmerge_lora_weights": "client.unset_lora("}
+    by_client |= {f"/v1/videos{each}": "client.generate_video(" for each in ("", "/NAME", "/NAME/content")}
     for row in table()[:-1]:
         for path in paths(row[0]):
             asked = f'"{path.replace("NAME", "tiny")}"' in tests

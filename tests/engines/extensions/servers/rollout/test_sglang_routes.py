@@ -10,7 +10,9 @@ import hashlib
 import io
 import os
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +62,9 @@ def server(folder: Path) -> Server:
     )
 
 
-@pytest.fixture
-def url(server: Server) -> Iterator[str]:
+@contextmanager
+def running(server: Server) -> Iterator[str]:
+    """Serve on a free port, and yield the address."""
     running = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error"))
     thread = threading.Thread(target=running.run)
     thread.start()
@@ -72,6 +75,12 @@ def url(server: Server) -> Iterator[str]:
     finally:
         running.should_exit = True
         thread.join(30)
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    with running(server) as address:
+        yield address
 
 
 def call(server: Server, path: str, asked: Any = None) -> asgi.Answer:
@@ -176,6 +185,67 @@ def test_images_are_made_with_its_requests(server: Server) -> None:
         (only,) = protocol.ImageResponse(**call(server, "/v1/images/generations", asked).value).data
         with Image.open(io.BytesIO(base64.b64decode(str(only.b64_json)))) as image:
             assert image.format == file.upper()
+
+
+class Videos(tiny.Tiny):
+    """Four frames of 16 x 16 pixels, which are drawn from 2 x 2 numbers."""
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        if (height, width, frames) != (16, 16, 4):
+            raise ValueError(f"samples have 16 x 16 pixels and 4 frames, not {width} x {height} and {frames}")
+        return (1, 4, 2, 2)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return super().decode(latents).expand(-1, 3, -1, -1, -1).repeat_interleave(8, -1).repeat_interleave(8, -2)
+
+
+def decoded(file: bytes) -> torch.Tensor:
+    """Return the frames of a file, `[F, H, W, 3]`."""
+    av = pytest.importorskip("av")
+    with av.open(io.BytesIO(file)) as container:
+        assert container.streams.video[0].average_rate == 8
+        return torch.tensor(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+
+
+def test_videos_are_made_with_its_requests_and_its_client(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the video of a rollout with its seed, but for what H.264 loses; jobs are listed, refused and forgotten."""
+    pytest.importorskip("av")
+    protocol, module, model = real_sglang.part("entrypoints.openai.protocol"), real_sglang.http_client(), Videos()
+    waits = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.01))
+    monkeypatch.setattr(module, "time", waits)
+    cpu, weights = torch.device("cpu"), ServedWeights(base().eval(), roots=[folder])
+    policy = ServedPolicy("tiny", model, weights, shape=(1, 4, 2, 2), steps=3, guidance=NO_GUIDANCE, device=cpu)
+    videos = servers.served(policy)
+    with running(videos) as url:
+        client = module.SGLDiffusionServerAPI(url)
+        made = client.generate_video(
+            "1", size="16x16", num_frames=4, fps=8, seed=7, output_path=str(folder), extra_fields={"n": 2}
+        )
+        job, (_, second) = protocol.VideoResponse(**made), videos.samples(seed=7, rollout=False, num_outputs_per_prompt=2)
+        assert (job.status, job.size, job.num_outputs, job.error) == ("completed", "16x16", 2, None)
+        assert Path(str(job.file_path)).read_bytes()[4:8] == b"ftyp"
+        file = httpx2.get(f"{url}/v1/videos/{job.id}/content?variant=1").content
+        expected = second.generated_output.permute(1, 2, 3, 0) * 255
+        assert (decoded(file).float() - expected).abs().mean() < 6
+        with pytest.raises(RuntimeError, match="400"):
+            client.generate_video("1", size="32x16", num_frames=4)
+        fields, files = {"prompt": "1", "num_frames": "4", "size": "16x16"}, {"input_reference": ("a.png", b"")}
+        refused = httpx2.post(f"{url}/v1/videos", data=fields, files=files)
+        assert refused.json()["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+        asked = protocol.VideoGenerationsRequest(prompt="1", enable_frame_interpolation=True)
+        refused = httpx2.post(f"{url}/v1/videos", json=asked.model_dump())
+        assert (refused.status_code, refused.json()["detail"][:26]) == (400, "enable_frame_interpolation")
+        whole = protocol.VideoGenerationsRequest(prompt="1", size="16x16", num_frames=4).model_dump()
+        assert set(httpx2.post(f"{url}/v1/videos", json=whole).json()) <= set(protocol.VideoResponse.model_fields)
+        listed = protocol.VideoListResponse(**httpx2.get(f"{url}/v1/videos").json())
+        assert [listed.last_id, len(listed.data)] == [job.id, 2]
+        assert httpx2.get(f"{url}/v1/videos?limit=1").status_code == 400
+        assert httpx2.delete(f"{url}/v1/videos/{job.id}").json()["status"] == "deleted"
+        assert httpx2.get(f"{url}/v1/videos/{job.id}").status_code == 404
+    answer = call(server, "/v1/videos", protocol.VideoGenerationsRequest(prompt="1"))
+    assert (answer.status, "the model makes images" in answer.value["detail"]) == (400, True)
 
 
 def test_groups_of_another_backend_are_refused(server: Server) -> None:

@@ -405,7 +405,7 @@ def test_buckets_of_two_pushes_are_not_mixed(folder: Path) -> None:
 
 
 def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of the copies, and after the layers were replaced."""
+    """In the middle of the copies, where one has other bits than were sent, and after the layers were replaced."""
     server, copy = served(folder), Tensor.copy_
     set_lora(server, folder / "lora")
     before, calls = state(server), []
@@ -420,6 +420,23 @@ def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tensor, "copy_", failing)
     answer = update(server, folder / "full")
     assert (answer.status, answer.value["message"]) == (500, "RuntimeError: CUDA error: out of memory")
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    assert state(server) == before
+    calls.clear()
+
+    def damaging(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy(self, *args, **kwargs)
+        calls.append(self)
+        if len(calls) == 4:
+            self.reshape(-1)[:1].neg_()  # one bit
+        return self
+
+    monkeypatch.setattr(Tensor, "copy_", damaging)
+    bucket = dict(sorted(moved_base().state_dict().items()))
+    for push in (lambda: update(server, folder / "full"), lambda: send_bucket(server, folder, bucket)):
+        calls.clear()
+        answer = push()
+        assert (answer.status, "has other bytes after its copy than" in answer.value["message"]) == (500, True)
     monkeypatch.setattr(Tensor, "copy_", copy)
     assert state(server) == before
     load, tries = serving.load_lora, list[Any]()

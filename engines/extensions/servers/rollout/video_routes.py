@@ -1,0 +1,198 @@
+"""Videos of a prompt in the format of OpenAI, with the fields that sglang adds to it.
+
+POST   /v1/videos                JSON, or a form with a file `input_reference` (an image or a video); the answer names a job
+GET    /v1/videos                the jobs, the last one first; /v1/videos/ID one of them
+GET    /v1/videos/ID/content     MP4 of a job that is completed; `?variant=1` is its second video
+DELETE /v1/videos/ID             forgets it
+
+The last `MOST_JOBS` jobs are kept in memory, and no file is written. Fields that would change a video, and that this server
+lacks, are refused unless they are off.
+"""
+
+import asyncio
+import io
+import secrets
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+
+from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.servers.asgi import RequestError, body_of, json_of
+from fluvial.engines.extensions.servers.forms import FORM
+from fluvial.engines.extensions.servers.rollout.image_routes import UNSUPPORTED, AskedSamples, read_asked, read_media_form
+from fluvial.engines.extensions.servers.rollout.orders import orders_of
+from fluvial.engines.extensions.servers.rollout.service import RolloutService
+from fluvial.engines.extensions.wire.request import Positive, RolloutRequest, read_request
+
+VIDEOS = "/v1/videos"
+MOST_JOBS = 16
+SECONDS, FPS = 4, 24  # of a request that names another size than the server's, and none of these, as in sglang
+# Further fields of sglang 0.5.23 that this server lacks (openai/protocol.py of its entrypoints, VideoGenerationsRequest).
+LACKING = (
+    *UNSUPPORTED,
+    *("guidance_scale_2", "output_compression", "x264_preset", "output_path"),
+    *("enable_frame_interpolation", "frame_interpolation_model_path"),
+)
+LINKED = ("input_reference", "reference_url", "video_path", "video_url")  # images or videos, in a body of JSON
+NO_EFFECT = ("frame_interpolation_exp", "frame_interpolation_scale")  # numbers of what is refused
+WRITE = "w"  # mode of PyAV's files, which are no texts
+Job = dict[str, Any]
+
+
+class VideosRequest(AskedSamples, frozen=True, forbid_unknown_fields=True):
+    """Videos to make; `seconds` and `fps` give the number of frames unless `num_frames` does."""
+
+    seconds: Positive | None = None
+    fps: Positive | None = None
+    num_frames: Positive | None = None
+
+    @property
+    def frames(self) -> int | None:
+        """Number of frames; None takes the server's."""
+        sized = self.pixels != (None, None) or (self.seconds, self.fps) != (None, None)
+        if self.num_frames is not None or not sized:
+            return self.num_frames
+        return (self.fps or FPS) * (self.seconds or SECONDS)
+
+
+class VideoJobs:
+    """The handlers."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self.service = service
+        self.jobs, self.files = dict[str, Job](), dict[str, list[bytes]]()
+        self.tasks = dict[str, asyncio.Task[None]]()
+
+    async def create(self, request: Request) -> JSONResponse:
+        """Begin a job, and return it; RequestError if the request is wrong or too many jobs are at work."""
+        limits, media = self.service.limits, list[str]()
+        if (kind := request.headers.get("content-type", "")).lower().startswith(FORM):
+            body = await body_of(request, most_bytes=limits.body)
+            value, media, mask = await asyncio.to_thread(read_media_form, bytes(body), kind)
+            media += [mask] * bool(mask)
+        else:
+            value = await json_of(request, dict[str, Any], most_bytes=limits.body)
+            media = [str(found) for name in LINKED if (found := value.pop(name, None))]
+        value = {name: each for name, each in value.items() if name not in NO_EFFECT and each is not None}
+        if "num_outputs_per_prompt" in value:
+            value["n"] = value.pop("num_outputs_per_prompt")
+        asked = read_asked(value, VideosRequest, LACKING, limits.request.outputs)
+        if len(self.service.policy.shape) < 4:
+            raise RequestError("the model makes images, which this endpoint does not: POST /v1/images/generations")
+        if find_spec("av") is None:
+            raise RequestError("videos are written by PyAV, which is not installed: pip install 'fluvial[video]'", 501)
+        if len(self.tasks) >= MOST_JOBS:
+            raise RequestError(f"{MOST_JOBS} videos are being made: try again later", 429, retry_after=10)
+        wanted = asked.requests(media, num_frames=asked.frames, fps=asked.fps)
+        checked = [await asyncio.to_thread(read_request, each, limits.request) for each in wanted]
+        for each in checked:  # what is wrong is refused now
+            await asyncio.to_thread(orders_of, each, self.service.policy, limits)
+        for old in [name for name in self.jobs if name not in self.tasks][: max(len(self.jobs) + 1 - MOST_JOBS, 0)]:
+            self.forget(old)
+        name, (width, height) = f"video_{secrets.token_hex(16)}", asked.pixels
+        self.jobs[name] = {
+            **{"id": name, "object": "video", "model": self.service.policy.name, "status": "queued", "progress": 0},
+            **{
+                "created_at": int(time.time()),
+                "size": f"{width}x{height}" if width and height else "",
+                "quality": "standard",
+            },
+            "seconds": str(asked.seconds or SECONDS),
+        }
+        self.tasks[name] = asyncio.create_task(self._work(self.jobs[name], asked, checked))
+        return JSONResponse(self.jobs[name])
+
+    async def _work(self, job: Job, asked: VideosRequest, wanted: Sequence[RolloutRequest]) -> None:
+        fps = asked.fps or FPS
+        try:
+            samples = await self.service.generate_all(None, wanted)
+            files = [await asyncio.to_thread(encode_video, sample.generated_output, fps) for sample in samples]
+        except Exception as error:  # of the samples, or of the device: the job has failed, and the server goes on
+            known = isinstance(error, RequestError | RunError)
+            job |= {"status": "failed", "error": {"message": str(error) if known else type(error).__name__}}
+        else:
+            _, frames, height, width = samples[0].generated_output.shape
+            job |= {
+                **{"status": "completed", "progress": 100, "completed_at": int(time.time())},
+                **{"size": f"{width}x{height}", "seconds": str(round(frames / fps)), "num_outputs": len(files)},
+                "inference_time_s": max(sample.inference_time_s or 0.0 for sample in samples),
+                "peak_memory_mb": samples[0].peak_memory_mb,
+            }
+            self.files[job["id"]] = files
+        finally:
+            self.tasks.pop(job["id"], None)
+
+    async def list(self, request: Request) -> JSONResponse:
+        """Return the jobs, the last one first; RequestError for another part of them."""
+        if request.query_params:
+            raise RequestError(f"{next(iter(request.query_params))[:40]} is set, and the list is always whole: leave it out")
+        found = [*self.jobs.values()][::-1]
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+        return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
+
+    async def retrieve(self, request: Request) -> JSONResponse:
+        """Return a job."""
+        return JSONResponse(self._find(request))
+
+    async def content(self, request: Request) -> Response:
+        """Return a video of a job; RequestError if it is not completed, or has no such variant."""
+        job, variant = self._find(request), request.query_params.get("variant", "0")
+        if job["status"] != "completed":
+            raise RequestError(f"the video is {job['status']}", 404)
+        files = self.files[job["id"]]
+        if not variant.isdecimal() or int(variant) >= len(files):
+            raise RequestError(f"variant is {variant[:20]!r}, expected a number below {len(files)}", 404)
+        return Response(files[int(variant)], media_type="video/mp4")
+
+    async def delete(self, request: Request) -> JSONResponse:
+        """Forget a job; what no batch has begun is not made."""
+        job = self._find(request)
+        self.forget(job["id"])
+        return JSONResponse({**job, "status": "deleted"})
+
+    def forget(self, name: str) -> None:
+        """Drop a job and its videos."""
+        if (task := self.tasks.pop(name, None)) is not None:
+            task.cancel()
+        self.jobs.pop(name)
+        self.files.pop(name, None)
+
+    def _find(self, request: Request) -> Job:
+        if (job := self.jobs.get(request.path_params["video"])) is None:
+            raise RequestError("there is no such video", 404)
+        return job
+
+
+def video_routes(service: RolloutService) -> list[Route]:
+    """Return the endpoints."""
+    jobs, one = VideoJobs(service), f"{VIDEOS}/{{video}}"
+    return [
+        Route(VIDEOS, jobs.create, methods=["POST"]),
+        Route(VIDEOS, jobs.list),
+        Route(one, jobs.retrieve),
+        Route(one, jobs.delete, methods=["DELETE"]),
+        Route(f"{one}/content", jobs.content),
+    ]
+
+
+def encode_video(video: Tensor, fps: int) -> bytes:
+    """Return a video `[3, F, H, W]` in [0, 1] or uint8 as an MP4 file."""
+    import av
+
+    file, frames = io.BytesIO(), video if not video.is_floating_point() else (video.clamp(0, 1) * 255).round().byte()
+    pixels = frames.expand(3, *frames.shape[1:]).permute(1, 2, 3, 0).contiguous().numpy()
+    with av.open(file, WRITE, format="mp4") as container:
+        stream = container.add_stream("libx264" if "libx264" in av.codecs_available else "mpeg4", rate=fps)
+        stream.height, stream.width = pixels.shape[1:3]
+        # Every second pixel has a colour, which odd numbers of pixels do not allow.
+        stream.pix_fmt = "yuv444p" if (stream.height | stream.width) % 2 else "yuv420p"
+        for each in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(each, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
