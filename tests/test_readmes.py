@@ -116,9 +116,10 @@ def test_code_of_the_shop_window_fits_a_screen() -> None:
     assert [line for block in fenced for line in block.splitlines() if len(line) >= 100] == []
 
 
-def test_commands_of_all_pages_fit_a_screen() -> None:
-    """Data of a request may be longer, which no line can be broken in."""
-    lines = [line for name in READMES for block in blocks(name, "sh") for line in block.splitlines()]
+@pytest.mark.parametrize("language", ["bash", "python", "sh", "toml", "yaml"])
+def test_code_of_all_pages_fits_a_screen(language: str) -> None:
+    """Commands, Python and what it prints; data of a request may be longer, which no line can be broken in."""
+    lines = [line for name in READMES for block in blocks(name, language) for line in block.splitlines()]
     assert [line for line in lines if len(line) > 100 and not line.lstrip().startswith("-d ")] == []
 
 
