@@ -14,7 +14,8 @@ Write report.html to the run folder RUN: curves, images, numbers and settings in
 fluvial train writes it when a run ends.
 
 With several folders, such as fluvial report runs/*, write comparison.html beside them: curves over each other, the settings
-that differ, scores with intervals, seconds, and samples side by side. What holds no run is left out.
+that differ, scores with intervals, seconds, and samples side by side. Files among them are left out, and so are
+folders without a run, which are named.
 """
 
 
