@@ -60,6 +60,8 @@ def test_the_page_says_what_differs_and_how_the_runs_went(folder: Path, capsys: 
     shown = capsys.readouterr()
     assert shown.out.strip() == str(folder / "comparison.html")
     assert shown.err == f"fluvial: left out, without a run: {folder / 'encoded'}\n"
+    assert cli.run(["report", str(folder)]) == 0
+    assert capsys.readouterr() == (shown.out, "")
     high, low = runs = read_runs([folder])
     assert [run.name for run in runs] == ["high", "low"]
     assert (high.state, low.state, high.seconds, low.seconds) == ("2 of 2 updates", "done", 6.0, 7.0)
