@@ -13,9 +13,9 @@ USAGE = """usage: fluvial report RUN [RUN ...]
 Write report.html to the run folder RUN: curves, images, numbers and settings in one file, which needs no network.
 fluvial train writes it when a run ends.
 
-With several folders, such as fluvial report runs/*, or the folder of several, write comparison.html beside them: curves over
-each other, the settings that differ, scores with intervals, seconds, and samples side by side. Files among them are left out,
-and so are folders without a run, which are named.
+With several folders, such as fluvial report runs/*, or the folder of several, write comparison.html beside them: curves
+over each other, the settings that differ, scores with intervals, seconds, and samples side by side. Files among them are
+left out, and so are folders without a run, which are named.
 """
 
 
