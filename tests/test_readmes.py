@@ -40,7 +40,7 @@ def inline(name: str, start: str) -> list[str]:
 
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
-    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic
+    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
     from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
@@ -63,7 +63,13 @@ def every_flag() -> set[str]:
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
-    configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
+    configs += [
+        serving.ServingConfig(),
+        traffic.TrafficConfig(),
+        UpdateConfig(),
+        PeersConfig(Path("x")),
+        waits.WaitsConfig(),
+    ]
     known = list(map(field_names, configs))
     flags = {"--" + name.replace("_", "-") for names in known for name in names}
     short = {"--" + flag.rpartition(".")[2] for flag in flags if "." in flag}
@@ -116,9 +122,10 @@ def test_code_of_the_shop_window_fits_a_screen() -> None:
     assert [line for block in fenced for line in block.splitlines() if len(line) >= 100] == []
 
 
-def test_commands_of_all_pages_fit_a_screen() -> None:
-    """Data of a request may be longer, which no line can be broken in."""
-    lines = [line for name in READMES for block in blocks(name, "sh") for line in block.splitlines()]
+@pytest.mark.parametrize("language", ["bash", "python", "sh", "toml", "yaml"])
+def test_code_of_all_pages_fits_a_screen(language: str) -> None:
+    """Commands, Python and what it prints; data of a request may be longer, which no line can be broken in."""
+    lines = [line for name in READMES for block in blocks(name, language) for line in block.splitlines()]
     assert [line for line in lines if len(line) > 100 and not line.lstrip().startswith("-d ")] == []
 
 
@@ -188,7 +195,7 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pyt
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
-    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic
+    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
     from fluvial.bench.objectives import report as objectives
     from fluvial.bench.trial import pipelines as trial
     from fluvial.engines import run as training
@@ -225,7 +232,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (exports, "export_run", ("x", False)),
         (push, "find_weights", Path()),
         (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),
-        *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
+        *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic, waits)),
         (bench, "update", None),
     ]
     for module, name, answer in replaced:

@@ -88,13 +88,11 @@ def write_tiny(args: Sequence[str]) -> None:
     with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), quietly():
         save(name, folder)
     asked, recipe = find_call(name), "ddpo" if name in adapters and adapters[name].prediction == "epsilon" else "grpo"
-    words = [
-        "prompts.jsonl" if asked.media else "prompts.txt",
-        "--rewards jpeg --updates 2 --sampling.prompts 2 --sampling.group 2",
-    ]
+    prompts = "prompts.jsonl" if asked.media else "@animals"
+    sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
     size = f"--pipeline.height {asked.size} --pipeline.width {asked.size} --pipeline.frames {asked.frames}"
     print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(asked.media) or 'none'}")
-    print(f"fluvial train {recipe} --model {folder} --prompts {' '.join(words)} --sampling.steps 4 {size}")
+    print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}")
 
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:

@@ -13,8 +13,9 @@ USAGE = """usage: fluvial report RUN [RUN ...]
 Write report.html to the run folder RUN: curves, images, numbers and settings in one file, which needs no network.
 fluvial train writes it when a run ends.
 
-With several folders, such as fluvial report runs/*, write comparison.html beside them: curves over each other, the settings
-that differ, scores with intervals, seconds, and samples side by side. What holds no run is left out.
+With several folders, such as fluvial report runs/*, or the folder of several, write comparison.html beside them: curves
+over each other, the settings that differ, scores with intervals, seconds, and samples side by side. Files among them are
+left out, and so are folders without a run, which are named.
 """
 
 
@@ -26,10 +27,10 @@ def run(args: Sequence[str]) -> None:
     if not args or not all(args):
         got = "nothing" if not args else "''"
         raise UsageError(f"report takes the folder of a run, or of several, got {got} (fluvial report --help)")
-    if len(args) > 1:
+    out = Path(args[0])
+    if len(args) > 1 or (not comparison.is_run(out) and any(map(comparison.is_run, out.glob("*")))):
         print(comparison.write([Path(each) for each in args]))
         return
-    out = Path(args[0])
     print(page.write(out))
     for problem in page.damage(out):
         print(f"fluvial: {problem}", file=sys.stderr)

@@ -305,7 +305,7 @@ class Training:
             except RunError as error:
                 self.progress.say(f"{error}; no further evaluation measures it")
             return known if all(trainer.world.gather_items(known is not None)) else None
-        with trainer.engine.inference(average=True) as module:
+        with trainer.engine.inference(average=True) as module, wait_for("samples to measure the drift from"):
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)
         if trainer.world.is_main:
             probe.save(path)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fluvial.bench import harness, phases
-from fluvial.engines.errors import RunError
+from fluvial.bench import harness, phases, waits
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.config import with_values
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
@@ -74,3 +74,16 @@ def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
     assert len((tmp_path / "phases.csv").read_text().splitlines()) == 9
     assert "samples/s" in capsys.readouterr().out
+
+
+def test_a_run_is_watched_until_its_first_update(capsys: pytest.CaptureFixture[str]) -> None:
+    """Line, picture and update are each seen, in this order; a run that ends before them ends in one line."""
+    small = "--final-samples 4 --micro-batch 4 --sampling.prompts 1 --sampling.group 4"
+    waits.run(waits.WaitsConfig(command=f"train ddpo {small}", runs=1))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows[:-1]] == ["line", "picture", "update"]
+    cpu = [float(row[row.index("s,") + 1]) for row in rows[:-1]]
+    assert cpu == sorted(cpu)
+    assert cpu[0] < cpu[-1]
+    with pytest.raises(UsageError, match=r"ended before its first update: .*--no-such"):
+        waits.run(waits.WaitsConfig(command="train ddpo --no-such 1", runs=1))

@@ -140,7 +140,7 @@ def _finish(axes: "Axes", xlabel: str, y: str) -> None:
     else:
         if y == "from_zero" and least >= 0:
             axes.set_ylim(0, 1.08 * most if most > 0 else 1)
-        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.4g}")  # no factor above the axis
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.6g}")  # no factor above the axis
     axes.set_xlabel(xlabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """Comparison of runs in one HTML file: overlaid curves, settings that differ, scores with intervals, seconds, samples."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,18 +63,22 @@ def is_run(folder: Path) -> bool:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """Return the runs in folders: a folder is one, or those below it are; others are left out.
+    """Return the runs in folders: a folder is one, or those below it are. Files are left out, and other folders with a line.
 
     Raises:
-        UsageError: none of them holds a run.
+        UsageError: a folder does not exist, or none of them holds a run.
     """
-    found = list[Path]()
+    inside = dict[Path, list[Path]]()
     for folder in folders:
-        below = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
-        found += [each for each in ([folder] if is_run(folder) else below) if is_run(each)]
-    found = list(dict.fromkeys(found))
+        if not folder.exists():
+            raise UsageError(f"there is no folder {folder}: name folders of runs, such as runs/*")
+        below = [folder] if is_run(folder) else sorted(path.parent for path in folder.glob("*/config.json"))
+        inside[folder] = [*filter(is_run, below)]
+    found = list(dict.fromkeys(each for runs in inside.values() for each in runs))
     if not found:
         raise UsageError(f"{' '.join(map(str, folders))} holds no run: name folders with a config.json and metrics.jsonl")
+    if empty := [str(folder) for folder, runs in inside.items() if folder.is_dir() and not runs]:
+        print(f"fluvial: left out, without a run: {', '.join(empty)}", file=sys.stderr)
     common = Path(os.path.commonpath([str(path.absolute().parent) for path in found]))
     return [_read(path, str(path.absolute().relative_to(common))) for path in found]
 

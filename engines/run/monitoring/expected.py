@@ -27,7 +27,8 @@ def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[
     rollouts = (config.updates - done) // config.updates_per_rollout
     per_update = sampling.batch // config.method.passes.minibatches
     source = f"{sampling.prompts} prompts x {sampling.group} samples, {sampling.steps} steps"
-    batches = f"{rollouts} batches of {sampling.batch} ({source if config.makes_samples else 'given data'})"
+    source = source if config.makes_samples else "given data"
+    batches = f"{rollouts} batch{'es' if rollouts > 1 else ''} of {sampling.batch} ({source})"
     yield f"{config.updates - done} updates on {per_update} samples each: {batches}"
 
 

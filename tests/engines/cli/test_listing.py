@@ -69,7 +69,6 @@ def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     said, command = fluvial("models", "--tiny", name, "--out", "tiny").splitlines()
     assert (name in built_in()) == has_adapter(tmp_path / "tiny")
     assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
-    Path("prompts.txt").write_text("a fox\ntwo cats\nan owl\n")
     if said.endswith(": none"):
         few = "--evaluation.every 0 --evaluation.samples 2 --evaluation.final-samples 2 --engine.micro-batch 2"
         assert "2 updates, 4 samples" in fluvial(*command.split()[1:], *few.split())

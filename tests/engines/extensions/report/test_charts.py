@@ -66,6 +66,8 @@ def test_sizes_begin_at_0_and_others_do_not() -> None:
     assert "0" in numbers(line_chart(LineChart("t", {"": points}, y="from_zero")))
     assert "0" not in numbers(line_chart(LineChart("t", {"": points})))
     assert "-2" in numbers(line_chart(LineChart("t", {"": [(1, -2.0), (2, 2.0)]}, y="from_zero")))
+    near = numbers(line_chart(LineChart("t", {"": [(1, -0.88602), (2, -0.88584)]})))
+    assert len(near) == len({*near}), "two ticks with one number"
     assert "1e-08" in numbers(line_chart(LineChart("t", {"": [(1, -1e-8), (2, 1e-8)]})))
 
 

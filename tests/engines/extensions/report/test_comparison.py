@@ -55,9 +55,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_page_says_what_differs_and_how_the_runs_went(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`report runs/*` and `report` of the folder's runs are the same page; what holds no run is left out."""
+    """`report runs/*` and `report` of the folder's runs are the same page; a folder without a run is left out, in a line."""
     assert cli.run(["report", *map(str, sorted(folder.iterdir()))]) == 0
-    assert capsys.readouterr().out.strip() == str(folder / "comparison.html")
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(folder / "comparison.html")
+    assert shown.err == f"fluvial: left out, without a run: {folder / 'encoded'}\n"
+    assert cli.run(["report", str(folder)]) == 0
+    assert capsys.readouterr() == (shown.out, "")
     high, low = runs = read_runs([folder])
     assert [run.name for run in runs] == ["high", "low"]
     assert (high.state, low.state, high.seconds, low.seconds) == ("2 of 2 updates", "done", 6.0, 7.0)
@@ -88,6 +92,9 @@ def test_without_runs_the_line_says_so(folder: Path, capsys: pytest.CaptureFixtu
     for words in (["report", encoded, encoded], ["runs", "ls", encoded]):
         assert cli.run(words) == 2
         assert f"{encoded} holds no run" in launch.one_line(capsys.readouterr().err)
+    for words in (["report", str(folder / "low"), str(folder / "lwo")], ["runs", "ls", str(folder / "lwo")]):
+        assert cli.run(words) == 2
+        assert f"there is no folder {folder / 'lwo'}" in launch.one_line(capsys.readouterr().err)
 
 
 @pytest.mark.long

@@ -1,0 +1,83 @@
+"""Seconds until a training command's first line, picture and update, and the CPU seconds of its processes until then."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from fluvial.engines.errors import UsageError
+
+
+@dataclass(frozen=True)
+class WaitsConfig:
+    """Seconds until the first line, picture and update of a training command.
+
+    Args:
+        command: What follows `fluvial`, without the folder of the run.
+        tree: Folder with the package `fluvial` of another commit; None is the installed one.
+        runs: Number of runs, one after the other.
+        limit: Seconds after which a run is ended.
+    """
+
+    command: str = "train ddpo --processes auto"
+    tree: Path | None = None
+    runs: int = 3
+    limit: float = 600.0
+
+
+def run(config: WaitsConfig) -> None:
+    """Print the medians with the least and the most of what each run took; a run ends at its first update."""
+    found = [_wait(config) for _ in range(config.runs)]
+    for name in found[0]:
+        seconds, cpu = ([each[name][place] for each in found if name in each] for place in (0, 1))
+        spread = (
+            f"({min(seconds):.1f} to {max(seconds):.1f}) s, {median(cpu):.1f} ({min(cpu):.1f} to {max(cpu):.1f}) s of CPU"
+        )
+        print(f"first {name:8} {median(seconds):6.1f} {spread}")
+    print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+
+
+def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
+    """Return the seconds and CPU seconds until what was seen of a run."""
+    with TemporaryDirectory() as folder:
+        out, log = Path(folder) / "run", Path(folder) / "log"
+        words = [sys.executable, "-P", "-m", "fluvial.engines", *shlex.split(config.command), "--out", str(out)]
+        paths = {} if config.tree is None else {"PYTHONPATH": str(config.tree)}
+        began, found = time.monotonic(), dict[str, tuple[float, float]]()
+        with log.open("w") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **paths}, start_new_session=True)
+        metrics = out / "metrics.jsonl"
+        events: dict[str, Callable[[], bool]] = {
+            "line": lambda: log.stat().st_size > 0,
+            "picture": lambda: any(out.rglob("*.png")),
+            "update": lambda: metrics.exists() and '"grad_norm"' in metrics.read_text(),
+        }
+        while len(found) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:
+            time.sleep(0.1)
+            now = [name for name, happened in events.items() if name not in found and happened()]
+            found |= dict.fromkeys(now, (time.monotonic() - began, _cpu_seconds(process.pid)))
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif len(found) < len(events):
+            raise UsageError(f"fluvial {config.command} ended before its first update: {log.read_text().splitlines()[-1:]}")
+        process.wait()
+    return found
+
+
+def _cpu_seconds(session: int) -> float:
+    """Return the CPU seconds, user and system, of the processes of a session and of those that they waited for."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()  # from the third field on, see proc(5)
+        except OSError:  # it has ended
+            continue
+        ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
