@@ -72,6 +72,19 @@ def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     assert run.infos[0].max_abs["log_ratio"] == 0.0
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_rollout_of_merged_adapters(one: World, tmp_path: Path, compute: str) -> None:
+    """In float32 the first ratio stays near 1 without a correction, and in bfloat16 with one it is exactly 1."""
+    settings = {"train": "lora", "rollout.reuse": "merged", "engine.compute": compute, "updates": 2}
+    settings |= {} if compute == "float32" else {"correction": Truncate()}
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, optimizer=OptimizerConfig(lr=0.1), **settings), one)
+    run.rollout()  # of adapters without an effect
+    record = run.rollout()
+    far = run.infos[1].max_abs["log_ratio"]
+    assert 0 < far < 1e-5 if compute == "float32" else far == 0.0
+    assert compute == "float32" or record["correction"]["gap_mean"] > 1e-6
+
+
 def test_the_kl_has_no_weight() -> None:
     """The correction scales the target weight alone, so that pairs which it masks keep their whole KL (verl-omni)."""
     generator = torch.Generator().manual_seed(0)
