@@ -8,7 +8,7 @@ from typing import Any
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Measurement
-from fluvial.core.checks import check_choice
+from fluvial.core.checks import check_choice, check_number
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import recipes
@@ -45,17 +45,19 @@ class PhasesConfig:
 
     Args:
         cases: names of `CASES`.
+        prompts: prompts of a rollout, of eight samples each, which go through one pass.
         runs: updates of each.
         out: folder of phases.csv; rows are appended.
     """
 
     cases: tuple[str, ...] = ("full", "lora")
+    prompts: int = 16
     runs: int = 10
     out: Path = harness.RESULTS
 
     def __post_init__(self) -> None:
-        if self.runs < 1:
-            raise ValueError(f"runs is {self.runs}, expected at least 1")
+        for name in ("prompts", "runs"):
+            check_number("phases", name, getattr(self, name), low=1)
         for name in self.cases:
             check_choice("phases", "cases", name, CASES)
 
@@ -65,7 +67,8 @@ def run(config: PhasesConfig) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         job = jobs.handwriting()
         defaults = replace(recipes.grpo(), out=Path(folder), train="lora")
-        runs = {name: with_values(defaults, CASES[name]) for name in config.cases}
+        size = {"sampling.prompts": config.prompts, "engine.micro_batch": defaults.method.sampling.group * config.prompts}
+        runs = {name: with_values(defaults, {**size, **CASES[name]}) for name in config.cases}
         trainers = {name: Trainer(run, job, world) for name, run in runs.items()}
         seconds: dict[str, dict[str, list[float]]] = {name: {} for name in trainers}
 
@@ -78,7 +81,7 @@ def run(config: PhasesConfig) -> list[Measurement]:
         harness.alternate(config.runs, {name: lambda name=name: update(name) for name in trainers})  # type: ignore[misc]
         for trainer in trainers.values():
             trainer.close()
-        batch = defaults.method.sampling.batch
+        batch = defaults.method.sampling.group * config.prompts
         rows = [
             harness.row(
                 phase,
