@@ -175,7 +175,8 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     assert sizes == [0, 3 * 4 * 8 * 32, 2 * 2 * (2 * 3) * (64 + 4) * 64]
     assert all(each.update == held[0].update for each in held)
     apart, merged = (plan("handwriting", PlanConfig(merged=merged)) for merged in (False, True))
-    adapted = sum(layer.base_layer.weight.numel() for layer in lora_layers(build_on_meta("handwriting", "lora")).values())
+    layers = lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
+    adapted = sum(layer.base_layer.weight.numel() for layer in layers)
     assert merged.rollout.trajectory - apart.rollout.trajectory == 2 * adapted > 0
     assert merged.update == apart.update
     for model in (model for model in MODELS.values() if model.resolution):
