@@ -128,7 +128,10 @@ def test_a_merged_adapter_is_one_product_per_layer(form: str, dtype: torch.dtype
     """It computes what the factors compute, to rounding, and afterwards every weight has its own bits."""
     module = nn.Sequential(nn.Linear(8, 8)).to(dtype)
     add_lora(module, LoraConfig(rank=2, alpha=3.0, form=FORMS[form]), ["0"])
-    perturb(module)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(2)
+        for parameter in (each for each in module.parameters() if each.requires_grad):
+            parameter.add_(torch.rand_like(parameter) / 4)
     module.eval().to(dtype)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -137,6 +140,8 @@ def test_a_merged_adapter_is_one_product_per_layer(form: str, dtype: torch.dtype
             expected = module(x)
         with merge_adapters(module), Launches() as merged:
             found = module(x)
+        with use_adapter(module, None):
+            assert not torch.allclose(module(x), expected, atol=0.1)
         again = module(x)
     assert merged.count == 1
     assert factors.count == 4 if form == "factors" else factors.count > 4
