@@ -9,11 +9,49 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.lora_layer import adapted_linear, is_merged, is_transformed, light_factors, rows_linear
+from fluvial.models.lora import lora_layers
+from fluvial.models.lora_layer import (
+    PARTS,
+    _active,
+    adapted_linear,
+    is_merged,
+    is_transformed,
+    light_factors,
+    merge_weight,
+    rows_linear,
+)
 from fluvial.models.prompt_layers import LayerPlace, is_current, replace_forwards
 
 # Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
 LARGEST = 2**20
+
+
+@contextmanager
+def merge_adapters(module: nn.Module) -> Iterator[None]:
+    """Put W + (alpha / rank) B A in place of each frozen W inside the context; afterwards every W has its own bits.
+
+    The sum of the active adapter, of any form, is rounded once to the dtype of W, so that small adapters fade in bfloat16.
+    Memory: another copy of the weights of the adapted layers.
+
+    Args:
+        module: network with adapters and whole weights, neither sharded nor quantised.
+    """
+    held = list[tuple[Any, Tensor]]()
+    try:
+        for layer in lora_layers(module).values():
+            found = {part: _active(layer, part) for part in PARTS if part in layer._modules}
+            parts = {part: getattr(each, "weight", each) for part, each in found.items() if each is not None}
+            if parts:
+                name, weight = layer._active_adapter[0], layer._modules["base_layer"].weight
+                held.append((layer, weight.data))
+                held_parts = {part: each.detach() for part, each in parts.items()}
+                weight.data = merge_weight(weight.data, held_parts, layer.scaling[name])
+                layer.merged_adapters.append(name)
+        yield
+    finally:
+        for layer, own in held:
+            layer._modules["base_layer"].weight.data = own
+            layer.merged_adapters.clear()
 
 
 class FixedAdapters:

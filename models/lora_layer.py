@@ -263,12 +263,12 @@ def _compute_traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b
 
 
 def _is_bare(layer: Any, x: Tensor) -> bool:
-    """Return whether the frozen layer alone computes, its adapters disabled, as the light pass computes its part.
+    """Return whether the base layer alone computes, its adapters disabled or merged, as the light pass computes its part.
 
     A policy and its reference then round alike: torch's own linear multiplies an input that is part of a larger tensor and
     adds the bias in a second rounding.
     """
-    if not layer._disable_adapters or layer.merged_adapters:
+    if layer._disable_adapters == bool(layer.merged_adapters):
         return False
     base = layer._modules["base_layer"]
     tensors = [tensor for tensor in (x, base.weight, base.bias) if tensor is not None]

@@ -117,7 +117,7 @@ class TrainConfig:
         """Yield whether a field has no effect, its name, and why."""
         method, needs, given = self.method, self.method.needs, self.method.source is not None
         name, pairs = f"with {method.method_name}", isinstance(method.source, Preferences)
-        for field in ("autocast", "reuse_prompt", "step_cache", "source", "store", "ahead"):
+        for field in ("autocast", "reuse", "step_cache", "source", "store", "ahead"):
             yield given, f"rollout.{field}", f"{name}, which learns from data without a rollout"
         cache, sampling = self.rollout.step_cache, method.sampling
         window = not sampling.sampler.is_deterministic or method.recorded is not None
@@ -137,6 +137,8 @@ class TrainConfig:
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
         yield self.train == "full", "lora.weights", "with `train` full, which has no adapter"
+        merges = self.train == "full" and self.rollout.reuse == "merged"
+        yield merges, "rollout.reuse", "of kind merged with `train` full, which has no adapter"
         yield self.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
 
@@ -153,6 +155,9 @@ class TrainConfig:
         if self.takes_ratios and rollout.autocast and not corrected:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
+        if self.takes_ratios and rollout.reuse == "merged" and self.engine.compute != "float32" and not corrected:
+            hint = "merged weights are rounded in half precision, and ratios need a correction"
+            yield UsageError("rollout.reuse", "merged", "exact, or `correction` truncate", hint)
         if rollout.ahead and self.takes_ratios and not corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
@@ -183,6 +188,14 @@ class TrainConfig:
         if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
             hint = "with `rollout.step_cache` first_block, ranks that share a sample would leave out different blocks"
             yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
+        whole = {"base": "auto", "comm": "keep", "replicas": "auto", "context_parallel": 1}
+        for name, value in whole.items() if rollout.reuse == "merged" else ():
+            if getattr(engine, name) != value:
+                hint = "`rollout.reuse` merged changes whole weights that are not quantised"
+                yield UsageError(f"engine.{name}", getattr(engine, name), str(value), hint)
+        if rollout.reuse == "merged" and (engine.offload == "always" or engine.swaps_blocks):
+            hint = "`rollout.reuse` merged keeps all weights on the device"
+            yield UsageError("engine.offload", engine.offload, "none or phases", hint)
         if engine.base != "auto" and rollout.is_served:
             hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
             yield UsageError("engine.base", engine.base, "auto", hint)

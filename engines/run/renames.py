@@ -14,6 +14,7 @@ NAMES = {
     **{f"rollout.{name}": f"method.sampling.{name}" for name in OF_SAMPLING},
     **{f"rollout.{name}": f"method.{name}" for name in ("trained", "form", "reduction")},
     **{name: f"method.{name}" for name in ("noising", "advantage", "kl", "correction")},
+    "rollout.reuse_prompt": "rollout.reuse",
     **{name: f"method.passes.{name}" for name in ("epochs", "minibatches")},
     **{f"{group}correction.mode": "method.correction.kind" for group in ("", "method.")},
     "asynchronous": "rollout",
@@ -68,6 +69,8 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     are left out where that choice or method has another name now: they had no effect.
     """
     found, settings = dict[str, Any](), dict(_flatten(record))
+    if isinstance(reuses := settings.get("rollout.reuse_prompt"), bool):
+        settings["rollout.reuse_prompt"] = "exact" if reuses else "none"
     threshold = settings.get("rollout.step_cache")  # once a number, 0 without a cache
     if isinstance(threshold, int | float):
         cache = {"kind": "first_block", "threshold": threshold} if threshold else {"kind": "none"}

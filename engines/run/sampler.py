@@ -427,7 +427,7 @@ class Sampler:
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
         """Return which layers that see the prompt alone are computed once."""
-        if not self.config.rollout.reuse_prompt:
+        if self.config.rollout.reuse == "none":
             return "none"
         # A compiled block is one program, and a block that is left out calls no layers.
         leaves_out = isinstance(self.config.rollout.step_cache, FirstBlockCache)

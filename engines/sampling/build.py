@@ -1,7 +1,11 @@
 """The source of a run, by its configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
+
+from torch import nn
 
 from fluvial.engines import plugins
 from fluvial.engines.data.sizes import Size
@@ -9,6 +13,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.source import Behaviour, Copy, InProcess, RolloutSource
 from fluvial.models import DiffusionModel
+from fluvial.models.fixed_adapters import merge_adapters
 from fluvial.models.lora_layer import Product
 
 
@@ -57,7 +62,7 @@ def build_source(
         UsageError: the source, or the folder of `rollout.store`, cannot be used.
         RunError: no server answers.
     """
-    source: RolloutSource = InProcess(model, behaviour)
+    source: RolloutSource = InProcess(model, partial(_merged, behaviour) if rollout.reuse == "merged" else behaviour)
     if rollout.source:
         # Imported by runs that need it alone, because HTTP's packages take a while.
         open_source: OpenSource = plugins.load(rollout.scheme, "sources", field="rollout.source")
@@ -68,3 +73,10 @@ def build_source(
         return source
     stored: RolloutSource = plugins.load("stored", "extensions")(source, rollout.store, world, resume=resume)
     return stored
+
+
+@contextmanager
+def _merged(behaviour: Behaviour) -> Iterator[nn.Module]:
+    """Open the network that makes the rollouts with its adapters merged."""
+    with behaviour() as module, merge_adapters(module):
+        yield module

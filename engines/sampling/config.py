@@ -199,8 +199,10 @@ class RolloutConfig:
             trained, whatever the timing. 0 makes each rollout with the current weights. From 1 on, samples come from
             `rollout.source`, or from a second copy of the network in this process; methods with ratios of log-probabilities
             need `correction`.
-        reuse_prompt: Compute layers that see the prompt alone (projections of its embedding, keys and values of
-            cross-attention) once per rollout instead of at every step; the bits stay, and their results take memory.
+        reuse: What the steps of a rollout compute once: none; exact (layers that see the prompt alone, such as keys and
+            values of cross-attention, and weights that an update merges, too; the bits stay); or merged (also the sum of
+            each frozen weight and its adapter, in the dtype of the weight: fewer launches and a copy of the adapted
+            weights; its numbers differ from the update's, so that ratios need `correction` unless computed in float32).
         step_cache: What deterministic steps take over from earlier ones: `NoCache`, `FirstBlockCache` (blocks) or
             `GuidanceCache` (the unconditional half of guidance). Steps that are recorded are computed whole.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
@@ -217,7 +219,7 @@ class RolloutConfig:
     """
 
     ahead: int = 0
-    reuse_prompt: bool = True
+    reuse: Literal["none", "exact", "merged"] = "exact"
     step_cache: StepCacheChoice = NoCache()
     autocast: bool = False
     source: str = ""
@@ -235,6 +237,8 @@ class RolloutConfig:
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
         if self.servers != ServersConfig() and not self.is_served:
             raise no_effect("rollout.servers", "without servers in `rollout.source`")
+        if self.is_served and self.reuse == "merged":
+            raise UsageError("rollout.reuse", "merged", "exact", "servers merge adapters as they are configured")
         if self.is_served and self.step_cache != NoCache():
             raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers compute every step whole")
         if self.source.startswith(REPLAYED) and (self.store is not None or self.ahead):

@@ -64,15 +64,15 @@ def test_a_process_that_is_stopped_takes_its_children_along(tmp_path: Path, capf
 
 
 def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four phases of full fine-tuning and LoRA, in the CSV and in a table; of eight samples, to save time."""
+    """Four phases and the CPU time of full fine-tuning and LoRA, in the CSV and in a table; of eight samples."""
     recipe = phases.recipes.grpo()
     few = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2, high=4))
-    monkeypatch.setattr(phases.recipes, "grpo", lambda: with_values(recipe, {"sampling": few, "engine.micro_batch": 8}))
-    rows = phases.run(phases.PhasesConfig(runs=1, out=tmp_path))
+    monkeypatch.setattr(phases.recipes, "grpo", lambda: with_values(recipe, {"sampling": few}))
+    rows = phases.run(phases.PhasesConfig(prompts=2, runs=1, out=tmp_path))
     assert {(row.provider, row.op) for row in rows} == {
-        (provider, op) for provider in ("full", "lora") for op in ("rollout", "reward", "update", "all")
+        (provider, op) for provider in ("full", "lora") for op in ("rollout", "reward", "update", "all", "cpu")
     }
-    assert len((tmp_path / "phases.csv").read_text().splitlines()) == 9
+    assert len((tmp_path / "phases.csv").read_text().splitlines()) == 11
     assert "samples/s" in capsys.readouterr().out
 
 

@@ -8,12 +8,13 @@ from helpers.lora_model import perturb
 from helpers.marks import Patch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.models import fixed_adapters
-from fluvial.models.fixed_adapters import FixedAdapters
+from fluvial.models.fixed_adapters import FixedAdapters, merge_adapters
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.model import HandwritingUNet
 from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank, add_lora, use_adapter
@@ -107,3 +108,43 @@ def test_large_weights_are_not_kept(monkeypatch: Patch) -> None:
             with Merges() as merges:
                 assert torch.equal(module(x), expected)
             assert merges.count == merged
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute, which are launches on a GPU; views and shapes are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func is not torch.ops.aten._unsafe_view.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["factors", "dora", "lokr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_merged_adapter_is_one_product_per_layer(form: str, dtype: torch.dtype) -> None:
+    """It computes what the factors compute, to rounding, and afterwards every weight has its own bits."""
+    module = nn.Sequential(nn.Linear(8, 8)).to(dtype)
+    add_lora(module, LoraConfig(rank=2, alpha=3.0, form=FORMS[form]), ["0"])
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(2)
+        for parameter in (each for each in module.parameters() if each.requires_grad):
+            parameter.add_(torch.rand_like(parameter) / 4)
+    module.eval().to(dtype)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with torch.no_grad():
+        with Launches() as factors:
+            expected = module(x)
+        with merge_adapters(module), Launches() as merged:
+            found = module(x)
+        with use_adapter(module, None):
+            assert not torch.allclose(module(x), expected, atol=0.1)
+        again = module(x)
+    assert merged.count == 1
+    assert factors.count == 4 if form == "factors" else factors.count > 4
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
+    assert torch.equal(again, expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())

@@ -170,6 +170,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         graphs=config.method.needs.graphs,
         guidance=config.is_guided,
         step_cache=config.rollout.step_cache,
+        merged=config.rollout.reuse == "merged",
         samples=math.ceil(config.method.sampling.batch / ranks),
         steps=max(1, config.method.sampling.window.count(config.method.sampling.steps)),
         fit=config.engine.fit,

@@ -22,6 +22,7 @@ from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
+from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.base import DECODED
 from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
@@ -71,6 +72,7 @@ class PlanConfig:
             are counted as one pass of so many times the samples, which is more than they take with checkpointing.
         guidance: Put both halves of classifier-free guidance through each forward pass.
         step_cache: What deterministic steps of a rollout take over from earlier ones, which it holds.
+        merged: Make rollouts with merged adapters, whose weights a rollout holds a second time.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
@@ -96,6 +98,7 @@ class PlanConfig:
     graphs: int = 1
     guidance: bool = False
     step_cache: StepCacheChoice = NoCache()
+    merged: bool = False
     samples: int = 16
     steps: int = 3
     fit: str | None = None
@@ -257,6 +260,9 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
         kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, resolution)
+    if config.merged:
+        weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
+        kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
     def phase(kind: Phase) -> Accounting:
         update = kind == "update"
@@ -284,7 +290,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 resolution=resolution,
                 grad=update,
             ),
-            # The sample before and after each step, and its conditioning once, in float32; in a rollout the step cache.
+            # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
             trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,

@@ -20,6 +20,7 @@ from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.micro_batch import Choice, Passes, WarmUp, warm_up
 from fluvial.engines.sampling.generate import samples_per_rank
 from fluvial.models import Schedule
+from fluvial.models.fixed_adapters import merge_adapters
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.padding import MULTIPLE, trim, trims_padding
 from fluvial.models.prompt_layers import PromptLayers
@@ -54,7 +55,9 @@ class RunPasses:
         def rollout(module: nn.Module, size: int) -> Tensor:
             # Results of prompt layers are kept for a whole rollout, so that they count for the memory.
             known = PromptLayers(model, module, in_blocks=not self.engine.compiles)
-            with known.prediction() if self.config.rollout.reuse_prompt else nullcontext():
+            reuse = self.config.rollout.reuse
+            merged = merge_adapters(module) if reuse == "merged" else nullcontext()
+            with nullcontext() if reuse == "none" else known.prediction(), merged:
                 return self._predict(module, size, shape, tokens, guided=guided)
 
         def update(module: nn.Module, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Ranks that share the tokens of a sample take the update of a single process, and return whole velocities."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 def check(result: dict[str, Any], one: World, model: str, lies: str, *, size: int, degree: int) -> None:
     """Assert that velocities, loss, and every gradient are those of one process."""
-    build, velocity = tiny_transformers.MODELS[model]
+    build, velocity = tiny_transformers.WITH_VIDEO[model]
     net, items, found = build(), tiny_transformers.data(), result[model][lies]
     with torch.no_grad():
         whole = velocity(net, items)
@@ -69,8 +70,8 @@ def test_a_plan_that_splits_each_layer_is_refused() -> None:
 def test_a_ring_of_ranks_that_exchange_heads_takes_the_update_of_one_process(one: World) -> None:
     """Four ranks share each sample of a network with two heads, two by two; also where activations are computed again."""
     found = launch.on_ranks(4, "workers.context:ring_updates")[0]
-    for lies in tiny_transformers.LIES:
-        check(found, one, "flux", lies, size=4, degree=4)
+    for model, lies in product(("flux", "wan"), tiny_transformers.LIES):
+        check(found, one, model, lies, size=4, degree=4)
     begins = "engine.ring is 2, expected 1: the attention cannot be computed: "
     assert [each.startswith(begins) for each in found["refused"]] == [True, True]
     assert ["Could not run" in found["refused"][0], "attn_mask" in found["refused"][1]] == [True, True]

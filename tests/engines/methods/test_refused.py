@@ -45,6 +45,7 @@ PAIRS = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=SDE)
 TREE = SamplingConfig(prompts=2, group=8, steps=6, sampler=SDE, window=Splits((0, 1, 2), high=5))
 STATES = SamplingConfig(prompts=2, group=4, steps=6, sampler=SDE, window=Candidates(4))
 CACHE = {"rollout__step_cache": FirstBlockCache(), "sampling__steps": 6}
+MERGED = {"train": "lora", "rollout__reuse": "merged"}
 CUT = RandomWindow(2, low=2, high=4)
 SERVED = RolloutConfig(source="http://127.0.0.1:1")
 TRUNCATE = Truncate()
@@ -194,6 +195,20 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ode(of.Raft(), data__images=("photos",)), "data.images has no effect with raft, which learns from rollouts"),
     # Rollouts
     (lambda: run(rollout__autocast=True), "rollout.autocast is True, expected False, or correction truncate"),
+    (lambda: run(**MERGED), "rollout.reuse is 'merged', expected exact, or correction truncate"),
+    (
+        lambda: run(**{**MERGED, "train": "full"}, correction=TRUNCATE),
+        "rollout.reuse has no effect of kind merged with train full",
+    ),
+    *(
+        (lambda name=name, value=value: run(**MERGED, correction=TRUNCATE, **{name: value}), says)
+        for name, value, says in (
+            ("engine__base", "int8", "engine.base is 'int8', expected auto: rollout.reuse merged changes whole weights"),
+            ("engine__comm", "reshard", "engine.comm is 'reshard', expected keep: rollout.reuse merged"),
+            ("engine__offload", 1, "engine.offload is 1, expected none or phases: rollout.reuse merged"),
+            ("rollout__source", "http://127.0.0.1:1", "rollout.reuse is 'merged', expected exact: servers"),
+        )
+    ),
     (lambda: ode(of.Raft(), rollout__max_log_ratio=0.1), "max_log_ratio has no effect with raft, which has no ratio"),
     *((lambda most=most: run(rollout__max_invalid=most), "max_invalid") for most in (-0.1, 1.0, math.nan)),
     (lambda: ahead(correction=NoCorrection()), "expected truncate, reject or mask: with rollout.ahead"),

@@ -1,11 +1,13 @@
 """Correction of a rollout that computed in another precision than the update."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
 from helpers.spied_runs import STEPS, Spied
 
@@ -16,7 +18,8 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.sampling.config import Mask, Reject, Truncate
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import Mask, Reject, SamplingConfig, Truncate
 from fluvial.engines.sampling.items import RecordedSteps
 
 KINDS = {"truncate": Truncate, "reject": Reject, "mask": Mask}
@@ -70,6 +73,28 @@ def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     assert recorded is not None
     assert not torch.equal(run.updates[0].items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
     assert run.infos[0].max_abs["log_ratio"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize(
+    ("compute", "compiles"),
+    [("float32", False), ("bfloat16", False), pytest.param("bfloat16", True, marks=pytest.mark.long)],
+)
+def test_a_rollout_of_merged_adapters(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, compiles: bool
+) -> None:
+    """In float32 the first ratio stays near 1 without a correction, and in bfloat16 with one it is exactly 1."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    changes: dict[str, Any] = {"train": "lora", "rollout.reuse": "merged", "engine.compute": compute, "updates": 2}
+    changes |= {"engine.compile": compiles, "optimizer": OptimizerConfig(lr=0.1)}
+    changes |= {} if compute == "float32" else {"correction": Truncate()}
+    config = tiny.config(tmp_path, sampling=SamplingConfig(prompts=2, group=2, steps=3), **changes)
+    with Trainer(config, handwriting_jobs.job(), one) as trainer:
+        trainer.update()  # whose adapters have no effect yet
+        record = trainer.update()
+    far = record["first_pass_max_abs_log_ratio"]
+    assert 0 < far < 1e-4 if compute == "float32" else far == 0.0
+    assert compute == "float32" or record["correction"]["gap_mean"] > 1e-6
 
 
 def test_the_kl_has_no_weight() -> None:

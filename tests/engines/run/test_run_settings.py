@@ -262,11 +262,11 @@ def test_a_recorded_threshold_is_a_cache_of_blocks(tmp_path: Path) -> None:
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
     """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
     found = []
-    for reuse in (True, False):
+    for reuse in ("exact", "none"):
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
-        run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse_prompt": reuse})
+        run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
-            assert trainer.sampler._reuse() == ("all" if reuse else "none")
+            assert trainer.sampler._reuse() == ("all" if reuse == "exact" else "none")
             record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         del record["seconds"], record["speed"], record["memory"]

@@ -47,8 +47,31 @@ def qwen() -> nn.Module:
     )
 
 
+def wan() -> nn.Module:
+    """Build a Wan transformer of videos: two blocks of 2 heads."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        patch_size=(1, 1, 1),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=WIDTH,
+        out_channels=WIDTH,
+        text_dim=6,
+        freq_dim=8,
+        ffn_dim=16,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
+
+
 def blocks(module: nn.Module) -> list[nn.Module]:
-    return [block for name in ("transformer_blocks", "single_transformer_blocks") for block in getattr(module, name, [])]
+    return [
+        block
+        for name in ("transformer_blocks", "single_transformer_blocks", "blocks")
+        for block in getattr(module, name, [])
+    ]
 
 
 def data(tokens: int = 8) -> dict[str, Tensor]:
@@ -92,11 +115,19 @@ def qwen_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
     )[0]
 
 
+def wan_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
+    video = items["x"].unflatten(1, (2, -1, 1)).permute(0, 4, 1, 2, 3)  # two frames
+    time = items["time"]
+    found = module(hidden_states=video, encoder_hidden_states=items["text"], timestep=time, return_dict=False)[0]
+    return found.permute(0, 2, 3, 4, 1).flatten(1, 3)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor]]] = {
     "flux": (flux, flux_velocity),
     "qwen": (qwen, qwen_velocity),
 }
 
+WITH_VIDEO = {**MODELS, "wan": (wan, wan_velocity)}
 
 # Further settings of the engine to combine with split tokens.
 LIES: dict[str, dict[str, Any]] = {

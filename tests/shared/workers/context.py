@@ -41,7 +41,7 @@ def ring_updates(world: World) -> dict[str, Any]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
-    return {**updates(world, ("flux",), **sharding), "refused": refused}
+    return {**updates(world, ("flux", "wan"), **sharding), "refused": refused}
 
 
 def updates(world: World, models: Iterable[str] = tiny_transformers.MODELS, **sharding: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def updates(world: World, models: Iterable[str] = tiny_transformers.MODELS, **sh
     sharding = sharding or {"context_parallel": 2}
     warnings.simplefilter("ignore")  # deprecations within diffusers
     for name in models:
-        build, velocity = tiny_transformers.MODELS[name]
+        build, velocity = tiny_transformers.WITH_VIDEO[name]
         result[name] = {}
         for lies, options in tiny_transformers.LIES.items():
             net = build()

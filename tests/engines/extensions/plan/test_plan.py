@@ -18,9 +18,18 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
 from fluvial.engines.extensions.plan.memory import Stretch, account
-from fluvial.engines.extensions.plan.plan import GIB, KNOBS, ImageSize, PlanConfig, Train, first_to_fit, plan
+from fluvial.engines.extensions.plan.plan import (
+    GIB,
+    KNOBS,
+    ImageSize,
+    PlanConfig,
+    Train,
+    build_on_meta,
+    first_to_fit,
+    plan,
+)
 from fluvial.engines.run.passes.storages import LiveStorages
-from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora import LoraConfig, add_lora, lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
@@ -165,6 +174,11 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     # A difference of each sample; the first block's tokens of image and text in bfloat16, and what the others add to them.
     assert sizes == [0, 3 * 4 * 8 * 32, 2 * 2 * (2 * 3) * (64 + 4) * 64]
     assert all(each.update == held[0].update for each in held)
+    apart, merged = (plan("handwriting", PlanConfig(merged=merged)) for merged in (False, True))
+    layers = lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
+    adapted = sum(layer.base_layer.weight.numel() for layer in layers)
+    assert merged.rollout.trajectory - apart.rollout.trajectory == 2 * adapted > 0
+    assert merged.update == apart.update
     for model in (model for model in MODELS.values() if model.resolution):
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
