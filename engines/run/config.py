@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE, variant_of, variants
+from fluvial.engines.choices import BARE, list_unused, refuse_unused, variant_of, variants
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
@@ -100,18 +101,24 @@ class TrainConfig:
                 raise TypeError(f"{field.name} is {type_of(value)}, expected a {kind.__name__}")
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
+        refuse_unused(self)
         for problem in self._problems():
             raise problem
 
     def _problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning in a run: settings that would be ignored, then those that contradict each other."""
-        unused = next(
-            (no_effect(name, why) for is_unused, name, why in self._unused() if is_unused and is_set(self, name)), None
-        )
-        if unused is not None:
-            yield unused
+        """Yield what contradicts each other in a run."""
         yield from self._method_on_machine()
         yield from self._parts_of_the_machine()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        return ((name, why) for is_unused, name, why in self._unused() if is_unused)
+
+    def unused_by_built_in(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings of diffusers' pipelines that a built-in model, opened by its name, does not take, and why."""
+        names = [f"pipeline.{each.name}" for each in dataclasses.fields(self.pipeline) if each.name != "weights"]
+        names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
+        yield from ((name, f"with model {self.model}") for name in names if self.model in MODELS)
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a field has no effect, its name, and why."""
@@ -136,6 +143,8 @@ class TrainConfig:
         yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
+        for field in ("negative", "forwards", "gradient"):
+            yield not self.is_guided, f"sampling.guidance.{field}", "in a run without guidance, as with a scale of 1"
         yield self.train == "full", "lora.weights", "with `train` full, which has no adapter"
         yield self.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
@@ -306,16 +315,6 @@ class TrainConfig:
         return find_followers(self.networks)
 
 
-def is_set(config: Any, field: str) -> bool:
-    """Return whether a field, by its dotted name, has another value than its default."""
-    *parents, name = field.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    declared = next(each for each in dataclasses.fields(config) if each.name == name)
-    default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
-    return bool(getattr(config, name) != default)
-
-
 def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the optimizers among the settings of a method, by their dotted names."""
     for each in dataclasses.fields(config):
@@ -335,6 +334,12 @@ def explain_fixed_micro_batch(method: Method) -> str | None:
     if method.needs.rewards == "gradients":
         return f"{method.method_name} computes gradients through decoder and rewards, whose memory is not tried"
     return None
+
+
+def list_hidden(config: TrainConfig) -> Iterator[str]:
+    """Yield the settings that have no effect in a run whose model is opened by its name, by their dotted names as flags."""
+    yield from list_unused(config)
+    yield from (name for name, _ in config.unused_by_built_in())
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

@@ -1,10 +1,12 @@
 """Settings of a run beside its method: data, pipeline, engine, checkpoints and exports."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fluvial.core.checks import BATCH, COUNT, FRAMES, INDEX, PIXELS, check_fields
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import UsageError, convert_errors
@@ -111,6 +113,12 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, every=INDEX)
+        refuse_unused(self, "export.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if not self.every:
+            yield "format", "with `export.every` 0, where nothing is exported during training"
 
 
 @dataclass(frozen=True)
