@@ -40,8 +40,8 @@ BOUNDS = {
     "functions of an update": 374,
     "functions that take the configuration": 103,
     "names of several classes": 13,
-    "files of engines/engine": 10,
-    "lines of engines/engine": 2550,
+    "files of engines/engine": 9,
+    "lines of engines/engine": 2400,
     "lines of the product": 75650,
 }
 

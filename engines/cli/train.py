@@ -187,8 +187,6 @@ def _complete(
         base, config: the recipe's run, and that with the preset and the file over it.
         label: name of the run in a sweep, whose folder lies in `out`.
     """
-    from fluvial.engines.run.config import list_hidden
-
     flags = expand_flags(flags, field_names(config))
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
@@ -201,7 +199,9 @@ def _complete(
         _check_same_method(name, asked, config)
     elif name == "distill" and not shows_help and not find_values(flags, "--teacher") and config.method == base.method:
         raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
-    config = parse_config(config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN, unused=list_hidden)
+    config = parse_config(
+        config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN, unused=type(config).list_fixed
+    )
     config = replace(config, out=out) if label else config
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):

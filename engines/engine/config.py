@@ -4,7 +4,6 @@ Nothing here imports FSDP2, which takes longer than all else that the help of a 
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -61,8 +60,6 @@ class EngineConfig:
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout;
             "blocks" keeps the frozen weights of all blocks there, or a number those of so many, evenly spread, and brings
             each to the GPU while the block before it computes (block swap, also of a quantised base).
-        fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
-            `fluvial plan`, and prints what each saves; see there.
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
             checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
             kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
@@ -82,7 +79,6 @@ class EngineConfig:
     checkpointing: Literal["none", "block", "selective", "host"] = "none"
     checkpointed: int | None = None
     offload: Literal["none", "phases", "blocks", "always"] | int = "none"
-    fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
@@ -96,8 +92,6 @@ class EngineConfig:
         if self.compile is True and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
             raise UsageError("engine.checkpointing", "selective", "none, block or host", hint)
-        if self.fit is not None:
-            parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":
             hint = f"`engine.base` is {self.base}, whose weights stay on the device"
             raise UsageError("engine.offload", "always", "none, phases, blocks or a number", hint)
@@ -211,17 +205,6 @@ class OptimizerConfig:
     def adam_eps(self) -> float | None:
         """`eps` of an Adam, None for an optimizer without it."""
         return None if "eps" in UNUSED.get(self.name, ()) else self.eps
-
-
-UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(text: str, field: str) -> int:
-    """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
-    if found is None or float(found[1]) == 0:
-        raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:

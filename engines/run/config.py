@@ -120,6 +120,12 @@ class TrainConfig:
         names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
         yield from ((name, f"with model {self.model}") for name in names if self.model in MODELS)
 
+    def list_fixed(self) -> Iterator[str]:
+        """Yield the settings that have no value but their default beside the others, by their dotted names as flags."""
+        yield from list_unused(self)
+        yield from (name for name, _ in self.unused_by_built_in())
+        yield from ("rollout.autocast",) if self.takes_ratios and not self.is_corrected else ()
+
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a field has no effect, its name, and why."""
         method, needs, given = self.method, self.method.needs, self.method.source is not None
@@ -152,17 +158,16 @@ class TrainConfig:
     def _method_on_machine(self) -> Iterator[UsageError]:
         """Yield what a method needs and the machine does not have."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
-        corrected = method.correction is not None and method.correction.kind != "none"
         if self.updates % self.updates_per_rollout:
             count = self.updates_per_rollout
             expected = f"a multiple of epochs x minibatches = {count}, the number of updates per rollout"
             yield UsageError("updates", self.updates, expected)
         if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
-        if self.takes_ratios and rollout.autocast and not corrected:
+        if self.takes_ratios and rollout.autocast and not self.is_corrected:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
-        if rollout.ahead and self.takes_ratios and not corrected:
+        if rollout.ahead and self.takes_ratios and not self.is_corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
                 yield UsageError("rollout.ahead", rollout.ahead, "0", f"{name} has no correction of its ratios")
@@ -305,6 +310,11 @@ class TrainConfig:
         return self.method.needs.ratio and self.method.recorded is not None
 
     @property
+    def is_corrected(self) -> bool:
+        """Whether the ratios of a rollout that another program made are corrected."""
+        return self.method.correction is not None and self.method.correction.kind != "none"
+
+    @property
     def networks(self) -> Networks:
         """Networks beside the policy, by name; teachers of several sources have names of their own."""
         return list_single(self.method.networks())
@@ -334,12 +344,6 @@ def explain_fixed_micro_batch(method: Method) -> str | None:
     if method.needs.rewards == "gradients":
         return f"{method.method_name} computes gradients through decoder and rewards, whose memory is not tried"
     return None
-
-
-def list_hidden(config: TrainConfig) -> Iterator[str]:
-    """Yield the settings that have no effect in a run whose model is opened by its name, by their dotted names as flags."""
-    yield from list_unused(config)
-    yield from (name for name, _ in config.unused_by_built_in())
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
