@@ -60,7 +60,7 @@ def parse_config(
         args: the flags and their values.
         about: first paragraph of the help; by default the docstring of the dataclass.
         brief: what --help prints; by default every flag, as --help-all does.
-        unused: function of a configuration that returns the flags that cannot be set beside the others, which a help leaves out.
+        unused: function of a configuration that returns the flags that cannot be set beside the others; no help shows them.
 
     Raises:
         UsageError: a flag or a value is wrong.

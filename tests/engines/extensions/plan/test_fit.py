@@ -90,7 +90,7 @@ def test_what_has_no_closed_form_is_refused(tmp_path: Path) -> None:
     """Without a memory nothing changes."""
     plain, config = (handwriting_jobs.config(tmp_path, **more) for more in ({}, {"engine.fit": "24GiB"}))
     assert fit_config(plain, ranks=1, device=CPU) == (plain, None)
-    with pytest.raises(UsageError, match="engine.fit is '24 apples', expected a number and a unit"):
+    with pytest.raises(UsageError, match=r"engine.fit is '24 apples', expected a number and a unit"):
         with_values(plain, {"engine.fit": "24 apples"})
     unet = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
     for model, says in (("words", "there is no transformer 'words'"), (unet, "inputs of UNet2D")):
