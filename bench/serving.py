@@ -35,13 +35,13 @@ from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import layout
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.weight_sync import METHODS, WeightSync
 from fluvial.engines.extensions.wire.client import JSON, HttpClient, Reply
 from fluvial.engines.extensions.wire.response import read_response
+from fluvial.engines.gathered import layout
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device

@@ -7,12 +7,12 @@ A variant whose `kind` is a property is open: its first field holds the kind, wh
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
 
 # Metadata of a field whose own fields are flags without its name before them: --sampling.group, not --method.sampling.group.
@@ -35,6 +35,40 @@ def describe_fields(kind: type) -> dict[str, str]:
             for part in docstring_parser.parse(each.__dict__.get("__doc__") or "").params
         }
     return texts
+
+
+def is_set(config: Any, field: str) -> bool:
+    """Return whether a field, by its dotted name, has another value than its default."""
+    *parents, name = field.split(".")
+    for parent in parents:
+        config = getattr(config, parent) if hasattr(config, parent) else getattr(config.method, parent)
+    declared = next(each for each in dataclasses.fields(config) if each.name == name)
+    default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
+    return bool(getattr(config, name) != default)
+
+
+def refuse_unused(config: Any, place: str = "") -> None:
+    """Raise UsageError for a setting that is not at its default and has no effect.
+
+    The method `unused` of a dataclass yields the names of such settings, or of groups of them, and why: they follow from the
+    other settings. A help leaves them out.
+
+    Args:
+        config: dataclass of settings.
+        place: dotted name of the field that holds it, with a dot at its end.
+    """
+    for name, why in config.unused():
+        if is_set(config, name):
+            raise no_effect(f"{place}{name}", why)
+
+
+def list_unused(config: Any, place: str = "") -> Iterator[str]:
+    """Yield the settings without effect of a configuration and of the groups in it, by their dotted names as flags."""
+    if hasattr(config, "unused"):
+        yield from (f"{place}{name}" for name, _ in config.unused())
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from list_unused(value, place if is_bare(field) else f"{place}{field.name}.")
 
 
 def variants(union: Any) -> tuple[type, ...]:

@@ -32,7 +32,7 @@ FLOORS = (
         "engines.named_models",
         "engines.run.log",
     ),
-    ("engines.engine",),
+    *(("engines.engine.world",), ("engines.gathered",), ("engines.engine",)),
     (
         "engines.run.checkpoint",
         "engines.data",

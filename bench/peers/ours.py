@@ -17,8 +17,8 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps

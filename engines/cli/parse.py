@@ -5,7 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
@@ -17,6 +17,7 @@ from fluvial.engines.choices import (
     is_variant,
     kinds,
     kinds_of,
+    list_unused,
     settings,
     variant_of,
     variants,
@@ -43,7 +44,13 @@ class HelpPrintedError(Exception):
 
 
 def parse_config(
-    base: Config, program: str, args: Sequence[str], *, about: str | None = None, brief: "Brief | None" = None
+    base: Config,
+    program: str,
+    args: Sequence[str],
+    *,
+    about: str | None = None,
+    brief: "Brief | None" = None,
+    unused: Callable[[Config], Iterable[str]] = list_unused,
 ) -> Config:
     """Return the configuration that the arguments ask for.
 
@@ -53,6 +60,7 @@ def parse_config(
         args: the flags and their values.
         about: first paragraph of the help; by default the docstring of the dataclass.
         brief: what --help prints; by default every flag, as --help-all does.
+        unused: function of a configuration that returns the flags that cannot be set beside the others; no help shows them.
 
     Raises:
         UsageError: a flag or a value is wrong.
@@ -63,14 +71,22 @@ def parse_config(
     if brief is not None and set(helps.HELP) & set(args):
         print("\n".join(helps.lines(brief, base, program, _summary(about or type(base).__doc__ or ""))))
         raise HelpPrintedError
-    args = ["--help" if word == helps.HELP_ALL else word for word in args]
+    asked, args = (
+        {*helps.HELP, helps.HELP_ALL} & set(args),
+        [word for word in args if word not in (*helps.HELP, helps.HELP_ALL)],
+    )
+    if asked:
+        with contextlib.suppress(UsageError):  # of flags that are wrong, as they may be while one looks for help
+            base = parse_config(base, program, args)
+        args = ["--help"]
     import tyro
     from tyro._errors import on_parse_error
 
     try:
         with flags_in_errors(base):
             typed = expand_flags(args, field_names(base))
-            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None))
+            hidden = set(unused(base)) if asked else set[str]()
+            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None), hidden=hidden)
         words = expand_flags(args, form.names)
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
@@ -138,7 +154,13 @@ class FlagForm(NamedTuple):
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
 
 
-def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> FlagForm:
+def form_of(
+    config: Any,
+    typed_kind: Callable[[str], str | None],
+    name: str = "",
+    union: Any = None,
+    hidden: Collection[str] = (),
+) -> FlagForm:
     """Return the form of a configuration.
 
     A choice of the kind that is typed keeps its values if it is of that variant already; else it has the variant's defaults,
@@ -149,6 +171,7 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
         typed_kind: returns the kind that was typed of the choice of a name, e.g. "rollout.window".
         name: name of the field that holds it.
         union: type of that field, if it is a choice.
+        hidden: names of flags, and of groups of them, that are left out: the form is for a help, and is not filled in.
     """
     variant: Any = type(config)
     build: Callable[..., Any] = variant
@@ -170,8 +193,10 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
         value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
         held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
         held = name if is_bare(field) else held
+        if held in hidden:
+            continue
         if variants(declared) or dataclasses.is_dataclass(value):
-            form = form_of(value, typed_kind, held, declared if variants(declared) else None)
+            form = form_of(value, typed_kind, held, declared if variants(declared) else None, hidden)
             inner[field.name] = form
             names += form.names
             bare += [form] if is_bare(field) else []

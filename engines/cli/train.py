@@ -199,7 +199,9 @@ def _complete(
         _check_same_method(name, asked, config)
     elif name == "distill" and not shows_help and not find_values(flags, "--teacher") and config.method == base.method:
         raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
-    config = parse_config(config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
+    config = parse_config(
+        config, f"fluvial {command} {name}", flags, about=about, brief=TRAIN, unused=type(config).list_fixed
+    )
     config = replace(config, out=out) if label else config
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):

@@ -4,30 +4,22 @@ Nothing here imports FSDP2, which takes longer than all else that the help of a 
 """
 
 import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.optim import Optimizer
 
 from fluvial.core.checks import BATCH, COUNT, INDEX, RATE, check_fields, check_number
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.choices import refuse_unused
+from fluvial.engines.errors import UsageError
 from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "muon", "prodigy", "sgd"]
 # Settings that an optimizer does not have.
-UNUSED: dict[OptimizerName, tuple[str, ...]] = {
-    "adamw": (),
-    "adamw8bit": (),
-    "adamw4bit": (),
-    "adafactor": ("betas", "eps"),
-    "muon": (),
-    "prodigy": (),
-    "sgd": ("eps",),
-}
+UNUSED: dict[OptimizerName, tuple[str, ...]] = {"adafactor": ("betas", "eps"), "sgd": ("eps",)}
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,6 @@ class EngineConfig:
             used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout;
             "blocks" keeps the frozen weights of all blocks there, or a number those of so many, evenly spread, and brings
             each to the GPU while the block before it computes (block swap, also of a quantised base).
-        fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
-            `fluvial plan`, and prints what each saves; see there.
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
             checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
             kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
@@ -89,7 +79,6 @@ class EngineConfig:
     checkpointing: Literal["none", "block", "selective", "host"] = "none"
     checkpointed: int | None = None
     offload: Literal["none", "phases", "blocks", "always"] | int = "none"
-    fit: str | None = None
     compile: bool | Literal["auto"] = "auto"
     attention: str | None = None
     deterministic: bool = False
@@ -97,15 +86,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("replicas", "context_parallel", "ring", "checkpointed", "offload"), BATCH)
         check_fields(self, "engine", **counts)
+        refuse_unused(self, "engine.")
         if self.context_parallel % self.ring:
             raise UsageError("engine.ring", self.ring, f"a divisor of `engine.context_parallel`, {self.context_parallel}")
-        if self.checkpointed is not None and self.checkpointing == "none":
-            raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
             raise UsageError("engine.checkpointing", "selective", "none, block or host", hint)
-        if self.fit is not None:
-            parse_bytes(self.fit, "engine.fit")
         if self.base != "auto" and self.offload == "always":
             hint = f"`engine.base` is {self.base}, whose weights stay on the device"
             raise UsageError("engine.offload", "always", "none, phases, blocks or a number", hint)
@@ -113,6 +99,13 @@ class EngineConfig:
             if getattr(self, name) != value:
                 hint = f"`engine.offload` is {self.offload}, with which every rank computes with whole weights"
                 raise UsageError(f"engine.{name}", getattr(self, name), str(value), hint)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if self.checkpointing == "none":
+            yield "checkpointed", "with `engine.checkpointing` none"
+        if self.context_parallel == 1:
+            yield "ring", "with `engine.context_parallel` 1, where ranks share no sample"
 
     @property
     def swaps_blocks(self) -> bool:
@@ -148,7 +141,7 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
         schedule: Learning rate after the warm-up: constant, or cosine down to the floor.
         warmup: Number of updates in which the learning rate rises linearly to its peak; update 1 of 4 has a quarter of it.
-        warmup_ratio: Warm-up as a fraction of all updates, instead of a number of updates.
+            Below 1 it is a fraction of all updates.
         min_lr_ratio: Floor of the cosine schedule, as a fraction of the peak learning rate.
         max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
         ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
@@ -166,8 +159,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = 0
-    warmup_ratio: float = 0.0
+    warmup: float = 0.0
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
@@ -177,7 +169,7 @@ class OptimizerConfig:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        shares = dict.fromkeys(("warmup_ratio", "min_lr_ratio", "ema_decay"), (0, 1))
+        shares = dict.fromkeys(("min_lr_ratio", "ema_decay"), (0, 1))
         sizes = {"lr": RATE, "weight_decay": RATE, "warmup": INDEX}
         counts = dict.fromkeys(("max_skipped", "ema_interval", "ema_repeats"), COUNT)
         check_fields(self, "optimizer", eps=(1e-45, math.inf), max_grad_norm=(1e-12, math.inf), **shares, **sizes, **counts)
@@ -187,41 +179,32 @@ class OptimizerConfig:
             check_number("optimizer", field, decay, low=0, high=1)
             if decay == 1:
                 raise UsageError(f"optimizer.{field}", getattr(self, field), "below 1", "the average would never change")
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in ("ema_warmup", "ema_interval", "ema_repeats"):
-            if not self.ema_decay and getattr(self, name) != defaults[name]:
-                hint = "`optimizer.ema_decay` is 0; set ema_decay > 0"
-                raise UsageError(f"optimizer.{name}", getattr(self, name), hint=hint)
-        if self.warmup and self.warmup_ratio:
-            raise UsageError(
-                f"`optimizer.warmup` is {self.warmup} and `optimizer.warmup_ratio` is {self.warmup_ratio:g}: set one "
-                "of the two"
-            )
+        refuse_unused(self, "optimizer.")
+        if self.warmup > 1 and self.warmup % 1:
+            raise UsageError("optimizer.warmup", self.warmup, "a whole number of updates, or a fraction of all below 1")
         if self.name == "prodigy" and self.lr < 0.1:
             hint = "prodigy estimates the step size, and this is a factor of it"
             raise UsageError("optimizer.lr", self.lr, "about 1", hint)
-        for field in UNUSED[self.name]:
-            if getattr(self, field) != defaults[field]:
-                raise UsageError(
-                    f"`optimizer.{field}` is {getattr(self, field)}, but `optimizer.name` is {self.name}, which has no "
-                    f"{field}: leave it at its default, {defaults[field]}"
-                )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        for name in UNUSED.get(self.name, ()):
+            yield name, f"with `optimizer.name` {self.name}, which has none"
+        if self.schedule == "constant":
+            yield "min_lr_ratio", "with `optimizer.schedule` constant"
+        for name in () if self.ema_decay else ("ema_warmup", "ema_interval", "ema_repeats"):
+            yield name, "with `optimizer.ema_decay` 0, without a moving average"
+
+    @property
+    def planned_fields(self) -> list[str]:
+        """Names of the settings by which the learning rate depends on the number of updates."""
+        planned = {"schedule": self.schedule != "constant", "warmup": self.warmup % 1 != 0}
+        return [name for name, is_planned in planned.items() if is_planned]
 
     @property
     def adam_eps(self) -> float | None:
         """`eps` of an Adam, None for an optimizer without it."""
-        return None if "eps" in UNUSED[self.name] else self.eps
-
-
-UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(text: str, field: str) -> int:
-    """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
-    if found is None or float(found[1]) == 0:
-        raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+        return None if "eps" in UNUSED.get(self.name, ()) else self.eps
 
 
 def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:
@@ -234,13 +217,13 @@ def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | N
         UsageError: the schedule depends on the number of planned updates, and `updates` is None.
     """
     if updates is None:
-        for field, default in (("schedule", "constant"), ("warmup_ratio", 0.0)):
-            if (value := getattr(config, field)) != default:
-                raise UsageError(f"optimizer.{field}", value, hint="it depends on the number of updates; set `updates`")
+        for field in config.planned_fields:
+            hint = "it depends on the number of updates; set `updates`"
+            raise UsageError(f"optimizer.{field}", getattr(config, field), hint=hint)
         updates = 0
     from diffusers.optimization import get_scheduler  # takes seconds to import, which a recipe's help need not wait for
 
-    warmup = config.warmup or math.ceil(config.warmup_ratio * updates)
+    warmup = int(config.warmup) if config.warmup % 1 == 0 else math.ceil(config.warmup * updates)
     # Only the function of the number of updates is used: without state there is nothing to resume.
     schedule: Callable[[int], float] = get_scheduler(
         "constant_with_warmup" if config.schedule == "constant" else "cosine",

@@ -24,9 +24,9 @@ from fluvial.engines.engine.items import Diagnostics, Numbers, PartNumbers, chec
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved
 from fluvial.engines.engine.shards import local, set_lr, shard_like
-from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.gathered import gather_weights
 from fluvial.engines.offload import HostOffload
 from fluvial.engines.waits import count_parts
 from fluvial.models.flops import FlopCounter

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
 from fluvial.engines.engine.parallelize import find_blocks, on_host_tensors, parallelize, swapped_blocks
-from fluvial.engines.engine.shards import local
-from fluvial.engines.engine.weights import load_weights
+from fluvial.engines.engine.shards import load_weights, local
 from fluvial.engines.engine.world import World, current_world
 from fluvial.engines.offload import BlockSwap, HostOffload
 from fluvial.models.device import has_values

@@ -68,8 +68,6 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
     """
-    if config.fit is not None:
-        raise UsageError("engine.fit", config.fit, "None", "an engine takes settings, which training runs choose")
     if config.attention is not None or config.ring > 1:
         set_attention(module, config.attention or "_native_flash")
     if config.context_parallel > 1:

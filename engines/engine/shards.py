@@ -1,17 +1,29 @@
-"""Parameters that are sharded by rows: this rank's part, sums over the ranks, and optimizers of plain tensors."""
+"""Parameters that are sharded by rows: reading this rank's part, sums over the ranks, and optimizers of plain tensors."""
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+
+from fluvial.engines.engine.world import World, collective
+from fluvial.engines.errors import UsageError
+from fluvial.engines.files import read_weights, shapes, weight_files
+from fluvial.models.lora import is_adapter
+from fluvial.models.protocol import Weights
+from fluvial.models.quantised import find_quantised
 
 
 def local(tensor: Any) -> Tensor:
@@ -96,3 +108,63 @@ def first_row(parameter: nn.Parameter) -> int:
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return int(offset[0]) if offset else 0
+
+
+@collective
+def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
+    """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
+
+    Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
+    module's dtypes. Memory: the shards themselves, and one tensor's shard while it is read.
+
+    Args:
+        module: module that `parallelize` returned.
+        folder: model folder of diffusers, with one weight file or several and their index; or a folder for each network of
+            the module by name.
+        world: process group the module is sharded over.
+
+    Raises:
+        UsageError: a tensor is missing or has another shape, or a file cannot be read.
+    """
+    if isinstance(folder, Mapping):
+        for name, each in folder.items():
+            load_weights(module.get_submodule(name), each, world=world)
+        return
+    # They share the module's storage.
+    state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
+    wanted = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+    quantised = {plain_name(f"{name}.weight"): layer for name, layer in find_quantised(module).items()}
+    with world.agreed():
+        held = shapes(folder)
+        expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        expected.update((name, (layer.out_features, layer.in_features)) for name, layer in quantised.items())
+        if missing := sorted(set(expected) - set(held)):
+            raise UsageError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        for name, shape in expected.items():
+            if held[name] != shape:
+                raise UsageError(
+                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(shape)} here"
+                )
+        for name, tensor in read_weights(folder, quantised):
+            quantised[name].fill(tensor.to(world.device))
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Only(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations within the library
+        dcp.load({**wanted}, storage_reader=reader)
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name in the model without adapters; PEFT puts `base_layer` between a layer and its weight."""
+    return name.replace(".base_layer.", ".")
+
+
+class _Only(FileSystem):
+    """A model folder as the library's reader lists it: the weight files alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ls(self, path: Any) -> list[str]:
+        """Return the paths of the weight files."""
+        return [str(file) for file in weight_files(self.folder)]

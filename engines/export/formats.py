@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
 from fluvial.engines.export.model_folder import export, write_lora, writing
 from fluvial.engines.files import save_tensors
+from fluvial.engines.gathered import gather, gather_weights
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import Dora, adapter_parts, linear_layers, lora_layers, lora_settings, read_form
 from fluvial.models.lora_files import COMFY_DORA

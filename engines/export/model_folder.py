@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fluvial.engines.engine.weights import gather_weights, layout, plain_name
+from fluvial.engines.engine.shards import plain_name
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import LORA, MODEL, save_tensors, sync
+from fluvial.engines.gathered import gather_weights, layout
 from fluvial.models.lora import Dora, is_adapter, read_form
 from fluvial.models.quantised import find_quantised
 

@@ -1,7 +1,7 @@
 """KL terms and diagnostics that the losses of methods share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from fluvial.core.correction import rollout_weights
 from fluvial.core.gaussian import Reduction
 from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.step import KLWeight, kl_factor, weigh_kl
-from fluvial.engines.errors import no_effect
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.run.declared import Follower, Networks, Start
 from fluvial.engines.sampling.config import Correction, NoCorrection
 from fluvial.engines.sampling.items import RecordedSteps, Rows
@@ -51,9 +51,14 @@ class KLConfig:
     def __post_init__(self) -> None:
         any_size = (0, 1e6)
         check_fields(self, "kl", coef=any_size, ema_coef=any_size, ema_cap=(0, 0.999999), ema_rise=(0, 1), guidance=any_size)
-        if not self.ema_coef and (self.ema_cap, self.ema_rise) != (KLConfig.ema_cap, KLConfig.ema_rise):
-            name = "kl.ema_rise" if self.ema_cap == KLConfig.ema_cap else "kl.ema_cap"
-            raise no_effect(name, "with `kl.ema_coef` 0")
+        refuse_unused(self, "kl.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        for name in () if self.ema_coef else ("ema_cap", "ema_rise"):
+            yield name, "with `kl.ema_coef` 0"
+        if not self.coef:
+            yield "guidance", "with `kl.coef` 0, without a reference"
 
     def ema_decay(self, rollouts: int, updates: int) -> float:
         """Return the share d of the moving average that stays after a number of rollouts and updates."""
@@ -97,10 +102,11 @@ class StepKLConfig(KLConfig):
 
     weight: Literal["auto", "rate", "exact", "mse"] = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.networks() and self.weight != "auto":
-            raise no_effect("kl.weight", "with `kl.coef` 0")
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        yield from super().unused()
+        if not self.networks():
+            yield "weight", "with `kl.coef` 0"
 
     def weight_of(self, sampler: SamplerRule) -> KLWeight:
         """Return the weight of the KL of a sampler's steps."""
@@ -168,8 +174,12 @@ class RewardTermConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "reward_term", coef=(0, math.inf), margin=(-math.inf, math.inf), after=(0, 2**31))
-        if not self.coef and (self.margin is not None or self.after):
-            raise no_effect("reward_term.after" if self.after else "reward_term.margin", "with `reward_term.coef` 0")
+        refuse_unused(self, "reward_term.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        for name in () if self.coef else ("margin", "after"):
+            yield name, "with `reward_term.coef` 0"
 
     def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
         """Return the term as a function of rows of items and their clean samples, `[P]`."""

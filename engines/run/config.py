@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE, variant_of, variants
+from fluvial.engines.choices import BARE, list_unused, refuse_unused, variant_of, variants
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
@@ -100,18 +101,30 @@ class TrainConfig:
                 raise TypeError(f"{field.name} is {type_of(value)}, expected a {kind.__name__}")
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
+        refuse_unused(self)
         for problem in self._problems():
             raise problem
 
     def _problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning in a run: settings that would be ignored, then those that contradict each other."""
-        unused = next(
-            (no_effect(name, why) for is_unused, name, why in self._unused() if is_unused and is_set(self, name)), None
-        )
-        if unused is not None:
-            yield unused
+        """Yield what contradicts each other in a run."""
         yield from self._method_on_machine()
         yield from self._parts_of_the_machine()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        return ((name, why) for is_unused, name, why in self._unused() if is_unused)
+
+    def unused_by_built_in(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings of diffusers' pipelines that a built-in model, opened by its name, does not take, and why."""
+        names = [f"pipeline.{each.name}" for each in dataclasses.fields(self.pipeline) if each.name != "weights"]
+        names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
+        yield from ((name, f"with model {self.model}") for name in names if self.model in MODELS)
+
+    def list_fixed(self) -> Iterator[str]:
+        """Yield the settings that have no value but their default beside the others, by their dotted names as flags."""
+        yield from list_unused(self)
+        yield from (name for name, _ in self.unused_by_built_in())
+        yield from ("rollout.autocast",) if self.takes_ratios and not self.is_corrected else ()
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a field has no effect, its name, and why."""
@@ -136,6 +149,8 @@ class TrainConfig:
         yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
+        for field in ("negative", "forwards", "gradient"):
+            yield not self.is_guided, f"sampling.guidance.{field}", "in a run without guidance, as with a scale of 1"
         yield self.train == "full", "lora.weights", "with `train` full, which has no adapter"
         merges = self.train == "full" and self.rollout.reuse == "merged"
         yield merges, "rollout.reuse", "of kind merged with `train` full, which has no adapter"
@@ -145,20 +160,19 @@ class TrainConfig:
     def _method_on_machine(self) -> Iterator[UsageError]:
         """Yield what a method needs and the machine does not have."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
-        corrected = method.correction is not None and method.correction.kind != "none"
         if self.updates % self.updates_per_rollout:
             count = self.updates_per_rollout
             expected = f"a multiple of epochs x minibatches = {count}, the number of updates per rollout"
             yield UsageError("updates", self.updates, expected)
         if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
-        if self.takes_ratios and rollout.autocast and not corrected:
+        if self.takes_ratios and rollout.autocast and not self.is_corrected:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
-        if self.takes_ratios and rollout.reuse == "merged" and self.engine.compute != "float32" and not corrected:
+        if self.takes_ratios and rollout.reuse == "merged" and self.engine.compute != "float32" and not self.is_corrected:
             hint = "merged weights are rounded in half precision, and ratios need a correction"
             yield UsageError("rollout.reuse", "merged", "exact, or `correction` truncate", hint)
-        if rollout.ahead and self.takes_ratios and not corrected:
+        if rollout.ahead and self.takes_ratios and not self.is_corrected:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
                 yield UsageError("rollout.ahead", rollout.ahead, "0", f"{name} has no correction of its ratios")
@@ -309,6 +323,11 @@ class TrainConfig:
         return self.method.needs.ratio and self.method.recorded is not None
 
     @property
+    def is_corrected(self) -> bool:
+        """Whether the ratios of a rollout that another program made are corrected."""
+        return self.method.correction is not None and self.method.correction.kind != "none"
+
+    @property
     def networks(self) -> Networks:
         """Networks beside the policy, by name; teachers of several sources have names of their own."""
         return list_single(self.method.networks())
@@ -317,16 +336,6 @@ class TrainConfig:
     def followers(self) -> dict[str, Follower]:
         """Policies that lag behind the trained one, by name; each is an adapter of its own."""
         return find_followers(self.networks)
-
-
-def is_set(config: Any, field: str) -> bool:
-    """Return whether a field, by its dotted name, has another value than its default."""
-    *parents, name = field.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    declared = next(each for each in dataclasses.fields(config) if each.name == name)
-    default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
-    return bool(getattr(config, name) != default)
 
 
 def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:

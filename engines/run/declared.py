@@ -109,9 +109,9 @@ class Trained:
     def problems(self, name: str) -> Iterator[UsageError]:
         """Yield what has no meaning among the settings of its optimizer, which are those of the field `name`."""
         hint = "of a second network, whose number of updates is not planned"
-        for field, default in {"schedule": "constant", "warmup_ratio": 0.0}.items():
-            if (value := getattr(self.optimizer, field)) != default:
-                yield UsageError(f"{name}.{field}", value, str(default), hint)
+        for field in self.optimizer.planned_fields:
+            expected = "constant" if field == "schedule" else "a number of updates"
+            yield UsageError(f"{name}.{field}", getattr(self.optimizer, field), expected, hint)
         if self.optimizer.ema_decay:
             yield no_effect(f"{name}.ema_decay", "of a second network, whose moving average nothing reads")
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fluvial.core.random import Key
+from fluvial.engines.choices import is_set
 from fluvial.engines.data.prompt_table import examples
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
@@ -358,6 +359,9 @@ def of_run(config: TrainConfig) -> Job:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
     config = from_run(config)
+    for name, why in config.unused_by_built_in():
+        if is_set(config, name):
+            raise no_effect(name, why)
     asked, source = replace(config.pipeline, weights=None), config.method.source
     preferences = source.folder if isinstance(source, Preferences) else None
     if config.model not in MODELS and (config.data.images or preferences is not None) and asked.text_cache is None:

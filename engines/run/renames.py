@@ -16,6 +16,7 @@ NAMES = {
     **{name: f"method.{name}" for name in ("noising", "advantage", "kl", "correction")},
     "rollout.reuse_prompt": "rollout.reuse",
     **{name: f"method.passes.{name}" for name in ("epochs", "minibatches")},
+    "optimizer.warmup_ratio": "optimizer.warmup",
     **{f"{group}correction.mode": "method.correction.kind" for group in ("", "method.")},
     "asynchronous": "rollout",
     "objective": "method",
@@ -69,13 +70,9 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     are left out where that choice or method has another name now: they had no effect.
     """
     found, settings = dict[str, Any](), dict(_flatten(record))
-    if isinstance(reuses := settings.get("rollout.reuse_prompt"), bool):
-        settings["rollout.reuse_prompt"] = "exact" if reuses else "none"
-    threshold = settings.get("rollout.step_cache")  # once a number, 0 without a cache
-    if isinstance(threshold, int | float):
-        cache = {"kind": "first_block", "threshold": threshold} if threshold else {"kind": "none"}
-        settings["rollout.step_cache"] = cache
-    elif all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
+    settings |= (changed := dict(_convert(settings)))
+    settings = {name: value for name, value in settings.items() if not name.endswith(".warmup_ratio")}
+    if not changed and all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
         return record
     from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
 
@@ -98,6 +95,19 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if method:
         found.setdefault("method", {})["name"] = method
     return found
+
+
+def _convert(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield settings, by dotted names, whose values of today are made of those of older records."""
+    threshold = settings.get("rollout.step_cache")  # once a number, 0 without a cache
+    if isinstance(threshold, int | float):
+        yield "rollout.step_cache", {"kind": "first_block", "threshold": threshold} if threshold else {"kind": "none"}
+    if isinstance(reuses := settings.get("rollout.reuse_prompt"), bool):
+        yield "rollout.reuse_prompt", "exact" if reuses else "none"
+    for name, share in settings.items():
+        if name.endswith(".warmup_ratio"):  # once beside a number of updates; one of the two was 0
+            number = name.removesuffix("_ratio")
+            yield number, share or settings.get(number, 0)
 
 
 def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

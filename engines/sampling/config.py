@@ -1,6 +1,7 @@
 """How the samples of a method are made, and where a run makes them: here, ahead of the updates, or on servers."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from fluvial.core import correction
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines import plugins
-from fluvial.engines.choices import check_variant
+from fluvial.engines.choices import check_variant, refuse_unused
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.groups import AllGroups, Groups
@@ -235,15 +236,18 @@ class RolloutConfig:
         if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
             expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
-        if self.servers != ServersConfig() and not self.is_served:
-            raise no_effect("rollout.servers", "without servers in `rollout.source`")
+        refuse_unused(self, "rollout.")
         if self.is_served and self.reuse == "merged":
             raise UsageError("rollout.reuse", "merged", "exact", "servers merge adapters as they are configured")
         if self.is_served and self.step_cache != NoCache():
             raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers compute every step whole")
-        if self.source.startswith(REPLAYED) and (self.store is not None or self.ahead):
-            name = "rollout.store" if self.store is not None else "rollout.ahead"
-            raise no_effect(name, "with rollouts that are stored already")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if not self.is_served:
+            yield "servers", "without servers in `rollout.source`"
+        for name in ("store", "ahead", "reuse") if self.source.startswith(REPLAYED) else ():
+            yield name, "with rollouts that are stored already"
 
     @property
     def scheme(self) -> str:

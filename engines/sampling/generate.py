@@ -23,6 +23,7 @@ from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unroll, wrap_samples
 from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, Transition
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
@@ -65,9 +66,14 @@ class Guidance:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.guidance", scale=SCALE)
-        if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
-            hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
-            raise UsageError("sampling.guidance.update", "conditional", "guided", hint)
+        refuse_unused(self, "sampling.guidance.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if self.scale == 1:
+            yield "update", "with `sampling.guidance.scale` 1, which is no guidance"
+        if self.update == "conditional":
+            yield "gradient", "with `sampling.guidance.update` conditional"
 
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.

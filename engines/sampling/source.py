@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World, collective
+from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.models import DiffusionModel

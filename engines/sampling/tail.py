@@ -1,12 +1,14 @@
 """The steps after the window of stochastic ones, which may be fewer and of higher order (MixGRPO-Flash)."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from fluvial.core.checks import check_fields
+from fluvial.engines.choices import refuse_unused
 from fluvial.models import Schedule
 from fluvial.models.host_values import to_device
 
@@ -30,6 +32,12 @@ class Tail:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.window.tail", fraction=(1e-6, 1), least=(0, 2**31))
+        refuse_unused(self, "sampling.window.tail.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if self.fraction == 1:
+            yield "least", "with `sampling.window.tail.fraction` 1, which takes every step"
 
 
 def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:

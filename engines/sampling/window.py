@@ -1,8 +1,8 @@
 """Which steps of a rollout take noise, and which of these are trained on."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.sigmas import moving_window, sde_steps, sde_window
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.tail import Tail
 
@@ -53,8 +54,12 @@ class _Range:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.window", **BOUNDS)
-        if self.share_prefix and self.low < 1:
-            raise no_effect("sampling.window.share_prefix", "with `sampling.window.low` 0, before which no steps are")
+        refuse_unused(self, "sampling.window.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if self.low < 1 and "share_prefix" in {each.name for each in fields(self)}:  # type: ignore[arg-type]
+            yield "share_prefix", "with `sampling.window.low` 0, before which no steps are"
 
     def range(self, steps: int) -> tuple[int, int]:
         """Return the first step that the window may cover, and the one after the last, of a schedule of `steps` steps."""
@@ -244,10 +249,11 @@ class MovingWindow(_Range):
     share_prefix: bool = False
     tail: Tail = field(default_factory=Tail)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.decay_from and not self.decay:
-            raise no_effect("sampling.window.decay_from", "with `sampling.window.decay` 0")
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        yield from super().unused()
+        if not self.decay:
+            yield "decay_from", "with `sampling.window.decay` 0"
 
     def check(self, steps: int, group: int) -> None:
         """Raise UsageError unless the window fits the schedule and the group."""

@@ -1,7 +1,7 @@
 """Advantages: rewards relative to the other samples of their group, or to earlier rewards of their prompt."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
 from fluvial.core.checks import check_fields
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.errors import UsageError
 
 # Lagrange multiplier of each reward that has a floor: part of a run's checkpoints.
@@ -138,15 +139,10 @@ class AdvantageConfig:
             floor_max=SMALLEST,
         )
         parse_floors(self.floors, field="advantage.floors")
-        if not self.floors and (self.floor_lr, self.floor_max) != (0.1, 10.0):
-            raise UsageError("`advantage.floor_lr` or floor_max is set, and no reward has a floor: set `advantage.floors`")
+        refuse_unused(self, "advantage.")
         if self.floors and self.history:
             hint = "the multipliers of `advantage.floors` change what is learnt from between the rollouts that it compares"
             raise UsageError("advantage.history", self.history, "0", hint)
-        if self.rescale is not None and self.clip is None:
-            raise UsageError("advantage.rescale", self.rescale, hint="`advantage.clip` is None; set the clip that it scales")
-        if not self.history and self.history_min != 16:
-            raise UsageError("advantage.history_min", self.history_min, hint="`advantage.history` is 0; set it above 0")
         if not self.history:
             return
         if self.history_min > self.history:
@@ -156,6 +152,15 @@ class AdvantageConfig:
             expected = "0, or `advantage.scale` group and combine sum"
             hint = "it normalises the weighted sum of the rewards per prompt"
             raise UsageError("advantage.history", self.history, expected, hint)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        for name in () if self.floors else ("floor_lr", "floor_max"):
+            yield name, "without `advantage.floors`"
+        if self.clip is None:
+            yield "rescale", "with `advantage.clip` None, which it scales"
+        if not self.history:
+            yield "history_min", "with `advantage.history` 0"
 
 
 class Grades(NamedTuple):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather, gather_weights, layout
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.export.model_folder import write_lora
 from fluvial.engines.files import LORA, read_weights
+from fluvial.engines.gathered import gather, gather_weights, layout
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora import (
     Dora,

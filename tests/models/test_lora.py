@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.gathered import gather
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
     LowRank,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.gathered import gather
 from fluvial.engines.run.method import Method, Preferences
 from fluvial.engines.run.method import check_method as check_declaration
 from fluvial.testing import tiny

@@ -13,8 +13,8 @@ from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job

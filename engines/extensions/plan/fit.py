@@ -176,5 +176,5 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),
         optimizer=config.optimizer,
-        engine=EngineConfig(**{**sharding, "fit": None, "compute": compute}),
+        engine=EngineConfig(**{**sharding, "compute": compute}),
     )

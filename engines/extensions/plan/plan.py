@@ -14,11 +14,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core.checks import BATCH, GIBIBYTES, INDEX, PIXELS, check_fields
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, parse_bytes
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
+from fluvial.engines.run.jobs.settings import parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
@@ -122,8 +123,6 @@ class PlanConfig:
             raise no_effect("memory_gib", "with `fit`, which is the memory")
         if self.fit is not None:
             parse_bytes(self.fit, "fit")
-        if self.engine.fit is not None:
-            raise no_effect("engine.fit", "in a plan, whose own is `fit`")
         if bool(self.fit) + self.table + self.check > 1:
             asked = [f"`{name}`" for name in ("fit", "table", "check") if getattr(self, name)]
             raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.shards import first_row, local
-from fluvial.engines.engine.weights import gather
+from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.source import Holder
 from fluvial.models.lora import LowRank, adapter_parameters, lora_layers, read_form
 

@@ -29,7 +29,6 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.weights import gather, gather_weights, layout
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
@@ -52,6 +51,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     policy_checksums,
 )
 from fluvial.engines.files import LORA
+from fluvial.engines.gathered import gather, gather_weights, layout
 from fluvial.engines.sampling.source import Holder
 from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product

@@ -18,7 +18,6 @@ from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
-from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, export, write_lora
@@ -28,6 +27,7 @@ from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
 from fluvial.engines.extensions.verl.settings import Settings, lr_factor, read_settings
+from fluvial.engines.gathered import gather, gather_weights
 from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.device import default_device, deterministic, is_accelerator

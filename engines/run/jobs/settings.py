@@ -1,14 +1,27 @@
 """Settings of a run beside its method: data, pipeline, engine, checkpoints and exports."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fluvial.core.checks import BATCH, COUNT, FRAMES, INDEX, PIXELS, check_fields
+from fluvial.engines.choices import refuse_unused
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.kernels import Implementation
+
+UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str, field: str) -> int:
+    """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
+    if found is None or float(found[1]) == 0:
+        raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class MachineConfig(EngineConfig):
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
             triton, compiled or reference.
         timeout: Seconds that processes wait for each other in a collective before they give up on one that died or hangs.
+        fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
+            `fluvial plan`, and prints what each saves; see there.
     """
 
     micro_batch: int | Literal["auto"] = 64
@@ -62,9 +77,12 @@ class MachineConfig(EngineConfig):
     init: Literal["sharded", "whole"] = "sharded"
     implementation: Implementation = "auto"
     timeout: float = 600.0
+    fit: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fit is not None:
+            parse_bytes(self.fit, "engine.fit")
         check_fields(self, "engine", micro_batch=BATCH, update_micro_batch=BATCH, timeout=(1, 1e6))
 
 
@@ -111,6 +129,12 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, every=INDEX)
+        refuse_unused(self, "export.")
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect, and why."""
+        if not self.every:
+            yield "format", "with `export.every` 0, where nothing is exported during training"
 
 
 @dataclass(frozen=True)

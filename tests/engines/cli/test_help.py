@@ -4,7 +4,8 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -14,13 +15,16 @@ from fluvial.bench.pretrain import (
     handwriting_unet_pretraining,
     words_pretraining,
 )
-from fluvial.engines.choices import describe_fields, is_bare
+from fluvial.engines.choices import describe_fields, is_bare, kinds, list_unused, variants
 from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PreferencesConfig
 from fluvial.engines.cli.sample import SampleConfig
+from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
@@ -59,12 +63,66 @@ def test_the_help_of_every_flag_is_a_sentence(command: str) -> None:
     assert not wrong
 
 
+def is_hidden(name: str, hidden: set[str]) -> bool:
+    """Return whether a flag is one of those without effect, or in a group of them."""
+    return any(name == each or name.startswith(f"{each}.") for each in hidden)
+
+
 @pytest.mark.parametrize("command", CONFIGS)
 def test_the_help_of_a_command_shows_every_flag(command: str, fluvial: Any) -> None:
+    """That has an effect."""
+    config = CONFIGS[command]
+    hidden = set(config.list_fixed() if isinstance(config, TrainConfig) else list_unused(config))
     shown = fluvial(*command.split(), "--help-all")
-    flags = [re.escape(name.replace("_", "-")) for name in field_names(CONFIGS[command])]
-    assert [flag for flag in flags if not re.search(rf"--(no-)?{flag}\b", shown)] == []
+    for name in field_names(config):
+        found = re.search(rf"--(no-)?{re.escape(name.replace('_', '-'))}\b(?!\.)", shown) is not None
+        assert found is not is_hidden(name, hidden), name
     assert "Args:" not in shown, "the docstring's list of arguments repeats the flags"
+
+
+VALUES: dict[Any, list[Any]] = {
+    Path: [Path("x")],
+    str: ["http://x"],
+    float: [0.37],
+    int: [64],
+    bool: [True, False],
+    tuple[str, ...]: [("x=1",), ("64x64",)],
+}
+VALUES |= {tuple[float, float]: [(0.5, 0.5)]}
+
+
+def list_values(declared: Any) -> list[Any]:
+    """Return values of a type, all of a Literal's."""
+    if get_origin(declared) is Literal:
+        return list(get_args(declared))
+    if variants(declared):
+        return [kind for kind in kinds(declared) if kind in ("first_block", "guidance")]
+    if get_origin(declared) in (Union, UnionType):
+        return [value for each in get_args(declared) for value in list_values(each)]
+    return list[Any](VALUES.get(declared, ()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_flag_that_a_help_leaves_out_is_refused(recipe: str) -> None:
+    """Whatever value but its default it has, and in one line that says why; those of pipelines once the model is opened."""
+    config = RECIPES[recipe]()
+    hidden = set(config.list_fixed())
+    names = [name for name in field_names(config) if is_hidden(name, hidden)]
+    assert len(names) > 20
+    for name in names:
+        owner: Any = config if hasattr(config, name.partition(".")[0]) else config.method
+        *parents, last = name.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        values = [value for value in list_values(get_type_hints(type(owner))[last]) if value != getattr(owner, last)]
+        assert values, name
+        said = list[str]()
+        for value in values:
+            with pytest.raises(UsageError) as error:
+                of_run(with_values(config, {name: value}))
+            said.append(str(error.value))
+        # A value of another form is refused as such; one of the right form as one without effect.
+        assert re.search(r"has no effect .*; remove it|autocast is True, expected False", "\n".join(said)), said
 
 
 @pytest.mark.parametrize(

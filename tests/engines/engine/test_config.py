@@ -1,7 +1,7 @@
 """The learning rate over the updates, and the settings that are refused."""
 
 import math
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from helpers.tiny_models import Net
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluvial.engines.engine.config import UNUSED, EngineConfig, OptimizerConfig, lr_factor
+from fluvial.engines.engine.config import UNUSED, EngineConfig, OptimizerConfig, OptimizerName, lr_factor
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.engine.world import World
@@ -27,7 +27,8 @@ def rates(*, updates: int | None, count: int | None = None, **settings: Any) -> 
 def test_the_schedule_is_its_formula(updates: int, warmup: int, floor: float, cosine: bool) -> None:
     """Linear up to the peak, which the last update of the warm-up has; then half a cosine to the floor, or 1."""
     warmup = min(warmup, updates)
-    found = rates(updates=updates, warmup=warmup, min_lr_ratio=floor, schedule="cosine" if cosine else "constant")
+    schedule: dict[str, Any] = {"schedule": "cosine", "min_lr_ratio": floor} if cosine else {}
+    found = rates(updates=updates, warmup=warmup, **schedule)
     for done, factor in enumerate(found):
         peak = max(warmup - 1, 0)
         if done < warmup:
@@ -51,7 +52,7 @@ def test_no_update_is_wasted(updates: int, warmup: int, cosine: bool) -> None:
 def test_known_schedules() -> None:
     """The recipes' starts at the peak of the first update, to the bit; a warm-up may be a fraction of all, rounded up."""
     assert rates(updates=7, schedule="cosine") == [max(0.0, 0.5 * (1 + math.cos(math.pi * n / 7))) for n in range(8)]
-    assert rates(updates=10, warmup_ratio=0.25) == rates(updates=10, warmup=3)
+    assert rates(updates=10, warmup=0.25) == rates(updates=10, warmup=3)
     floored = rates(updates=8, schedule="cosine", min_lr_ratio=0.1)
     assert min(floored) == floored[-1] == pytest.approx(0.1)
 
@@ -59,7 +60,7 @@ def test_known_schedules() -> None:
 def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
     """The message names the field that depends on it."""
     assert rates(updates=None, count=4, warmup=2) == [0.5, 1, 1, 1]
-    for field, value in (("schedule", "cosine"), ("warmup_ratio", 0.1)):
+    for field, value in (("schedule", "cosine"), ("warmup", 0.1)):
         with pytest.raises(ValueError, match=f"optimizer.{field} is {value!r}: it depends on the number of updates;"):
             rates(updates=None, **cast(Any, {field: value}))
 
@@ -75,17 +76,18 @@ def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
         ({"eps": 0.0}, "is 0.0, expected"),
         ({"ema_decay": 1.5}, "is 1.5, expected"),
         ({"ema_decay": 1.0}, "is .*, expected below 1"),
-        ({"ema_interval": 4}, "is 4: optimizer.ema_decay is 0"),
-        ({"ema_repeats": 2}, "is 2: optimizer.ema_decay is 0"),
-        ({"ema_warmup": False}, "is False: optimizer.ema_decay is 0"),
+        ({"ema_interval": 4}, "has no effect with optimizer.ema_decay 0"),
+        ({"ema_repeats": 2}, "has no effect with optimizer.ema_decay 0"),
+        ({"ema_warmup": False}, "has no effect with optimizer.ema_decay 0"),
+        ({"min_lr_ratio": 0.1}, "has no effect with optimizer.schedule constant"),
         ({"max_grad_norm": 0.0}, "is 0.0, expected"),
         ({"warmup": -1}, "is -1, expected"),
-        ({"warmup": 3, "warmup_ratio": 0.5}, "is 3 and optimizer.warmup_ratio is 0.5: set one of the two"),
+        ({"warmup": 3.5}, "is 3.5, expected a whole number of updates, or a fraction of all below 1"),
         ({"schedule": "linear"}, "is 'linear', expected .*constant.*cosine"),
         ({"schedule": "cosin"}, "is 'cosin', .*cosine"),
         ({"name": "adam"}, "is 'adam', .*adamw"),
-        ({"eps": 1e-6, "name": "sgd"}, "is 1e-06, but optimizer.name is sgd, which has no eps"),
-        ({"betas": (0.5, 0.9), "name": "adafactor"}, "is .*adafactor, which has no betas"),
+        ({"eps": 1e-6, "name": "sgd"}, "has no effect with optimizer.name sgd, which has none"),
+        ({"betas": (0.5, 0.9), "name": "adafactor"}, "has no effect with optimizer.name adafactor, which has none"),
     ],
 )
 def test_a_wrong_setting_is_refused(wrong: dict[str, Any], says: str) -> None:
@@ -97,7 +99,7 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, Any], says: str) -> None:
 
 def test_the_table_has_every_optimizer() -> None:
     """A row of the table and of the unused settings for each accepted name."""
-    assert set(OPTIMIZERS) == set(UNUSED)
+    assert set(OPTIMIZERS) == set(get_args(OptimizerName)) > set(UNUSED)
     assert OptimizerConfig().name in OPTIMIZERS
 
 
@@ -111,8 +113,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"context_parallel": 2}, "context_parallel is 2, expected a divisor of the 1 ranks"),
     ({"attention": "native"}, "attention is 'native': Net does not choose"),
     ({"grad_sync": "step"}, "engine.grad_sync is 'step', expected .*last.*every"),
-    ({"fit": "24 apples"}, "engine.fit is '24 apples', expected a number and a unit"),
-    ({"fit": "24GiB"}, "engine.fit is '24GiB', expected None: an engine takes settings"),
     ({"optimizer": "adafactor", "masters": "bfloat16"}, "optimizer.name is 'adafactor', expected adamw or sgd.*engine.mast"),
 ]
 

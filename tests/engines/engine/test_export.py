@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather_weights, layout
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import export, write_lora
+from fluvial.engines.gathered import gather_weights, layout
 from fluvial.models.lora import merge_lora, use_adapter
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.weights import load_weights
+from fluvial.engines.engine.shards import load_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.files import MODEL, digest_weights

@@ -165,11 +165,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: of.BranchGrpo(sampling=TREE, advantage=AdvantageConfig(scale="batch")), "advantage has no effect"),
     (lambda: ode(of.Crd(), advantage__drop_zero=True), "advantage.drop_zero is True, expected False: crd centres"),
     (lambda: run(sampling=STEPS, advantage=AdvantageConfig(extremes=3)), "extremes is 3, expected at most half of the 4"),
-    (lambda: AdvantageConfig(history_min=8), "advantage.history is 0"),
+    (lambda: AdvantageConfig(history_min=8), "history_min has no effect with advantage.history 0"),
     (lambda: AdvantageConfig(history=8), "history_min is 16, expected at most advantage.history 8"),
     (lambda: AdvantageConfig(history=16, scale="batch"), "or advantage.scale group and combine sum"),
     (lambda: AdvantageConfig(history=16, combine="gdpo"), "or advantage.scale group and combine sum"),
-    (lambda: AdvantageConfig(rescale=1.0), "advantage.clip is None"),
+    (lambda: AdvantageConfig(rescale=1.0), "rescale has no effect with advantage.clip None"),
     # Losses, and what they compare with
     (lambda: run(of.Guard(), form="unscaled"), "form is 'unscaled', expected one of 'density', 'no_const'"),
     (lambda: run(form="unscaled", correction=Mask()), "form is 'unscaled', expected density or no_const"),

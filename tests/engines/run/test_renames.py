@@ -44,6 +44,15 @@ def test_the_settings_of_an_old_checkpoint_are_those_of_the_run(name: str) -> No
     assert settings == {key: newer[key] for key in newer.keys() & settings.keys()} | flat(migrate(flat(OLD[name])))
 
 
+@pytest.mark.parametrize(("number", "share", "now"), [(0, 0.0, 0), (3, 0.0, 3), (0, 0.25, 0.25)])
+def test_a_warm_up_was_a_number_or_a_fraction(number: int, share: float, now: float) -> None:
+    """In a record and in a checkpoint; one setting holds either."""
+    record = as_record(run_of("grpo"))
+    record["optimizer"] |= {"warmup": number, "warmup_ratio": share}
+    assert read_record(record) == with_values(run_of("grpo"), {"optimizer.warmup": now})
+    assert flat(migrate(flat(record)))["optimizer.warmup"] == now
+
+
 def test_an_unknown_field_of_an_old_record_is_said() -> None:
     """Nothing of a run is passed over."""
     with pytest.raises(UsageError, match="unknown fields novel @ run"):
@@ -59,6 +68,7 @@ def test_an_unknown_field_of_an_old_record_is_said() -> None:
         ("sft --data-cache x", "unknown flag --data-cache: it is --data.cache now"),
         ("grpo --export-as lora", "unknown flag --export-as: it is --export.format now"),
         ("grpo --collective-timeout 9", "unknown flag --collective-timeout: it is --engine.timeout now"),
+        ("grpo --optimizer.warmup-ratio 0.1", "unknown flag --optimizer.warmup-ratio: it is --optimizer.warmup now"),
         ("grpo --every 1", "--every is ambiguous: name one of --evaluation.every, --checkpoint.every, --export.every"),
         ("grpo --noising.each 4", "this method has none, and nft, awm, dgpo, crd, raft, sft, dpo, mapo, kto have it"),
         ("dgpo --passes.minibatches 2", "unknown flag --passes.minibatches: this method has none, and grpo"),

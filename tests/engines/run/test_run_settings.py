@@ -278,8 +278,8 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: Wo
     ("optimizer", "refused"),
     [
         (OptimizerConfig(schedule="cosine"), True),
-        (OptimizerConfig(warmup_ratio=0.5), True),
-        (OptimizerConfig(warmup_ratio=0.01), False),  # the warm-up is over in both
+        (OptimizerConfig(warmup=0.5), True),
+        (OptimizerConfig(warmup=0.01), False),  # the warm-up is over in both
     ],
 )
 def test_more_updates_never_change_a_planned_learning_rate(

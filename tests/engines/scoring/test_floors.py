@@ -55,7 +55,7 @@ def test_a_floor_is_a_name_and_a_number() -> None:
     assert parse_floors(["mine:score=-1", "b=2"], field="x") == {"mine:score": -1.0, "b": 2.0}
     with pytest.raises(ValueError, match="names 'b' twice"):
         parse_floors(["b=1", "b=2"], field="x")
-    with pytest.raises(ValueError, match=r"floor_lr or floor_max is set, and no reward has a floor"):
+    with pytest.raises(ValueError, match=r"advantage.floor_lr has no effect without advantage.floors"):
         AdvantageConfig(floor_lr=0.5)
     with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
         AdvantageConfig(floors=("a=1",), history=32)

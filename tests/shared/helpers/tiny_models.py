@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather
+from fluvial.engines.gathered import gather
 
 
 class Info(NamedTuple):

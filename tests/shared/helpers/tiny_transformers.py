@@ -8,7 +8,7 @@ from helpers.tiny_models import Info
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather
+from fluvial.engines.gathered import gather
 
 ITEMS, WIDTH = 4, 8  # items of data; channels of the latents
 

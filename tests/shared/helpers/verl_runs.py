@@ -14,8 +14,8 @@ from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.items import Pairs, RecordedSteps, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import Guided, guided_velocity

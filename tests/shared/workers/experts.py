@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import export
+from fluvial.engines.gathered import gather
 from fluvial.models.pipelines.open import open_model
 
 SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)

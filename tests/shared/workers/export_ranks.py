@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.export.model_folder import export, write_lora
+from fluvial.engines.gathered import gather
 from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
 
 

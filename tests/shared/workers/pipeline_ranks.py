@@ -17,9 +17,9 @@ from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.protocol import DiffusionModel, Schedule

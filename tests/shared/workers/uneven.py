@@ -8,8 +8,8 @@ import torch
 from helpers.handwriting_jobs import config, job
 from torch import Tensor
 
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.gathered import gather
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig

@@ -10,9 +10,6 @@ import torch
 from helpers import handwriting_jobs, tiny_pipelines
 from rich.console import Console
 
-from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.parallelize import parallelize
-from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan import fit
 from fluvial.engines.extensions.plan.fit import fit_config, plan_of
@@ -90,12 +87,12 @@ def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> No
 
 
 def test_what_has_no_closed_form_is_refused(tmp_path: Path) -> None:
-    """Without a memory nothing changes; and settings are chosen by training runs, not by an engine alone."""
+    """Without a memory nothing changes."""
     plain, config = (handwriting_jobs.config(tmp_path, **more) for more in ({}, {"engine.fit": "24GiB"}))
     assert fit_config(plain, ranks=1, device=CPU) == (plain, None)
+    with pytest.raises(UsageError, match=r"engine.fit is '24 apples', expected a number and a unit"):
+        with_values(plain, {"engine.fit": "24 apples"})
     unet = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
     for model, says in (("words", "there is no transformer 'words'"), (unet, "inputs of UNet2D")):
         with pytest.raises(UsageError, match=says):
             fit_config(replace(config, model=model), ranks=1, device=CPU)
-    with init_world() as world, pytest.raises(UsageError, match=r"engine.fit is '24GiB'.*which training runs choose"):
-        parallelize(torch.nn.Linear(2, 2), [], EngineConfig(fit="24GiB"), world)

@@ -276,7 +276,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
         "fit is '24', expected a number and a unit, e.g. 24GiB": {"fit": "24"},
         "fit is '0GiB', expected a number and a unit": {"fit": "0GiB"},
         "memory_gib has no effect with fit, which is the memory": {"fit": "24GiB", "memory_gib": 48.0},
-        "engine.fit has no effect in a plan, whose own is fit": {"engine": EngineConfig(fit="24GiB")},
         "ask one question at a time": {"fit": "24GiB", "table": True},
     }
     for says, changes in wrong.items():

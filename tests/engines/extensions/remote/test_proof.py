@@ -15,9 +15,9 @@ from helpers.marks import long
 from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.gathered import gather_weights
 from fluvial.engines.run import sampler
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer

@@ -8,8 +8,8 @@ import torch
 from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import UsageError
+from fluvial.engines.gathered import gather
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import use_adapter
 

@@ -16,9 +16,9 @@ from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
 from fluvial.engines.engine.shards import local
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor
+from fluvial.engines.gathered import gather
 
 ROOT = Path(__file__).parents[4]
 TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}

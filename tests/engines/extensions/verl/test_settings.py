@@ -14,13 +14,13 @@ from helpers.marks import long
 from torch import nn
 
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions import verl
 from fluvial.engines.extensions.verl.adapters import Targets, find_layers
 from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_unread, default_of
 from fluvial.engines.extensions.verl.settings import lr_factor, read_settings
+from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.models.lora import lora_layers
 
