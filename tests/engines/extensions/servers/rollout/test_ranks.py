@@ -75,6 +75,7 @@ def test_none_outlives_another() -> None:
             assert re.search(r"^fluvial: .*(lost another process|is gone)", other.stderr, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_a_model_whose_tokens_cannot_be_split_is_refused() -> None:
     done = launch.fluvial("serve", "handwriting", "--port", "0", ranks=2)
     assert done.returncode == 2
