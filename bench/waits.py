@@ -51,13 +51,13 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
         words = [sys.executable, "-P", "-m", "fluvial.engines", *shlex.split(config.command), "--out", str(out)]
         paths = {} if config.tree is None else {"PYTHONPATH": str(config.tree)}
         began, found = time.monotonic(), dict[str, tuple[float, float]]()
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             process = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **paths}, start_new_session=True)
         metrics = out / "metrics.jsonl"
         events: dict[str, Callable[[], bool]] = {
             "line": lambda: log.stat().st_size > 0,
             "picture": lambda: any(out.rglob("*.png")),
-            "update": lambda: metrics.exists() and '"grad_norm"' in metrics.read_text(),
+            "update": lambda: metrics.exists() and '"grad_norm"' in metrics.read_text(encoding="utf-8"),
         }
         while len(found) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:
             time.sleep(0.1)
@@ -66,7 +66,8 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         elif len(found) < len(events):
-            raise UsageError(f"fluvial {config.command} ended before its first update: {log.read_text().splitlines()[-1:]}")
+            last = log.read_text(encoding="utf-8").splitlines()[-1:]
+            raise UsageError(f"fluvial {config.command} ended before its first update: {' '.join(last)}")
         process.wait()
     return found
 
@@ -76,7 +77,7 @@ def _cpu_seconds(session: int) -> float:
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()  # from the third field on, see proc(5)
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()  # from the third field on, see proc(5)
         except OSError:  # it has ended
             continue
         ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
