@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -90,6 +90,7 @@ WORLD = {"m": st.floats(-2, 2), "c": st.floats(0.3, 2), "t": st.floats(0.05, 0.9
 
 
 @pytest.mark.parametrize("name", TABLE)
+@settings(max_examples=25)
 @given(**WORLD)
 def test_the_first_step_is_towards_the_rewarded_samples(name: str, m: float, c: float, t: float, z: float) -> None:
     """For reward x0 the expected gradient is the covariance of reward and velocity times a factor of the method alone."""
@@ -98,6 +99,7 @@ def test_the_first_step_is_towards_the_rewarded_samples(name: str, m: float, c: 
     assert got == pytest.approx(factor(t) * want, rel=1e-6, abs=1e-7)
 
 
+@settings(max_examples=25)
 @given(**WORLD)
 def test_nft_ends_at_its_theorem(m: float, c: float, t: float, z: float) -> None:
     """v* = v_old + 2 / beta E[r (u - v_old) | x_t] (arXiv 2509.16117); with r = (A / clip + 1) / 2 that is

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.engines.engine.shards import local
-from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
@@ -33,6 +32,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     checksum,
 )
 from fluvial.engines.files import weight_files
+from fluvial.engines.gathered import gather
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, linear_layers, lora_layers

@@ -70,8 +70,8 @@ def test_the_page_says_what_differs_and_how_the_runs_went(folder: Path, capsys: 
     assert charts["Reward while training"] == {"high": [(1.0, 0.5), (2.0, 1.0)], "low": [(1.0, 0.25), (2.0, 0.5)]}
     assert charts["Held-out score, heldout evaluator"] == {"high": [(2.0, 0.5)], "low": [(2.0, 0.25)]}
     assert charts["KL to the reference"] == {}
-    shown = {each.prompt: [sample is not None for sample in each.samples] for each in list_samples(runs)}
-    assert list(shown.items()) == [("a fox", [True, True]), (EVIL, [False, True])]
+    samples = {each.prompt: [sample is not None for sample in each.samples] for each in list_samples(runs)}
+    assert list(samples.items()) == [("a fox", [True, True]), (EVIL, [False, True])]
 
 
 def test_runs_are_listed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
