@@ -258,7 +258,7 @@ class AnyModular(AnyPipeline):
         plain = all(type(guider).prepare_models is BaseGuidance.prepare_models for guider in _guiders(pipe))
         if not isinstance(text, str) or not plain:
             return []
-        both = {name: 2 for name in SEVERAL if name in self._own} or {"prompt": [text, text]}
+        both: dict[str, Any] = {name: 2 for name in SEVERAL if name in self._own} or {"prompt": [text, text]}
         ends = (self.shortest, text) if self.shortest != text else ("a", f"{text} {text} {text}")
         try:
             several = enter(pipe, self._blocks, self._networks, {**self._arguments(text, steps), **both}, _seed(text))

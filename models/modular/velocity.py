@@ -132,7 +132,7 @@ class ModularVelocity:
             args, kwargs = optree.tree_unflatten(tree, several)
             output = network(*args, **kwargs)
             for pair, outputs in enumerate(made):
-                outputs.append(map_output(lambda leaf, pair=pair: leaf.chunk(len(made))[pair].contiguous(), output))
+                outputs.append(map_output(partial(_cut, count=len(made), place=pair), output))
         return made
 
     def _read_steps(self, sigma: Tensor, timestep: Tensor | None) -> Iterator[tuple[float, list[int]]]:
@@ -179,6 +179,11 @@ def _answer(networks: Mapping[str, Network], outputs: Sequence[Any]) -> dict[str
     return {part: Answered(network, answers) for part, network in networks.items()}
 
 
+def _cut(leaf: Tensor, count: int, place: int) -> Tensor:
+    """Return the rows of one sample of several."""
+    return leaf.chunk(count)[place].contiguous()
+
+
 def find_velocity(
     pipe: Any,
     blocks: Blocks,
@@ -223,10 +228,10 @@ def find_velocity(
     if free is None:
         _check_others(pipeline, run, inputs, entered, pipe)
     schedule = Schedule(streams[0].levels if one else _list_levels(streams), times)
-    variables = tuple(entered.variables)
+    known: tuple[Mapping[str, Any], ...] = tuple(entered.variables)
     if len(parts) > 1:  # the host chooses between networks by the time
-        variables = tuple({**each, "t": torch.as_tensor(each["t"]).cpu()} for each in variables)
-    every = (tuple(streams), form, variables, schedule, compute, tuple(passes), free)
+        known = tuple({**each, "t": torch.as_tensor(each["t"]).cpu()} for each in known)
+    every = (tuple(streams), form, known, schedule, compute, tuple(passes), free)
     joined = _find_joined(run, inputs, entered, others) if others else ()
     return ModularVelocity(pipeline, pipe, blocks, parts, *every, joined=joined)
 
@@ -253,6 +258,8 @@ def _find_joined(
     for own, several, kinds in zip(one, both, joined, strict=True):
         for a, b, together in zip(own, several, kinds, strict=True):
             if together and (not a.ndim or b.shape != (2 * len(a), *a.shape[1:])):
+                return ()
+            if not together and a.ndim > 1 and len(a) == 1:  # of one sample, as the image of HunyuanVideo 1.5
                 return ()
     for other in (*steps, *texts):
         for call, (own, theirs) in enumerate(zip(one, other, strict=True)):
