@@ -22,7 +22,7 @@ from fluvial.models.modular.velocity import ModularVelocity, find_velocity
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
-from fluvial.models.replay.arguments import forms
+from fluvial.models.replay.arguments import SEVERAL, forms
 from fluvial.models.replay.capture import SCALES, UNGUIDED
 from fluvial.models.replay.checks import check_images, check_initial_noise, foreign, refusal
 from fluvial.models.replay.experts import place_network
@@ -102,7 +102,8 @@ class AnyModular(AnyPipeline):
                 taken = len(entered.values)
                 raise refusal(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with quietly(), foreign(self.pipeline, "take a step"):
-                found = find_velocity(pipe, self._blocks, entered, self._networks, self.compute)
+                others = self._enter_others(steps)
+                found = find_velocity(pipe, self._blocks, entered, self._networks, self.compute, others)
             model = dataclasses.replace(found, prediction=self.prediction)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
             shapes = tuple(row.shape[1:] for row in rows)
@@ -124,7 +125,8 @@ class AnyModular(AnyPipeline):
         known = self.known
         entered = self._enter(prompt, known.asked["num_inference_steps"])
         form, rows, sizes = describe(self.pipeline, entered, known.model.streams)
-        fits = fits_within([tuple(row.shape[1:] for row in rows)], [known.rows])
+        shapes = tuple(row.shape[1:] for row in rows)
+        fits = shapes == known.rows if known.model.joined else fits_within([shapes], [known.rows])
         if not fits or not form.alike(known.model.form):
             raise refusal(
                 self.pipeline,
@@ -243,6 +245,26 @@ class AnyModular(AnyPipeline):
         """Return what enters the steps of the loop for a prompt."""
         pipe = self._load_pipeline()
         return enter(pipe, self._blocks, self._networks, self._arguments(prompt, steps), _seed(prompt))
+
+    def _enter_others(self, steps: int) -> list[Entered]:
+        """Return what enters the steps for two samples of the example, for the shortest prompt of a run and for the longest.
+
+        It is empty where the pipeline makes one sample at a time, where a guider changes the network from call to call, and
+        where a prompt has images, which may have other sizes.
+        """
+        from diffusers.guiders.guider_utils import BaseGuidance
+
+        text, pipe = self.example, self._load_pipeline()
+        plain = all(type(guider).prepare_models is BaseGuidance.prepare_models for guider in _guiders(pipe))
+        if not isinstance(text, str) or not plain:
+            return []
+        both: dict[str, Any] = {name: 2 for name in SEVERAL if name in self._own} or {"prompt": [text, text]}
+        ends = (self.shortest, text) if self.shortest != text else ("a", f"{text} {text} {text}")
+        try:
+            several = enter(pipe, self._blocks, self._networks, {**self._arguments(text, steps), **both}, _seed(text))
+            return [several, *(self._enter(prompt, steps) for prompt in ends)]
+        except ValueError:
+            return []
 
     def _load_pipeline(self) -> Any:
         """Return the pipeline with the parts that its blocks use, and stand-ins for what is trained."""

@@ -11,7 +11,7 @@ as the only one, and the blocks before and after it in the loop run once.
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import optree
@@ -24,6 +24,7 @@ from fluvial.models.replay.experts import Through
 
 PROMPT = "prompt"  # argument of the call, and output of blocks that rewrite it
 SIGMA = "sigma"  # variable of loops that add new noise at each step, see `streams`
+VALUES = (Tensor, int, float)  # inputs of a network whose values are compared
 Give = Callable[[int, Tensor], Tensor]  # what the schedulers' k-th step returns for a sample
 
 
@@ -351,7 +352,7 @@ class Watched(Network):
 
     Args:
         stand_in: network that returns outputs of the right shapes, see `replay.stand_in`.
-        inputs: list that the tensors of each call's inputs are added to.
+        inputs: list that the tensors and numbers of each call's inputs are added to.
     """
 
     def __init__(self, stand_in: Any, inputs: list[list[Tensor]]) -> None:
@@ -360,7 +361,7 @@ class Watched(Network):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = optree.tree_leaves((args, kwargs))
-        self._inputs.append([leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)])
+        self._inputs.append([torch.as_tensor(leaf).detach().clone() for leaf in leaves if isinstance(leaf, VALUES)])
         output, source = self._module(*args, **kwargs), torch.Generator().manual_seed(len(self._inputs))
 
         def noise(leaf: Any) -> Any:
@@ -368,9 +369,40 @@ class Watched(Network):
                 return leaf
             return torch.randn(leaf.shape, generator=source).to(leaf).requires_grad_()
 
-        if not hasattr(output, "to_tuple"):
-            return optree.tree_map(noise, output)
-        return type(output)(**{name: optree.tree_map(noise, value) for name, value in output.items()})
+        return map_output(noise, output)
+
+
+class Wanted(Exception):
+    """A network was called whose output is not known yet."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__()
+        self.inputs = inputs  # args and kwargs
+
+
+class Answered(Network):
+    """A network whose first outputs are given; the call after them raises `Wanted`.
+
+    Args:
+        network: the network.
+        answers: outputs of the calls of all networks of a step, in their order.
+    """
+
+    def __init__(self, network: Network, answers: Iterator[Any]) -> None:
+        super().__init__(*(vars(network)[name] for name in ("_module", "device", "dtype")))
+        vars(self).update(_answers=answers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for output in self._answers:
+            return output
+        raise Wanted((args, kwargs))
+
+
+def map_output(function: Callable[[Any], Any], output: Any) -> Any:
+    """Return the output of a network with a function of each of its leaves."""
+    if not hasattr(output, "to_tuple"):
+        return optree.tree_map(function, output)
+    return type(output)(**{name: optree.tree_map(function, value) for name, value in output.items()})
 
 
 class _Ended(Exception):

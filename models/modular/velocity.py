@@ -2,20 +2,22 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import first_row
 from fluvial.core.types import Samples
 from fluvial.models import host_values
-from fluvial.models.modular.blocks import Blocks, Entered, Network, Watched, run_step
+from fluvial.models.modular.blocks import VALUES, Answered, Blocks, Entered, Network, Wanted, Watched, map_output, run_step
 from fluvial.models.modular.conditioning import Form, Row, describe, place_samples
 from fluvial.models.modular.streams import LoopStream, find_clean_estimates, find_scheduler, find_streams, read_levels
+from fluvial.models.pipelines.wan import Experts
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.experts import place_network
@@ -27,7 +29,8 @@ LINEAR = 1e-4  # relative error of timesteps that are proportional to noise leve
 class ModularVelocity:
     """Velocity of a modular pipeline, guidance included, as `DiffusionModel.predict`.
 
-    Each sample has a pass of its own, so that its bits depend on no other sample.
+    The blocks run for each sample alone. Where the pipeline itself joins samples in every call of its network, and pads all
+    prompts to one length, so do the passes of the network; elsewhere each sample has passes of its own.
     """
 
     pipeline: str  # class of the pipeline, for messages
@@ -36,7 +39,7 @@ class ModularVelocity:
     parts: tuple[str, ...]  # that are trained
     streams: tuple[LoopStream, ...]
     form: Form
-    variables: tuple[Mapping[str, Any], ...]  # of the loop, per step
+    variables: tuple[Mapping[str, Any], ...]  # of the loop, per step; the time of several networks is on the host
     schedule: Schedule
     compute: torch.dtype
     passes: tuple[int, ...]  # of the network, per step
@@ -46,6 +49,7 @@ class ModularVelocity:
     prediction: Prediction = "velocity"
     ragged: bool = True  # as of a recorded pipeline whose samples have passes of their own
     scale: float = 1.0
+    joined: tuple[tuple[bool, ...], ...] = ()  # per call, the tensors that samples are joined in; empty: passes of their own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +68,8 @@ class ModularVelocity:
         )
         streams = tuple(LoopStream(*map(move, stream)) for stream in self.streams)
         form, variables = self.form._replace(leaves=tuple(leaves)), tuple(move(each) for each in self.variables)
+        if len(self.parts) > 1:
+            variables = tuple({**moved, "t": own["t"]} for moved, own in zip(variables, self.variables, strict=True))
         return replace(self, form=form, streams=streams, variables=variables)
 
     def predict(
@@ -83,13 +89,51 @@ class ModularVelocity:
         """
         networks = {part: Network(place_network(module, part), x.device, self.compute) for part in self.parts}
         sizes = host_values.read(cond[-1]).tolist()
-        rows = []
-        for pair, (level, found) in enumerate(self._read_steps(sigma, timestep)):
-            step, variables = self._step(found, level, x.device)
-            values = self.form.restore([row[pair] for row in cond[:-1]], sizes[pair], step)
-            values = place_samples(values, x[pair].flatten(), self.streams)
-            rows.append(self._velocity(values, variables, networks, level).to(x.dtype))
+        steps = [(*self._step(found, level, x.device), level) for level, found in self._read_steps(sigma, timestep)]
+
+        def enter(pair: int) -> dict[str, Any]:
+            values = self.form.restore([row[pair] for row in cond[:-1]], sizes[pair], steps[pair][0])
+            return place_samples(values, x[pair].flatten(), self.streams)
+
+        each: list[Mapping[str, Any]] = [networks] * len(x)
+        if self.joined and len(x) > 1:
+            made = self._pass_together(module, networks, enter, [variables for _, variables, _ in steps])
+            each = [_answer(networks, outputs) for outputs in made]
+        rows = [self._velocity(enter(pair), *step[1:], each[pair]).to(x.dtype) for pair, step in enumerate(steps)]
         return torch.stack(rows).reshape(x.shape)
+
+    def _pass_together(
+        self,
+        module: nn.Module,
+        networks: Mapping[str, Network],
+        enter: Callable[[int], dict[str, Any]],
+        variables: Sequence[Mapping[str, Any]],
+    ) -> list[list[Any]]:
+        """Return the outputs of the network by sample and call, from one pass for all samples per call.
+
+        The blocks of each sample run until they call the network for the k-th time, given its k - 1 outputs before.
+        """
+        made: list[list[Any]] = [[] for _ in variables]
+        first = next(iter(networks.values()))
+        network: Any = module if isinstance(module, Experts) else first
+        for joined in self.joined:
+            given = list[list[Any]]()
+            for pair, outputs in enumerate(made):
+                try:
+                    run_step(self.pipe, self.blocks, enter(pair), variables[pair], _answer(networks, outputs))
+                except Wanted as wanted:
+                    leaves, tree = optree.tree_flatten(wanted.inputs)
+                    given.append(leaves)
+            several, kinds = list[Any](), iter(joined)
+            for leaf, *others in zip(*given, strict=True):
+                together = isinstance(leaf, VALUES) and next(kinds)
+                own = host_values.join(leaf, *others) if together else leaf
+                several.append(host_values.to_device(own, first.device) if together and network is module else own)
+            args, kwargs = optree.tree_unflatten(tree, several)
+            output = network(*args, **kwargs)
+            for pair, outputs in enumerate(made):
+                outputs.append(map_output(partial(_cut, count=len(made), place=pair), output))
+        return made
 
     def _read_steps(self, sigma: Tensor, timestep: Tensor | None) -> Iterator[tuple[float, list[int]]]:
         """Yield the level of each pair, and the steps at that level; known timesteps spare a wait for the device."""
@@ -115,7 +159,7 @@ class ModularVelocity:
         return 0, {**self.variables[0], "t": torch.tensor(self.time * level, dtype=like.dtype, device=like.device)}
 
     def _velocity(
-        self, values: dict[str, Any], variables: Mapping[str, Any], networks: Mapping[str, Any], level: float
+        self, values: dict[str, Any], variables: Mapping[str, Any], level: float, networks: Mapping[str, Any]
     ) -> Tensor:
         """Return the velocity `[n]` at values that hold a sample of a noise level."""
         if not self.streams[0].scheduler:
@@ -129,8 +173,24 @@ class ModularVelocity:
         return torch.cat([stream.sign * stream.take(each.output) for stream, each in zip(self.streams, asked, strict=True)])
 
 
+def _answer(networks: Mapping[str, Network], outputs: Sequence[Any]) -> dict[str, Any]:
+    """Return networks that answer the calls of a step in their order, whichever of them is called."""
+    answers = iter(outputs)
+    return {part: Answered(network, answers) for part, network in networks.items()}
+
+
+def _cut(leaf: Tensor, count: int, place: int) -> Tensor:
+    """Return the rows of one sample of several."""
+    return leaf.chunk(count)[place].contiguous()
+
+
 def find_velocity(
-    pipe: Any, blocks: Blocks, entered: Entered, parts: tuple[str, ...], compute: torch.dtype
+    pipe: Any,
+    blocks: Blocks,
+    entered: Entered,
+    parts: tuple[str, ...],
+    compute: torch.dtype,
+    others: Sequence[Entered] = (),
 ) -> ModularVelocity:
     """Return the velocity of a pipeline, found by probes with noise in place of its trained network.
 
@@ -140,6 +200,7 @@ def find_velocity(
         entered: what enters the steps for a prompt.
         parts: names of the parts that are trained.
         compute: dtype that the network computes in.
+        others: what enters them for two samples, the shortest prompt and the longest; empty if there is no such call.
 
     Raises:
         ReplayError: there is none, or it depends on more than the network, the sample and the conditioning.
@@ -167,8 +228,45 @@ def find_velocity(
     if free is None:
         _check_others(pipeline, run, inputs, entered, pipe)
     schedule = Schedule(streams[0].levels if one else _list_levels(streams), times)
-    every = (tuple(streams), form, tuple(entered.variables), schedule, compute, tuple(passes), free)
-    return ModularVelocity(pipeline, pipe, blocks, parts, *every)
+    known: tuple[Mapping[str, Any], ...] = tuple(entered.variables)
+    if len(parts) > 1:  # the host chooses between networks by the time
+        known = tuple({**each, "t": torch.as_tensor(each["t"]).cpu()} for each in known)
+    every = (tuple(streams), form, known, schedule, compute, tuple(passes), free)
+    joined = _find_joined(run, inputs, entered, others) if others else ()
+    return ModularVelocity(pipeline, pipe, blocks, parts, *every, joined=joined)
+
+
+def _find_joined(
+    run: Any, inputs: list[list[Tensor]], entered: Entered, others: Sequence[Entered]
+) -> tuple[tuple[bool, ...], ...]:
+    """Return the tensors that the pipeline's own call joins samples in, per call; empty where passes cannot be shared.
+
+    Every other tensor must be the same for all prompts and steps, and all prompts must have tensors of the same sizes.
+    """
+
+    def look(values: Mapping[str, Any], variables: Mapping[str, Any]) -> list[list[Tensor]]:
+        run(values, variables)
+        return [*inputs]
+
+    one, (two, *prompts) = look(entered.values[0], entered.variables[0]), others
+    both = look(two.values[0], two.variables[0])
+    steps = [look(*each) for each in zip(entered.values, entered.variables, strict=True)]
+    texts = [look(other.values[0], other.variables[0]) for other in prompts]
+    if [*map(len, one)] != [*map(len, both)]:
+        return ()
+    joined = tuple(tuple(a.shape != b.shape for a, b in zip(*pair, strict=True)) for pair in zip(one, both, strict=True))
+    for own, several, kinds in zip(one, both, joined, strict=True):
+        for a, b, together in zip(own, several, kinds, strict=True):
+            if together and (not a.ndim or b.shape != (2 * len(a), *a.shape[1:])):
+                return ()
+            if not together and a.ndim > 1 and len(a) == 1:  # of one sample, as the image of HunyuanVideo 1.5
+                return ()
+    for other in (*steps, *texts):
+        for call, (own, theirs) in enumerate(zip(one, other, strict=True)):
+            for a, b, together in zip(own, theirs, joined[call], strict=True):
+                if a.shape != b.shape or not (together or torch.equal(a, b)):
+                    return ()
+    return joined if all(map(any, joined)) else ()
 
 
 def _list_levels(streams: Sequence[LoopStream]) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fluvial.models import host_values
 from fluvial.models.pipelines.wan import EXPERTS, Experts
 from fluvial.models.replay.checks import refusal
 
@@ -30,10 +31,11 @@ class Through(nn.Module):
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
         """Return what the network returns; ReplayError if the timesteps are the other one's."""
-        if bool((timestep < self.experts.boundary).any()) != (self.part == EXPERTS[1]):
+        if bool((host_values.read(timestep) < self.experts.boundary).any()) != (self.part == EXPERTS[1]):
             raise refusal(
                 "the pipeline", f"its {self.part} is called on the other side of the boundary between its networks"
             )
+        timestep = host_values.to_device(timestep, hidden_states.device)
         output: tuple[Tensor] = self.experts(hidden_states=hidden_states, timestep=timestep, **given)
         return output
 

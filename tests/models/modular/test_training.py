@@ -47,3 +47,21 @@ def test_a_modular_pipeline_is_trained_on_policy(name: str, method: str, further
     assert all(record["grad_norm"] > 0 for record in updates)
     assert method not in ("grpo", "guard") or updates[0]["first_pass_max_abs_log_ratio"] == 0
     assert len([*(tmp_path / "run").glob("lora/*.safetensors" if "full" not in further else "weights/*.safetensors")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "says"),
+    [long("LTX", 9, "diffusers does not split all that attention is given"), long("Helios", 5, "layer by layer")],
+)
+def test_networks_whose_tokens_cannot_be_split_are_refused(name: str, frames: int, says: str, tmp_path: Path) -> None:
+    """Of LTX, whose masks have a row per head, and of Helios, whose layers are split one by one: in one line."""
+    model, prompts = tiny_modular.folder_of(name, tmp_path / "model"), tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(tiny_modular.TEXTS))
+    size = f"--pipeline.height 32 --pipeline.width 32 --pipeline.frames {frames} --engine.context_parallel 2"
+    call = "--pipeline.call num_latent_frames_per_chunk=3" if name == "Helios" else ""
+    args = ["train", "grpo", "--model", str(model), "--prompts", str(prompts), "--out", str(tmp_path / "run")]
+    said = launch.fluvial(*args, *SHORT.split(), *size.split(), *call.split(), ranks=2)
+    (line,) = {line for line in said.stderr.splitlines() if "engine.context_parallel is 2" in line}
+    assert said.returncode == 2, said.stderr
+    assert says in line
+    assert "Traceback" not in said.stderr

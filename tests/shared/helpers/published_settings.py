@@ -122,6 +122,17 @@ READ_LATER: dict[str, dict[str, Any]] = {
         "seed": 1234,
     },
     **{f"verl_omni/minimax-h3/{task}": MINIMAX_H3 | more for task, more in H3_TASKS.items()},
+    # UniRL's configurations of MiniMax-H3 (at 04f45774 and 02f9a4bd).
+    "unirl/minimax-h3/t2va-flowgrpo": {
+        **{"resolution_height": 768, "resolution_width": 768, "num_frames": 124, "train_sampling_steps": 10, "seed": 42},
+        **{"sampler": "cps", "noise_level": 0.7, "samples_per_prompt": 4, "prompts_per_rollout": 8, "adam_eps": 1e-12},
+        **{"ratio_clip_low": 5e-3, "ratio_clip_high": 5e-3, "learning_rate": 3e-4, "lora_rank": 32, "lora_alpha": 64},
+    },
+    "unirl/minimax-h3/t2va-nft": {
+        **{"resolution_height": 256, "resolution_width": 384, "num_frames": 124, "train_sampling_steps": 10, "seed": 42},
+        **{"samples_per_prompt": 16, "prompts_per_rollout": 8, "adam_eps": 1e-8, "weight_decay": 1e-4},
+        **{"loss_extra.beta": 0.1, "learning_rate": 3e-4, "lora_rank": 64, "lora_alpha": 128},
+    },
     "miles_diffusion/minimax-h3/t2va-pickscore": {
         **{"resolution_height": 768, "resolution_width": 1344, "num_frames": 107, "train_sampling_steps": 10},
         **{"train_guidance_scale": 1.0, "learning_rate": 1e-4, "weight_decay": 1e-4, "adam_eps": 1e-15},

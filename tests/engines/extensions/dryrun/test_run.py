@@ -99,7 +99,9 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
-@pytest.mark.parametrize(("name", "ranks"), [("sana", 8), long("aura-flow", 1), ("Flux3", 8), long("MiniMaxH3", 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("sana", 8), long("aura-flow", 1), ("Flux3", 8), long("MiniMaxH3", 1), ("Wan22", 2)]
+)
 def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path) -> None:
     """Recorded and modular ones are read on the host, with values; what their network is given is on the device.
 
