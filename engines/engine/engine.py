@@ -34,7 +34,7 @@ from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
 # Of the loss with compute="float16", as torch.amp.GradScaler's: the first scale, and the steps after which it doubles.
-SCALE, STEPS = 2.0**16, 2000
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 # loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
 
@@ -110,10 +110,11 @@ class Engine:
         self.sharded = module
         self.world, self.sharding = self.sharded.world, self.sharded.config
         self.module, self.compiles = self.sharded.module, self.sharding.compiles(self.world.device)
-        named, chosen = dict(self.module.named_parameters()), parameters
-        if chosen is not None and not {*chosen} <= {*named}:
-            raise ValueError(f"Engine: the module has no parameter {min({*chosen} - {*named})}")
-        self.trainable = {name: p for name, p in named.items() if p.requires_grad and (chosen is None or name in chosen)}
+        named = dict(self.module.named_parameters())
+        if parameters is not None and not {*parameters} <= {*named}:
+            raise ValueError(f"Engine: the module has no parameter {min({*parameters} - {*named})}")
+        trains = named if parameters is None else parameters
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad and name in trains}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
@@ -127,7 +128,7 @@ class Engine:
         self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self._scales = self.sharding.compute_dtype(self.world.device) == torch.float16
-        self.scale, self.steady = SCALE if self._scales else 1.0, 0  # of the loss; steps since it changed
+        self.scale, self.steady = INITIAL_SCALE if self._scales else 1.0, 0  # of the loss; steps since it changed
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
         self._warned = False  # of an eps above the gradients
@@ -148,16 +149,16 @@ class Engine:
     ) -> UpdateInfo:
         """Take one optimizer step on sum(weight * loss_fn(items)) / count, where the sum is over the items of all ranks.
 
-        The result does not depend on how items are split into micro-batches or over ranks. The micro-batch decides the
-        memory.
+        Gradients are summed over ranks, not averaged, so the result does not depend on how items are split into
+        micro-batches or over ranks. The micro-batch decides the memory.
 
         Args:
             items: pytree of tensors `[P, ...]`, this rank's part of the items. P >= 1 may differ between ranks.
             loss_fn: function of a micro-batch of items, see `LossFn`.
             weight: weight of each item in the loss, `[P]`; by default 1.
             count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
-            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Of
-                several numbers, falling, each is used as often as it is filled, and the last one for what is left.
+            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Several
+                numbers are in descending order: each is used as often as it fits, and the last one for what remains.
             pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
                 weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
                 the ranks finds it.
@@ -296,7 +297,7 @@ class Engine:
             set_lr(self.optimizer, lr)
             self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
             self.skipped_in_a_row = 0
-            self._follow()
+            self._update_average()
         self.optimizer.zero_grad()
         self._adapt_scale(overflows=skip)
         self.updates += 1
@@ -309,23 +310,25 @@ class Engine:
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
 
     def _adapt_scale(self, *, overflows: bool) -> None:
-        """Halve the loss scale, to 1 at least, after an overflow; double it after `STEPS` steps without one."""
+        """Halve the loss scale, to 1 at least, after an overflow; double it after `GROWTH_INTERVAL` steps without one."""
         self.steady = 0 if overflows else self.steady + 1
         if self._scales and overflows:
             self.scale = max(self.scale / 2, 1.0)
             if self.world.is_main:
                 said = f"update {self.updates + 1}: the gradient overflowed, so its step is skipped; the loss scale is"
                 warnings.warn(f"{said} {self.scale:g} now", stacklevel=4)
-        elif self._scales and self.steady == STEPS:
+        elif self._scales and self.steady == GROWTH_INTERVAL:
             self.scale, self.steady = 2 * self.scale, 0
 
-    def _follow(self) -> None:
+    def _update_average(self) -> None:
         """Update the moving average after a step, if there is one."""
         if self.average and (self.updates + 1) % self.config.ema_interval == 0:
             decay = self.config.ema_decay
             decay = ema.warm_up_decay(decay, self.updates) if self.config.ema_warmup else decay
             with torch.no_grad():
-                self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
+                self.average = ema.update(
+                    self.average, self._local(torch.float32), decay**self.config.ema_repeats
+                )  # as so many updates
 
     def _check_row(self) -> None:
         """Raise UsageError if the optimizer cannot take its steps as configured."""

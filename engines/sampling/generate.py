@@ -1,7 +1,7 @@
 """Generation of samples: in chunks of one size, spread over the ranks.
 
-The noise of a sample depends on its id alone, and every chunk has the same size. So the bits of a sample depend neither on
-the number of ranks nor on the rank that makes it.
+The noise of a sample depends on the key and its id (or the one that it shares) alone, and every chunk has the same size. So
+the bits of a sample depend neither on the number of ranks nor on the rank that makes it.
 """
 
 from collections import deque
@@ -220,7 +220,7 @@ class Sampling:
             raise UsageError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
 
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> Cond:
-        """Return the conditioning of a chunk, laid out as in an update, which gathers it by row: so bits are the same."""
+        """Return the conditioning of a chunk, laid out as the rows that an update gathers, so that both round alike."""
         return fresh_copy(self.guidance.encode(model, prompts, self.text_tokens), self.schedule.timesteps.device)
 
 
@@ -228,7 +228,7 @@ class Requests(NamedTuple):
     """The samples to make, on one rank, in whole chunks."""
 
     prompts: Sequence[Prompt]
-    ids: Sequence[int]  # the noise of a sample depends on its id and nothing else
+    ids: Sequence[int]  # the noise of a sample depends on the key and its id alone
     key: Key
     initial_ids: Sequence[int] | None = None  # ids of the initial noise; samples that share one start from the same noise
 
@@ -303,13 +303,13 @@ def generate(
                 x = torch.stack([prefix_ends[group] for group in requests.initial_ids[part]])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
             velocity = prediction_of(model, module, cond, sampling, exact=window)
-            steps = fold_in(keys, Stream.STEPS)
+            step_keys = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
                 trajectory, tail_estimate = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
             else:
-                solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
+                solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=step_keys)
                 trajectory, tail_estimate = wrap_samples(solver(velocity, x, sampling.schedule)), None
-            if tail_estimate is not None:  # the tail is left
+            if tail_estimate is not None:  # steps after the window remain
                 tail = sampling.after
                 rest = after_schedule(sampling.schedule, tail_estimate.step + 1, tail.fraction, tail.least)
                 velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
@@ -440,7 +440,7 @@ def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, 
     transition, record = deterministic, Record(steps=())
     if stochastic is not None:
         transition = stochastic.transition
-        recorded = None if len(window) and stochastic.record else ()
+        recorded = None if len(window) and stochastic.record else ()  # None: every step of the window that has a density
         record = Record(recorded, stochastic.form, stochastic.reduction, velocity=stochastic.keep_velocity)
     make = partial(plan, sampling.schedule.levels, transition, deterministic=deterministic)
     return make(batch=len(x), window=window, record=record, steps=steps, device=x.device)
@@ -457,12 +457,12 @@ def _unroll(
 ) -> tuple[Trajectory, Estimate | None]:
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
     end = len(sampling.schedule.timesteps)
-    last = end if sampling.after == Tail() else max(window) + 1
-    if last != end and sampling.schedule.levels.ndim == 2:
+    stop = end if sampling.after == Tail() else max(window) + 1
+    if stop != end and sampling.schedule.levels.ndim == 2:
         hint = "the pieces of a sample have noise levels of their own"
         raise UsageError("sampling.window.tail", sampling.after.solver, "a tail as all other steps", hint)
     first = 0 if sampling.prefix is None else sampling.prefix.steps
-    table = _plan(x, sampling, prediction, window, range(first, last))
+    step_plan = _plan(x, sampling, prediction, window, range(first, stop))
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
     latest, noise = deque[Step](maxlen=1), None if sampling.stochastic is None else sampling.stochastic.noise
 
@@ -476,11 +476,11 @@ def _unroll(
         """
         x_now = x
         own_noise = NoiseIds(list(ids), list(ids))
-        for taken, part in groupby(table.steps, key=lambda step: own_noise if noise is None else noise(ids, step)):
+        for taken, part in groupby(step_plan.steps, key=lambda step: own_noise if noise is None else noise(ids, step)):
             steps = [*part]
             is_candidate = taken.recorded != taken.leading
             for group in [[step] for step in steps] if is_candidate else [steps]:
-                some_steps = table._replace(steps=range(group[0], group[-1] + 1))
+                some_steps = step_plan._replace(steps=range(group[0], group[-1] + 1))
                 # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
                 kernel = None if is_candidate else draw
                 for step in unroll(velocity, x_now, some_steps, keys_of(taken.recorded), draw=kernel):
@@ -488,7 +488,7 @@ def _unroll(
                     x_now = step.x_next
                 if is_candidate:
                     z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
-                    x_now = gaussian.sample(table.transition(step.t), step.x, step.v, z)
+                    x_now = gaussian.sample(step_plan.transition(step.t), step.x, step.v, z)
 
     def take_steps() -> Iterator[Step]:
         for step in take_parts():
@@ -497,9 +497,9 @@ def _unroll(
                 sampling.observe(step)
             yield step
 
-    trajectory = stack(table, take_steps(), x)
-    host_values.remember(trajectory.steps, torch.tensor(table.recorded, dtype=torch.int64).expand(len(x), -1))
-    if last == end:
+    trajectory = stack(step_plan, take_steps(), x)
+    host_values.remember(trajectory.steps, torch.tensor(step_plan.recorded, dtype=torch.int64).expand(len(x), -1))
+    if stop == end:
         return trajectory, None
-    step, level = latest[0], float(sampling.schedule.levels[last - 1])
+    step, level = latest[0], float(sampling.schedule.levels[stop - 1])
     return trajectory, Estimate(step.t, level, step.x - level * step.v)

@@ -59,7 +59,7 @@ def test_small_gradients_are_kept_in_float16(one: World) -> None:
 
 def test_the_scale_follows_torchs(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through overflows and growth; an overflow leaves weights and moments alone, is said, and a resumed engine goes on."""
-    monkeypatch.setattr(engines, "STEPS", 3)
+    monkeypatch.setattr(engines, "GROWTH_INTERVAL", 3)
     engine, theirs = build(one), torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], 0.0)
