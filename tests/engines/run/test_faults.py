@@ -397,7 +397,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
 
 def test_an_error_within_an_optimizer_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is of no update then."""
-    monkeypatch.setattr(Engine, "_follow", lambda engine: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(Engine, "_update_average", lambda engine: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(RunError, match="out of memory in the phase update"):
         train(config(tmp_path / "run"))
     assert checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints") == []
