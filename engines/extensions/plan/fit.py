@@ -109,7 +109,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
         )
-    engine = {**asdict(found.engine), "compute": config.engine.compute, "micro_batch": micro_batch}
+    engine = {**asdict(found.engine), "fit": None, "compute": config.engine.compute, "micro_batch": micro_batch}
     if found.micro_batch != asked.micro_batch:
         engine["update_micro_batch"] = "rollout"
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
