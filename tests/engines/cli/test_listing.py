@@ -66,6 +66,7 @@ def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
 ) -> None:
     """With every part that it needs, and the command that trains it, which is run for those of text alone."""
     monkeypatch.chdir(tmp_path)
+    Path("classes.txt").write_text("1\nan owl\n")
     said, command = fluvial("models", "--tiny", name, "--out", "tiny").splitlines()
     assert (name in built_in()) == has_adapter(tmp_path / "tiny")
     assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
