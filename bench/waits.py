@@ -1,4 +1,4 @@
-"""Seconds until a training command's first line, picture and update, and the CPU seconds of its processes until then."""
+"""The time to a training command's first line, image and update: seconds, and CPU seconds of its processes."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from fluvial.engines.errors import UsageError
 
 @dataclass(frozen=True)
 class WaitsConfig:
-    """Seconds until the first line, picture and update of a training command.
+    """Measure the time to the first line, image and update of a training command.
 
     Args:
         command: What follows `fluvial`, without the folder of the run.
@@ -56,7 +56,7 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
         metrics = out / "metrics.jsonl"
         events: dict[str, Callable[[], bool]] = {
             "line": lambda: log.stat().st_size > 0,
-            "picture": lambda: any(out.rglob("*.png")),
+            "image": lambda: any(out.rglob("*.png")),
             "update": lambda: metrics.exists() and '"grad_norm"' in metrics.read_text(encoding="utf-8"),
         }
         while len(found) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:

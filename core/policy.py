@@ -24,7 +24,7 @@ class PolicyInfo(NamedTuple):
     """Diagnostics of a surrogate, one number per pair, without gradient."""
 
     ratio: Tensor  # rho, as the loss takes it
-    log_ratio: Tensor  # log_prob - log_prob_old, of which kl_old is too where rho is another function of it (GRPO-Guard)
+    log_ratio: Tensor  # log_prob - log_prob_old; GRPO-Guard corrects it in rho, but not in kl_old
     clipped: Tensor  # 1 where the clip (or the KL threshold) sets the gradient to 0, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, the k3 estimate of KL(old || current)
     kl_ref: Tensor  # KL to the reference policy's step if the loss has that term, else 0

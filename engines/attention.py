@@ -107,7 +107,7 @@ class _SavedOnce:
 
 
 def _unpack_once() -> None:
-    """Let diffusers' ring attention, which unpacks its saved tensors at each step of the ring, do so once per pass."""
+    """Let diffusers' ring attention unpack its saved tensors once per backward pass, not at each step of the ring."""
     from diffusers.models.attention_dispatch import TemplatedRingAttention
 
     backward = TemplatedRingAttention.backward
@@ -148,7 +148,9 @@ def _with_whole_tokens(
         words = f"{error}\n".splitlines()[0]
         if ring > 1 and re.search("flash.?attention|attn_mask", str(error), re.IGNORECASE):  # without masks, or a kernel
             raise UsageError("engine.ring", ring, "1", f"the attention cannot be computed: {words}") from error
-        if not any(word in str(error) for word in SHAPES):  # such as of a mask per head, of which each rank has some alone
+        if not any(
+            word in str(error) for word in SHAPES
+        ):  # such as those of a mask per head, since a rank has some heads alone
             raise
         hint = f"diffusers does not split all that attention is given ({words}); set it to 1"
         raise UsageError("engine.context_parallel", degree, hint=hint) from error

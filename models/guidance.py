@@ -112,7 +112,7 @@ class KeptDifference:
     Source: the CFG cache of FasterCache (arXiv 2410.19355), here without its weights of frequencies.
 
     Args:
-        every: Number of steps of which the first computes both halves.
+        every: Length of a cycle of steps; its first step computes both halves.
     """
 
     def __init__(self, every: int) -> None:
@@ -120,7 +120,7 @@ class KeptDifference:
         self._difference: Tensor | None = None
 
     def is_near(self, *, exact: bool) -> bool:
-        """Count a step, and return whether it takes over the difference of an earlier one."""
+        """Count a step, and return whether it can reuse the difference of an earlier one."""
         self._age += 1
         return self._difference is not None and not exact and self._age < self._every
 
@@ -130,7 +130,7 @@ class KeptDifference:
         self._difference, self._age = v - v_uncond, 0
         return v, v_uncond
 
-    def take_over(
+    def reuse(
         self, model: DiffusionModel, module: nn.Module, x: Samples, level: PerSample, cond: Guided, **options: Any
     ) -> tuple[Samples, Samples]:
         """Return what `guidance_halves` would, with the unconditional half from the difference."""

@@ -1,4 +1,4 @@
-"""What deterministic steps take over from earlier ones: blocks of a pass, or the unconditional half of guidance.
+"""Caches between deterministic steps: of the later blocks of a pass, or of the unconditional half of guidance.
 
 With k the last step that was computed whole, h_i the output of the first block at step i and y_i that of the last one, v_i
 the prediction and u_i the unconditional one:
@@ -55,7 +55,7 @@ class GuidanceCache:
     With classifier-free guidance of scale g a prediction is off by (g - 1) times what the difference has changed by.
 
     Args:
-        every: Number of steps of which the first computes both halves; a step that is trained on always does.
+        every: Length of a cycle of steps; its first step computes both halves, as each step that is trained on does.
     """
 
     kind: ClassVar[str] = "guidance"

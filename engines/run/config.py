@@ -124,7 +124,7 @@ class TrainConfig:
         """Yield the settings that have no value but their default beside the others, by their dotted names as flags."""
         yield from list_unused(self)
         yield from (name for name, _ in self.unused_by_built_in())
-        yield from ("rollout.autocast",) if self.takes_ratios and not self.is_corrected else ()
+        yield from ("rollout.autocast",) if self.compares_exactly else ()
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a field has no effect, its name, and why."""
@@ -166,13 +166,13 @@ class TrainConfig:
             yield UsageError("updates", self.updates, expected)
         if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
-        if self.takes_ratios and rollout.autocast and not self.is_corrected:
+        if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
-        if self.takes_ratios and rollout.reuse == "merged" and self.engine.compute != "float32" and not self.is_corrected:
+        if self.compares_exactly and rollout.reuse == "merged" and self.engine.compute != "float32":
             hint = "merged weights are rounded in half precision, and ratios need a correction"
             yield UsageError("rollout.reuse", "merged", "exact, or `correction` truncate", hint)
-        if rollout.ahead and self.takes_ratios and not self.is_corrected:
+        if self.compares_exactly and rollout.ahead:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
                 yield UsageError("rollout.ahead", rollout.ahead, "0", f"{name} has no correction of its ratios")
@@ -318,14 +318,11 @@ class TrainConfig:
         return {name: scale for name, scale in scales.items() if scale is not None}
 
     @property
-    def takes_ratios(self) -> bool:
-        """Whether the method compares log-probabilities of recorded steps."""
-        return self.method.needs.ratio and self.method.recorded is not None
-
-    @property
-    def is_corrected(self) -> bool:
-        """Whether the ratios of a rollout that another program made are corrected."""
-        return self.method.correction is not None and self.method.correction.kind != "none"
+    def compares_exactly(self) -> bool:
+        """Whether the method compares log-probs of rollout and update without a correction, so that both must agree."""
+        method = self.method
+        corrects = method.correction is not None and method.correction.kind != "none"
+        return method.needs.ratio and method.recorded is not None and not corrects
 
     @property
     def networks(self) -> Networks:

@@ -47,7 +47,7 @@ def keep_prompt(prompt: Prompt) -> Prompt:
 
 
 class Run(Rollouts):
-    """What a method sees of a run: batches, items, networks and updates. Methods are collective: all ranks call them.
+    """The part of a run that a method uses: batches, items, networks, updates. Methods are collective: all ranks call them.
 
     `clock` is the number of updates so far, such as for a coefficient that falls.
     """

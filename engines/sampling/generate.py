@@ -416,17 +416,17 @@ def prediction_of(
         if on_host is not None:
             host_values.remember(timestep, on_host[step].expand(len(x)))
         is_exact = step in exact_steps
-        takes_over = kept is not None and kept.is_near(exact=is_exact)
+        reuses = kept is not None and kept.is_near(exact=is_exact)
         # Entering autocast costs as much as several operations, also where it switches nothing.
         device_type = timesteps.device.type
         switched = autocast or torch.is_autocast_enabled(device_type)
         with (
             torch.autocast(device_type, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
             nullcontext() if adapters is None else adapters.prediction(),
-            nullcontext() if prompt_layers is None else prompt_layers[takes_over].prediction(),
+            nullcontext() if prompt_layers is None else prompt_layers[reuses].prediction(),
             nullcontext() if blocks is None else blocks.prediction(exact=is_exact),
         ):
-            halves = guidance_halves if kept is None else kept.take_over if takes_over else kept.compute
+            halves = guidance_halves if kept is None else kept.reuse if reuses else kept.compute
             options: Any = {"timestep": timestep, "forwards": guidance.forwards, "both": joined}
             v = guided_velocity(model, module, x, level, cond, halves=halves, **options)
         return v.float() if autocast else v

@@ -77,11 +77,11 @@ def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_run_is_watched_until_its_first_update(capsys: pytest.CaptureFixture[str]) -> None:
-    """Line, picture and update are each seen, in this order; a run that ends before them ends in one line."""
+    """Line, image and update are each seen, in this order; a run that ends before them ends in one line."""
     small = "--final-samples 4 --micro-batch 4 --sampling.prompts 1 --sampling.group 4"
     waits.run(waits.WaitsConfig(command=f"train ddpo {small}", runs=1))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[1] for row in rows[:-1]] == ["line", "picture", "update"]
+    assert [row[1] for row in rows[:-1]] == ["line", "image", "update"]
     cpu = [float(row[row.index("s,") + 1]) for row in rows[:-1]]
     assert cpu == sorted(cpu)
     assert cpu[0] < cpu[-1]

@@ -40,7 +40,7 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     """Return the operations of a run, whose network is that of a model of the catalogue or of a folder.
 
     With f those of a forward pass of a sample, b those of one with its backward pass, both halves of guidance included, and
-    N other networks, of which L learn:
+    N other networks, L of them trained:
 
         rollouts = samples * steps * f    updates = pairs * (b + N f + L b)
 
