@@ -105,7 +105,7 @@ class Noised(NamedTuple):
     cond: Cond
 
 
-class ErrorInfo(NamedTuple):
+class PretrainInfo(NamedTuple):
     """Diagnostics per image."""
 
     error: Tensor
@@ -135,10 +135,10 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         module = model.build()
         engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
 
-        def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
+        def loss(batch: Noised) -> tuple[Tensor, PretrainInfo]:
             x, target = add_noise(batch.x0, batch.noise, batch.level, prediction=model.prediction)
             error = velocity_error(model.predict(module, x, batch.level, batch.cond), target)
-            return error, ErrorInfo(error)
+            return error, PretrainInfo(error)
 
         with RunProgress(console, total=config.updates, every=50) as progress:
             progress.begin(0)

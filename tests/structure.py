@@ -40,10 +40,10 @@ BOUNDS = {
     "functions of an update": 377,
     "flags of train grpo": 110,
     "functions that take the configuration": 103,
-    "names of several classes": 13,
+    "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2400,
-    "lines of the product": 76623,
+    "lines of the product": 76632,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

@@ -60,7 +60,7 @@ def every_flag() -> set[str]:
         PlanConfig(),
         AheadConfig(),
     ]
-    configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig()]
+    configs += [export.ExportOptions(), evaluation.EvalConfig(), sample.SampleConfig()]
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from fluvial.bench import harness
-from fluvial.bench.peers.flow_factory import FlowFactory
-from fluvial.bench.peers.flow_grpo import FlowGrpo, halves
+from fluvial.bench.peers.flow_factory import FlowFactoryPeer
+from fluvial.bench.peers.flow_grpo import FlowGrpoPeer, halves
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.unirl import UniRL
+from fluvial.bench.peers.unirl import UniRLPeer
 from fluvial.bench.peers.verl_omni import VerlOmni
 from fluvial.bench.peers.work import CPU, Halves, Work
 from fluvial.bench.update.cases import SIZES
@@ -42,9 +42,9 @@ class Project(NamedTuple):
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpo, halves, ranks=True, accelerators=True),
-    "flow_factory": Project("Flow-Factory", FlowFactory, ranks=True),
-    "unirl": Project("UniRL", UniRL),
+    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True),
+    "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True),
+    "unirl": Project("UniRL", UniRLPeer),
     "verl_omni": Project("verl-omni", VerlOmni, samples=False, micro_batches=False),
     "verl_omni_default": Project(
         "verl-omni", partial(VerlOmni, recomputes=True), samples=False, micro_batches=False, recomputes=True

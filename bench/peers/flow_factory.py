@@ -23,7 +23,7 @@ from fluvial.models.pixel_model import SHIFT
 UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
 
 
-class FlowFactory(Peer):
+class FlowFactoryPeer(Peer):
     """Flow-Factory's code on the work.
 
     Args:

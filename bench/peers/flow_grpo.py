@@ -28,7 +28,7 @@ def halves(folder: Path) -> Halves:
     return "conditional" if detached else "both"
 
 
-class FlowGrpo(Peer):
+class FlowGrpoPeer(Peer):
     """Flow-GRPO's code on the work.
 
     Args:

@@ -21,7 +21,7 @@ from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
 
 
-class UniRL(Peer):
+class UniRLPeer(Peer):
     """UniRL's code on the work.
 
     Args:

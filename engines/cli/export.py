@@ -12,7 +12,7 @@ from fluvial.engines.errors import UsageError
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportOptions:
     """Export a checkpoint of a run, with a model card, while training goes on or afterwards.
 
     Args:
@@ -35,11 +35,11 @@ class ExportConfig:
 def run(args: list[str]) -> None:
     """Write an export, and print where it is."""
     if asks(args):
-        parse_config(ExportConfig(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
+        parse_config(ExportOptions(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"
         raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
-    config = parse_config(ExportConfig(), f"fluvial export {args[0]}", args[1:], brief=EXPORT)
+    config = parse_config(ExportOptions(), f"fluvial export {args[0]}", args[1:], brief=EXPORT)
     from fluvial.engines.engine.world import init_world
     from fluvial.engines.run.exports import export_run
 

@@ -38,7 +38,7 @@ from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, e
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.rollouts import Memory
 from fluvial.engines.run.run import Run
-from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.run.sampler import RolloutSampler
 from fluvial.engines.run.saving import read_micro_batch, runs_on
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
@@ -197,7 +197,7 @@ def _built(
         latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
         # A server sends the final latents only to those who need them; in process they cost nothing.
         alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
-        sampler = Sampler(
+        sampler = RolloutSampler(
             config,
             job,
             engine,

@@ -20,7 +20,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.networks import BuiltNetworks
-from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.run.sampler import RolloutSampler
 from fluvial.engines.sampling.generate import SampleBatch, Sampling, finish
 from fluvial.engines.sampling.groups import AllGroups
 from fluvial.engines.sampling.items import Share
@@ -67,7 +67,7 @@ class Rollouts:
         config: TrainConfig,
         job: Job,
         networks: BuiltNetworks,
-        sampler: Sampler,
+        sampler: RolloutSampler,
         rewards: Mapping[str, tuple[Reward, float]],
         runners: RewardRunners,
         memory: Memory,

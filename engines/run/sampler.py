@@ -49,7 +49,7 @@ FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
 
 
-class Sampler:
+class RolloutSampler:
     """Chooses the prompts of each batch, and asks for this rank's samples.
 
     Args:

@@ -256,7 +256,7 @@ def _exp_minus_one_minus(x):
     return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1 - x)
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """The tensors of a step; those that an operation does not have are None."""
 
     a: Tensor | None  # [B] float32, as b, std and guidance
@@ -287,7 +287,7 @@ def reduction_weights(length: int, reduction: str) -> tuple[float, float]:
 
 
 def forward(
-    step: Step, *, form: str = "unscaled", reduction: str = "mean", policy: Policy | None = None
+    step: StepInputs, *, form: str = "unscaled", reduction: str = "mean", policy: Policy | None = None
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward pass and return two float32 results.
 
@@ -374,7 +374,7 @@ step_gradients = differentiable(step_gradients_operation, out_dims=(0, 0, 0, 0, 
 class Saved(NamedTuple):
     """The tensors of the forward pass that an operation's backward pass needs."""
 
-    step: Step
+    step: StepInputs
     slope: Tensor | None = None
     kl_scale: Tensor | None = None
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.kernels.fused.gaussian_step import DIAGNOSTICS, Policy, Saved, Step, forward, input_gradients, save
+from fluvial.kernels.fused.gaussian_step import DIAGNOSTICS, Policy, Saved, StepInputs, forward, input_gradients, save
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -18,7 +18,7 @@ def operation(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the loss, float32 `[B]`, and float32 `[6, B]`: the diagnostics and d loss / d log-prob."""
     return forward(
-        Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction,
+        StepInputs(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction,
         policy=Policy(log_prob_old, advantage, kl_scale, clip_low, clip_high, kl_coef),
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    step, kl_scale, (kl_coef, form, reduction) = Step(*inputs[:9]), inputs[11], inputs[14:]
+    step, kl_scale, (kl_coef, form, reduction) = StepInputs(*inputs[:9]), inputs[11], inputs[14:]
     save(ctx, Saved(step, slope=output[1][5], kl_scale=kl_scale), kl_coef=kl_coef, form=form, reduction=reduction)
 
 

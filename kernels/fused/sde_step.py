@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fluvial.kernels.fused.device import is_last, load, normals, step_mean, sum_chunks, tree_sum, velocity
-from fluvial.kernels.fused.gaussian_step import FORMS, Saved, Step, finish, input_gradients, reduction_weights, results, save
+from fluvial.kernels.fused.gaussian_step import (
+    FORMS,
+    Saved,
+    StepInputs,
+    finish,
+    input_gradients,
+    reduction_weights,
+    results,
+    save,
+)
 from fluvial.kernels.fused.rows import EXACT, counters, on_device_of, operand, partition, row_length
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
@@ -108,7 +117,7 @@ def _(a, b, std, x, v, v_uncond, guidance, low, high, form, reduction):
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     a, b, std, x, v, v_uncond, guidance, _, _, form, reduction = inputs
-    save(ctx, Saved(Step(a, b, std, x, v, output[0], None, v_uncond, guidance)), form=form, reduction=reduction)
+    save(ctx, Saved(StepInputs(a, b, std, x, v, output[0], None, v_uncond, guidance)), form=form, reduction=reduction)
 
 
 def _backward(ctx: Any, step_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
+from fluvial.kernels.fused.gaussian_step import Saved, StepInputs, forward, input_gradients, save
 from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_numbers
 
 
@@ -15,7 +15,7 @@ def operation(
     v_ref: Tensor | None, v_uncond: Tensor | None, guidance: Tensor | None, form: str, reduction: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log-prob and KL (`[0]` without v_ref), float32 `[B]`; samples are `[B, *event]`, numbers float32 `[B]`."""
-    return forward(Step(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction)
+    return forward(StepInputs(a, b, std, x, v, x_next, v_ref, v_uncond, guidance), form=form, reduction=reduction)
 
 
 @operation.register_fake
@@ -26,7 +26,7 @@ def _(a, b, std, x, v, x_next, v_ref, v_uncond, guidance, form, reduction):
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *step, form, reduction = inputs
-    save(ctx, Saved(Step(*step)), form=form, reduction=reduction)
+    save(ctx, Saved(StepInputs(*step)), form=form, reduction=reduction)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_kl: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fluvial.kernels.fused.gaussian_step import Saved, Step, forward, input_gradients, save
+from fluvial.kernels.fused.gaussian_step import Saved, StepInputs, forward, input_gradients, save
 from fluvial.kernels.fused.transforms import differentiable
 
 
@@ -29,9 +29,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dv, dtarget
 
 
-def _difference(v: Tensor, target: Tensor) -> Step:
+def _difference(v: Tensor, target: Tensor) -> StepInputs:
     """Return the step of no sample, whose residual is target - v."""
-    return Step(a=None, b=None, std=None, x=None, v=v, x_next=target)
+    return StepInputs(a=None, b=None, std=None, x=None, v=v, x_next=target)
 
 
 function = differentiable(operation, out_dims=(0,), setup_context=_setup_context, backward=_backward)

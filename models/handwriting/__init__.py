@@ -2,14 +2,14 @@
 
 from fluvial.models.handwriting.data import codes, digits, write
 from fluvial.models.handwriting.model import BASE, BASE_UNET, Handwriting, HandwritingUNet
-from fluvial.models.handwriting.recognisers import Recogniser, heldout_recogniser, likeness, reward_recogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser, heldout_recogniser, likeness, reward_recogniser
 
 __all__ = [
     "BASE",
     "BASE_UNET",
+    "DigitRecogniser",
     "Handwriting",
     "HandwritingUNet",
-    "Recogniser",
     "codes",
     "digits",
     "heldout_recogniser",

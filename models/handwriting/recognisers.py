@@ -127,7 +127,7 @@ def find_winner(votes: Tensor) -> np.ndarray:
 FITTED = Path(__file__).parent / "fitted"  # the classifiers' parameters, see `fit`
 
 
-class Recogniser:
+class DigitRecogniser:
     """Recognise codes in images `[B, 1, 8, 32]` in [0, 1] with classifiers of single digits."""
 
     def __init__(self, *classifiers: Any) -> None:
@@ -141,9 +141,9 @@ class Recogniser:
         flat = single.cpu().float().numpy()
         return torch.stack([torch.from_numpy(c.predict(flat)).reshape(-1, DIGITS) for c in self.classifiers])
 
-    def each(self) -> tuple["Recogniser", ...]:
+    def each(self) -> tuple["DigitRecogniser", ...]:
         """Return one recogniser per classifier."""
-        return tuple(Recogniser(classifier) for classifier in self.classifiers)
+        return tuple(DigitRecogniser(classifier) for classifier in self.classifiers)
 
     def characters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the fraction of correct characters, float32 `[B]`: the OCR score of the text-rendering papers.
@@ -169,20 +169,22 @@ def likeness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 @cache
-def reward_recogniser() -> Recogniser:
+def reward_recogniser() -> DigitRecogniser:
     """Return the recogniser of the reward: an RBF support-vector machine and 3 nearest neighbours, of the training half.
 
     Either alone can be gamed by illegible images. An image that games both is much rarer, because one decides by distant
     support vectors and the other by the nearest real digits.
     """
     half = digits("training")
-    return Recogniser(Machine(**load_file(FITTED / "machine.safetensors")), Neighbours(_pixels(half), half.labels.long()))
+    return DigitRecogniser(
+        Machine(**load_file(FITTED / "machine.safetensors")), Neighbours(_pixels(half), half.labels.long())
+    )
 
 
 @cache
-def heldout_recogniser() -> Recogniser:
+def heldout_recogniser() -> DigitRecogniser:
     """Return the recogniser of the evaluation: 400 extremely randomised trees fitted on the evaluation half."""
-    return Recogniser(Trees(**load_file(FITTED / "trees.safetensors")))
+    return DigitRecogniser(Trees(**load_file(FITTED / "trees.safetensors")))
 
 
 def fit(folder: Path) -> None:

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 Names = Mapping[str, str]
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """Original names of an architecture.
 
     Args:
@@ -269,15 +269,15 @@ def _attention(ours: str, theirs: str, config: Any) -> dict[str, str]:
 
 
 # By the class of diffusers' pipeline. Files of SD3 and SDXL hold the other networks, too, so that names have a prefix.
-LAYOUTS: dict[str, Layout] = {
-    "StableDiffusion3Pipeline": Layout(_sd3, prefix="model.diffusion_model.", kohya=True),
-    "FluxPipeline": Layout(_flux, kohya=True),
-    "QwenImagePipeline": Layout(lambda config: {}, same=True),
-    "QwenImageEditPipeline": Layout(lambda config: {}, same=True),
-    "QwenImageEditPlusPipeline": Layout(lambda config: {}, same=True),
-    "WanPipeline": Layout(_wan),
-    "WanImageToVideoPipeline": Layout(_wan),
-    "ZImagePipeline": Layout(_z_image, same=True, adapters_renamed=False),
-    "StableDiffusionXLPipeline": Layout(_sdxl, prefix="model.diffusion_model.", kohya=True),
+LAYOUTS: dict[str, WeightLayout] = {
+    "StableDiffusion3Pipeline": WeightLayout(_sd3, prefix="model.diffusion_model.", kohya=True),
+    "FluxPipeline": WeightLayout(_flux, kohya=True),
+    "QwenImagePipeline": WeightLayout(lambda config: {}, same=True),
+    "QwenImageEditPipeline": WeightLayout(lambda config: {}, same=True),
+    "QwenImageEditPlusPipeline": WeightLayout(lambda config: {}, same=True),
+    "WanPipeline": WeightLayout(_wan),
+    "WanImageToVideoPipeline": WeightLayout(_wan),
+    "ZImagePipeline": WeightLayout(_z_image, same=True, adapters_renamed=False),
+    "StableDiffusionXLPipeline": WeightLayout(_sdxl, prefix="model.diffusion_model.", kohya=True),
 }
 ARCHITECTURES = "SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"

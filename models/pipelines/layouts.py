@@ -50,7 +50,7 @@ def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
     return {"encoder_hidden_states": [torch.cat([tokens, fill])], "caption_valid_lens": cond.lengths}
 
 
-class Layout(NamedTuple):
+class ServerLayout(NamedTuple):
     """How sglang lays out the samples of a model and their conditioning.
 
     Args:
@@ -71,18 +71,18 @@ class Layout(NamedTuple):
         return tuple(self.of_event(torch.empty(event, device="meta")).shape)
 
 
-PLAIN = Layout(lambda x: x, lambda latents, event: latents)
-TOKENS = Layout(pack, lambda latents, event: unpack(latents, event[-2]))  # [H W / 4, 4 C]
+PLAIN = ServerLayout(lambda x: x, lambda latents, event: latents)
+TOKENS = ServerLayout(pack, lambda latents, event: unpack(latents, event[-2]))  # [H W / 4, 4 C]
 FRAMED_TOKENS = TOKENS._replace(arguments=_qwen_arguments, framed=True)
 # [C, 1, H, W]
-FRAME = Layout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_z_image_arguments)
+FRAME = ServerLayout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_z_image_arguments)
 # By diffusers' pipeline: sglang 0.5.23, multimodal_gen/configs/pipeline_configs, `maybe_pack_latents`,
 # `prepare_latent_shape`, `prepare_pos_cond_kwargs`, `get_pos_prompt_embeds` and `post_denoising_loop`. Stable Diffusion 3
 # and Wan have the layout of diffusers.
 LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": FRAMED_TOKENS, "ZImagePipeline": FRAME}
 
 
-def find_layout(model: DiffusionModel) -> Layout:
+def find_layout(model: DiffusionModel) -> ServerLayout:
     """Return the layout in which sglang denoises the samples of a model."""
     if isinstance(model, QwenImageEdit):
         return FRAMED_TOKENS._replace(arguments=partial(_edit_arguments, model))

@@ -30,7 +30,7 @@ MOST_STEPS = 1000  # timesteps of the schedulers
 WHITE = 0.5  # of a mask, from which on a pixel is painted
 
 
-class EditCond(NamedTuple):
+class UNetEditCond(NamedTuple):
     """Conditioning by a prompt and images."""
 
     tokens: Tensor  # [B, L, D]
@@ -41,7 +41,7 @@ class EditCond(NamedTuple):
 class FromImages(Conditioned):
     """Prompts with images, of the samples' size; a subclass makes the conditioning of a prompt's images."""
 
-    conditioning = EditCond
+    conditioning = UNetEditCond
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -66,7 +66,7 @@ class FromImages(Conditioned):
         return (self.config["out_channels"], *super().latent_shape(height, width, frames)[1:])
 
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
-        """Return what encodes the text, and the conditioning of the images, see `EditCond`."""
+        """Return what encodes the text, and the conditioning of the images, see `UNetEditCond`."""
         image = self.of_images(*self.read_images(prompt))
         return {**super().text(encoders, get_text(prompt)), "image": image}
 
@@ -137,7 +137,7 @@ class ImageToImage(FromImages):
         return Schedule(_rescale(powers, 1 / UNIT).float(), whole.timesteps[-steps:])
 
     def predict(
-        self, module: nn.Module, x: Tensor, level: Tensor, cond: EditCond, *, timestep: Tensor | None = None
+        self, module: nn.Module, x: Tensor, level: Tensor, cond: UNetEditCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return epsilon `[B, C, H, W]` of samples y at their levels, see `StableDiffusion.predict`."""
         power = _rescale(level, UNIT)
@@ -174,7 +174,7 @@ class Inpaint(FromImages):
         rest = self.encode_latents(pixels * (1 - mask) + 0.5 * mask)
         return torch.cat([nn.functional.interpolate(mask, size=rest.shape[-2:]), rest], dim=1)
 
-    def network_input(self, x: Tensor, cond: EditCond) -> Tensor:
+    def network_input(self, x: Tensor, cond: UNetEditCond) -> Tensor:
         """Return the samples, the mask and the rest, one behind the other."""
         return torch.cat([x, cond.image.to(x.dtype)], dim=1)
 

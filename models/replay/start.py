@@ -27,7 +27,7 @@ class Mixture(NamedTuple):
     mixed: Tensor
 
 
-class Start(NamedTuple):
+class LoopStart(NamedTuple):
     """Initial samples x = scale noise + offset."""
 
     scale: float
@@ -37,7 +37,7 @@ class Start(NamedTuple):
 
 def start_of(
     pipeline: str, initial: Tensor, mixtures: list[Mixture], sigma: float, noiseless: Callable[[], Tensor]
-) -> Start | None:
+) -> LoopStart | None:
     """Return what initial samples `[B, *event]` at a noise level below 1 consist of; None if they are noise alone.
 
     Args:
@@ -61,11 +61,11 @@ def start_of(
         noise, latents = (places.gather(part.flatten(1)).float() for part in (mixture.noise, image))
         offset = (1 - sigma) * latents
         if (sigma * noise + offset - initial.float()).norm() <= TOLERANCE * initial.float().norm():
-            return Start(sigma, noise, offset)
+            return LoopStart(sigma, noise, offset)
     if mixtures:
         raise refusal(pipeline, f"it starts at noise level {sigma:g}, from samples that are no noise mixed with an image")
     offset = noiseless().float()
-    return Start(sigma, (initial.float() - offset) / sigma, offset) if offset.any() else None
+    return LoopStart(sigma, (initial.float() - offset) / sigma, offset) if offset.any() else None
 
 
 class WithoutNoise(TorchFunctionMode):

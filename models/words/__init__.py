@@ -2,13 +2,13 @@
 
 from fluvial.models.words.edits import EDIT_BASE, EditWords, correct, misspelt_images, unchanged
 from fluvial.models.words.model import BASE, Words, words, write
-from fluvial.models.words.recognisers import Recogniser, heldout_recogniser, legibility, reward_recogniser
+from fluvial.models.words.recognisers import WordRecogniser, heldout_recogniser, legibility, reward_recogniser
 
 __all__ = [
     "BASE",
     "EDIT_BASE",
     "EditWords",
-    "Recogniser",
+    "WordRecogniser",
     "Words",
     "correct",
     "heldout_recogniser",

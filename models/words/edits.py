@@ -23,7 +23,7 @@ MOVES = tuple((across, down) for across in range(-SHIFT, SHIFT + 1) for down in 
 LEAST_APART = 8.0  # of 255: two letters, or one and itself moved by a pixel, differ by 9.9 or more on average
 
 
-class EditCond(NamedTuple):
+class WordEditCond(NamedTuple):
     """Conditioning of the edit model: that of the words model, and the image."""
 
     tokens: Tensor  # [B, 6, 38]
@@ -55,15 +55,15 @@ class EditWords(Words):
         return module
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Any:
-        """Return the word's conditioning and its image as an `EditCond`; the image is zeros for the empty prompt.
+        """Return the word's conditioning and its image as a `WordEditCond`; the image is zeros for the empty prompt.
 
         Raises:
             ValueError: a word has no image, or one of another size; the message names the word.
         """
         images = torch.stack([read_pixels(prompt) for prompt in prompts])
-        return EditCond(*super().encode([get_text(prompt) for prompt in prompts]), images)
+        return WordEditCond(*super().encode([get_text(prompt) for prompt in prompts]), images)
 
-    def network_input(self, x: Tensor, cond: EditCond) -> Tensor:
+    def network_input(self, x: Tensor, cond: WordEditCond) -> Tensor:
         """Return the samples with their images as a second channel, `[B, 2, 24, 96]`."""
         return torch.cat([x, cond.image.to(x.dtype)], dim=1)
 
@@ -125,14 +125,14 @@ def unchanged(images: Tensor, prompts: Sequence[str], condition_images: Sequence
     return torch.tensor(scores, dtype=torch.float32, device=images.device)
 
 
-class Comparison(NamedTuple):
+class WordMove(NamedTuple):
     """Where an image shows a word with one wrong letter."""
 
     move: tuple[int, int]  # of the word from the middle, in pixels
     columns: slice  # pixels of the wrong letter
 
 
-def comparison(word: str, image: Tensor) -> Comparison:
+def comparison(word: str, image: Tensor) -> WordMove:
     """Return where an image `[1, 24, 96]` in [-1, 1] shows a word with one wrong letter: the move that most letters fit."""
     starts = [ADVANCE // 2 * place for place in places([word])[0].tolist() if place >= 0]
     pixels = 127.5 * (image[0] + 1)
@@ -141,7 +141,7 @@ def comparison(word: str, image: Tensor) -> Comparison:
     apart = (drawn - shown).abs().mean((-2, -1))
     best = int(apart.clamp(max=LEAST_APART).sum(1).argmin())
     start = starts[int(apart[best].argmax())]
-    return Comparison(MOVES[best], slice(start, start + ADVANCE))
+    return WordMove(MOVES[best], slice(start, start + ADVANCE))
 
 
 @cache

@@ -34,7 +34,7 @@ def missing() -> list[str]:
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
-class Recogniser:
+class WordRecogniser:
     """Recognise words in images `[B, 1, 24, 96]` in [0, 1].
 
     Args:
@@ -88,14 +88,14 @@ def legibility(images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
     return {"score": first + second, "letters": first, "sure": second}
 
 
-def reward_recogniser() -> Recogniser:
+def reward_recogniser() -> WordRecogniser:
     """Return the recogniser of the reward: RapidOCR, which reads each image as one line. Its models are loaded when used."""
-    return Recogniser(lambda pixels: [text for text, _ in map_threads(line(), pixels)])
+    return WordRecogniser(lambda pixels: [text for text, _ in map_threads(line(), pixels)])
 
 
-def heldout_recogniser() -> Recogniser:
+def heldout_recogniser() -> WordRecogniser:
     """Return the recogniser of the evaluation: ddddocr's default model, which is loaded when used."""
-    return Recogniser(lambda pixels: map_threads(ddddocr(), pixels))
+    return WordRecogniser(lambda pixels: map_threads(ddddocr(), pixels))
 
 
 def map_threads(read: Callable[[np.ndarray], T], pixels: np.ndarray) -> list[T]:

@@ -24,7 +24,7 @@ class TrackedRun(NamedTuple):
     update: int  # update that the run starts after; above 0 for a run that is resumed
 
 
-class Samples(NamedTuple):
+class TrackedSamples(NamedTuple):
     """Images of an evaluation."""
 
     name: str  # e.g. "before"
@@ -40,7 +40,7 @@ class Tracker(Protocol):
         """Log the numbers of an update, by names such as "reward/mean"."""
         ...
 
-    def images(self, samples: Samples, step: int) -> None:
+    def images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         ...
 
@@ -101,7 +101,7 @@ class SafeTracker:
             if self.tracker is not None:
                 self.tracker.log(numbers, step)
 
-    def images(self, samples: Samples, step: int) -> None:
+    def images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         with self._guard():
             if self.tracker is not None:

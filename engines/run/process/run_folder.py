@@ -30,7 +30,7 @@ from fluvial.engines.run.evaluation.table import read_scores, same_samples, writ
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.records import read_json, read_records
 from fluvial.engines.run.log.sounds import write_wave
-from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
+from fluvial.engines.run.log.trackers import SafeTracker, TrackedRun, TrackedSamples
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
 
@@ -242,7 +242,7 @@ class RunFolder:
         ]
         write_json(path.with_suffix(".json"), rows)
         for tracker in self.trackers:
-            tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
+            tracker.images(TrackedSamples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
 
     def sounds(self, name: str, sounds: Sounds) -> None:

@@ -11,7 +11,7 @@ from helpers import launch, tiny_pipelines, tiny_replayed
 from helpers.pipeline_runs import photos, updates
 
 from fluvial.engines.data.preferences import write_preferences
-from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.run.sampler import RolloutSampler
 
 SIZES = ["--pipeline.sizes", "16x16", "16x24"]
 RUN = "--sampling.steps 3 --sampling.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --evaluation.every 0"
@@ -74,14 +74,14 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         "    return images.flatten(1).mean(1)\n"
     )
     given = ["--prompts", folder / "prompts.jsonl", "--rewards", "measured:height", "--sampling.group", 2]
-    sampling, levels = Sampler._sampling, dict[tuple[int, ...], list[float]]()
+    sampling, levels = RolloutSampler._sampling, dict[tuple[int, ...], list[float]]()
 
-    def noted(self: Sampler, root: Any, tokens: int | None, shape: tuple[int, ...], *rest: Any) -> Any:
+    def noted(self: RolloutSampler, root: Any, tokens: int | None, shape: tuple[int, ...], *rest: Any) -> Any:
         made = sampling(self, root, tokens, shape, *rest)
         levels[shape] = made.schedule.levels.tolist()
         return made
 
-    monkeypatch.setattr(Sampler, "_sampling", noted)
+    monkeypatch.setattr(RolloutSampler, "_sampling", noted)
     monkeypatch.syspath_prepend(str(tmp_path))
     run("flux", "grpo", tmp_path / "run", *given, *SIZES, "--passes.minibatches", 1)
     import measured  # type: ignore[import-not-found]

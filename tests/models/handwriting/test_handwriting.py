@@ -11,7 +11,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.models.handwriting import BASE, Handwriting, codes, digits, heldout_recogniser, reward_recogniser, write
 from fluvial.models.handwriting.model import CONFIG
-from fluvial.models.handwriting.recognisers import Recogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser
 from fluvial.models.pixel_model import SHIFT
 
 
@@ -65,7 +65,7 @@ def test_characters_is_the_fraction_of_correct_characters() -> None:
     scores = [float(reward_recogniser().characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
     assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]
     assert reward_recogniser().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
-    divided = Recogniser(*reward_recogniser().classifiers, _AlwaysOne())
+    divided = DigitRecogniser(*reward_recogniser().classifiers, _AlwaysOne())
     assert float(divided.characters(images, ["0427"])) == pytest.approx(2 / 3)
     assert float(divided.characters(images, ["1427"])) == pytest.approx((0.75 + 0.75 + 0.25) / 3)
 

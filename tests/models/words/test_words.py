@@ -12,7 +12,7 @@ from PIL import Image
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.models.words import (
-    Recogniser,
+    WordRecogniser,
     Words,
     heldout_recogniser,
     legibility,
@@ -108,7 +108,7 @@ def test_letters_are_one_minus_the_edit_distance_and_repeats_are_one() -> None:
     def read(pixels: np.ndarray) -> list[str]:
         return ["river", "RI VER", "rivers", "rover", "r", "", "something else"]
 
-    scores = Recogniser(read).letters(torch.zeros(7, 1, HEIGHT, WIDTH), ["river"] * 7)
+    scores = WordRecogniser(read).letters(torch.zeros(7, 1, HEIGHT, WIDTH), ["river"] * 7)
     assert scores.tolist() == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.2, 0.0, 0.0])
 
 
@@ -158,7 +158,7 @@ def test_recognisers_see_eight_bits() -> None:
         seen.append(pixels)
         return ["a"] * len(pixels)
 
-    Recogniser(read).read(torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]).reshape(1, 1, 1, 5))
+    WordRecogniser(read).read(torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]).reshape(1, 1, 1, 5))
     assert seen[0].dtype == np.uint8
     assert seen[0].tolist() == [[[0, 0, 128, 255, 255]]]
 

@@ -46,7 +46,7 @@ from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import lora_layers
-from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout, find_layout
+from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, ServerLayout, find_layout
 from fluvial.models.pipelines.open import open_model
 
 pytestmark = pytest.mark.long  # it installs a wheel
@@ -57,7 +57,7 @@ class Sglang:
     """Handler of a server whose samples sglang's own code makes, in its layout of latents."""
 
     def __init__(
-        self, layout: Layout, image: Any, *, model: Any = None, shape: tuple[int, ...] = tiny.SHAPE, order: int = 1
+        self, layout: ServerLayout, image: Any, *, model: Any = None, shape: tuple[int, ...] = tiny.SHAPE, order: int = 1
     ) -> None:
         self.layout, self.image, self.model, self.shape, self.order = layout, image, model or tiny.Tiny(), shape, order
         self.module, self.read = self.model.build().eval(), image_loader()
@@ -156,7 +156,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ROLLOUTS)
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME], ids=["plain", "tokens", "frame"])
-def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch, layout: Layout, name: str) -> None:
+def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch, layout: ServerLayout, name: str) -> None:
     """Its log-probs are the trainer's, its steps lead from latents to latents, and its images come from the last ones."""
     monkeypatch.setattr(replies, "find_layout", lambda model: layout)
     changes, others = ROLLOUTS[name]

@@ -17,7 +17,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import train
 from fluvial.engines.run.log import trackers
-from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
+from fluvial.engines.run.log.trackers import SafeTracker, TrackedRun, TrackedSamples
 from fluvial.engines.run.process.run_folder import RunFolder, claim
 
 FAKE = '''
@@ -237,7 +237,7 @@ class Broken:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._call("log")
 
-    def images(self, samples: Samples, step: int) -> None:
+    def images(self, samples: TrackedSamples, step: int) -> None:
         self._call("images")
 
     def finish(self) -> None:
@@ -260,7 +260,7 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failur
         monkeypatch.setattr(Broken, "works", works)
         monkeypatch.setattr(Broken, "asked", [])
         safe = SafeTracker("mine:Broken", Broken, run, said.append)
-        sheet = Samples("a", [], [], Image.new("RGB", (1, 1)))
+        sheet = TrackedSamples("a", [], [], Image.new("RGB", (1, 1)))
         for kind in kinds:
             safe.images(sheet, 1) if kind == "i" else safe.log({}, 1)
         safe.finish()
