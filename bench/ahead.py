@@ -49,10 +49,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         updates=ROLLOUTS,
         engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
         rollout=RolloutConfig(ahead=ahead),
-        method=Grpo(
-            sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),
-            correction=Truncate(),
-        ),
+        method=Grpo(sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)), correction=Truncate()),
     )
     made, learnt = list[float](), list[float]()
     with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:
@@ -68,16 +65,18 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         def delay_update(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             time.sleep(update)
-            found = learn(*args, **options)
+            updates = learn(*args, **options)
             learnt.append(time.perf_counter() - start)
-            return found
+            return updates
 
         source.generate, trainer.loop.learn = slow, delay_update  # type: ignore[method-assign]
         start = time.perf_counter()
         records = list(trainer)
         measured = time.perf_counter() - start
     seconds = [sum(record["seconds"].values()) for record in records]
-    idle = sum(record["speed"]["trainer_idle"] * own for record, own in zip(records, seconds, strict=True)) / sum(seconds)
+    idle = sum(
+        record["speed"]["trainer_idle"] * update_seconds for record, update_seconds in zip(records, seconds, strict=True)
+    ) / sum(seconds)
     simulated = simulate(made, learnt, ahead=ahead).seconds
     return {
         "rollout": f"{rollout:g} s",

@@ -97,13 +97,13 @@ class AotRow:
 
 def launches() -> list[Launch]:
     """Return every different launch of the operations, forward and backward, for all dtypes and options."""
-    found: dict[Any, Launch] = {}
+    kernels: dict[Any, Launch] = {}
     for run in _calls():
         with caught() as caught_launches:
             run()
         for launch in caught_launches:
-            found.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialise(launch)), launch)
-    return list(found.values())
+            kernels.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialise(launch)), launch)
+    return list(kernels.values())
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def caught() -> Iterator[list[Launch]]:
     launched: list[Launch] = []
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
-        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        launched.append(Launch(self, {name: given[name] for name in self.arg_names}, num_warps, grid))
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        launched.append(Launch(self, {name: arguments[name] for name in self.arg_names}, num_warps, grid))
 
     with patch.object(JITFunction, "run", note):
         yield launched
@@ -235,9 +235,9 @@ def _nvidia(asm: dict[str, Any]) -> Code:
             ).stdout
             for tool, args in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
         )
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    registers, stack, local = map(int, found.groups())
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert match is not None, usage
+    registers, stack, local = map(int, match.groups())
     return Code(
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", sass, re.MULTILINE)),
         registers,
@@ -255,15 +255,15 @@ def _amd(asm: dict[str, Any]) -> Code:
     text = asm["amdgcn"]
 
     def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        assert found is not None, name
-        return int(found.group(1))
+        match = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert match is not None, name
+        return int(match.group(1))
 
     widths = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128, "ubyte": 8, "ushort": 16, "short": 16, "byte": 8}
 
     def accesses(kind: str) -> Counter[int]:
-        found = re.findall(rf"\b(?:global|buffer)_{kind}_(\w+?)(?:_d16\w*)?\s", text)
-        return Counter(widths[width] for width in found if width in widths)
+        sizes = re.findall(rf"\b(?:global|buffer)_{kind}_(\w+?)(?:_d16\w*)?\s", text)
+        return Counter(widths[width] for width in sizes if width in widths)
 
     spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count")) + number("private_segment_fixed_size")
     instructions = len(re.findall(r"^\s+(?:[vs]|ds|global|buffer)_(?!nop)", text, re.MULTILINE))

@@ -169,8 +169,8 @@ def append(path: Path, rows: Iterable[Any], kind: type = Measurement) -> None:
     names = [field.name for field in fields(kind)]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or not path.read_text(encoding="utf-8").strip()
-    if not new and (found := path.read_text(encoding="utf-8").splitlines()[0].split(",")) != names:
-        raise ValueError(f"{path} has columns {found}, expected {names}: move it away")
+    if not new and (columns := path.read_text(encoding="utf-8").splitlines()[0].split(",")) != names:
+        raise ValueError(f"{path} has columns {columns}, expected {names}: move it away")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         if new:

@@ -37,18 +37,18 @@ def cells(folder: Path, model: str) -> list[Cell]:
     edited = {prompt.text: prompt.image for prompt in build_job(model).heldout}
     with (folder / "scores.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found = []
+    cells_of = []
     for row in rows:
         images = folder / "base" / f"{row['sample']}.png", folder / "images" / f"{row['sample']}.png"
         scores = float(row[f"base {EVALUATOR}"]), float(row[EVALUATOR])
-        found.append(Cell(row["prompt"], images, scores, edited[row["prompt"]]))
-    return found
+        cells_of.append(Cell(row["prompt"], images, scores, edited[row["prompt"]]))
+    return cells_of
 
 
-def choose_words(found: list[Cell]) -> list[Cell]:
+def choose_words(cells: list[Cell]) -> list[Cell]:
     """Return WRONG words that the base misspells and RIGHT that it spells, drawn and shuffled with a fixed seed."""
     draw = random.Random(SEED)
-    wrong, right = ([cell for cell in found if (cell.scores[0] == 1) is is_right] for is_right in (False, True))
+    wrong, right = ([cell for cell in cells if (cell.scores[0] == 1) is is_right] for is_right in (False, True))
     picked = draw.sample(wrong, WRONG) + draw.sample(right, RIGHT)
     draw.shuffle(picked)
     return picked
@@ -80,10 +80,10 @@ def sheet(picked: list[Cell]) -> Image.Image:
 
 def main(folder: str, out: str, model: str = "words") -> None:
     """Write the image, and print the shares of all samples that are right."""
-    found = cells(Path(folder), model)
-    sheet(choose_words(found)).save(out, optimize=True)
-    shares = [sum(cell.scores[k] == 1 for cell in found) / len(found) for k in range(2)]
-    print(f"{len(found)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")
+    cells_of = cells(Path(folder), model)
+    sheet(choose_words(cells_of)).save(out, optimize=True)
+    shares = [sum(cell.scores[k] == 1 for cell in cells_of) / len(cells_of) for k in range(2)]
+    print(f"{len(cells_of)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")
 
 
 if __name__ == "__main__":

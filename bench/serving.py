@@ -91,10 +91,10 @@ def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
         [*line, str(samples)], stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8"
     )
     try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
+        match = re.search(r"http://\S+", process.stdout.readline())
+        if match is None:
             raise RunError("serving: the server has not started, and has said why on standard error")
-        yield found[0], Path("/proc", str(process.pid))
+        yield match[0], Path("/proc", str(process.pid))
     finally:
         process.kill()
         process.wait(30)

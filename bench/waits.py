@@ -34,9 +34,9 @@ class WaitsConfig:
 
 def run(config: WaitsConfig) -> None:
     """Print the medians with the least and the most of what each run took; a run ends at its first update."""
-    found = [_wait(config) for _ in range(config.runs)]
-    for name in found[0]:
-        seconds, cpu = ([each[name][place] for each in found if name in each] for place in (0, 1))
+    waits = [_wait(config) for _ in range(config.runs)]
+    for name in waits[0]:
+        seconds, cpu = ([each[name][place] for each in waits if name in each] for place in (0, 1))
         spread = (
             f"({min(seconds):.1f} to {max(seconds):.1f}) s, {median(cpu):.1f} ({min(cpu):.1f} to {max(cpu):.1f}) s of CPU"
         )
@@ -50,7 +50,7 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
         out, log = Path(folder) / "run", Path(folder) / "log"
         words = [sys.executable, "-P", "-m", "fluvial.engines", *shlex.split(config.command), "--out", str(out)]
         paths = {} if config.tree is None else {"PYTHONPATH": str(config.tree)}
-        began, found = time.monotonic(), dict[str, tuple[float, float]]()
+        began, seen = time.monotonic(), dict[str, tuple[float, float]]()
         with log.open("w", encoding="utf-8") as file:
             process = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **paths}, start_new_session=True)
         metrics = out / "metrics.jsonl"
@@ -59,17 +59,17 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
             "image": lambda: any(out.rglob("*.png")),
             "update": lambda: metrics.exists() and '"grad_norm"' in metrics.read_text(encoding="utf-8"),
         }
-        while len(found) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:
+        while len(seen) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:
             time.sleep(0.1)
-            now = [name for name, happened in events.items() if name not in found and happened()]
-            found |= dict.fromkeys(now, (time.monotonic() - began, _cpu_seconds(process.pid)))
+            now = [name for name, happened in events.items() if name not in seen and happened()]
+            seen |= dict.fromkeys(now, (time.monotonic() - began, _cpu_seconds(process.pid)))
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        elif len(found) < len(events):
+        elif len(seen) < len(events):
             last = log.read_text(encoding="utf-8").splitlines()[-1:]
             raise UsageError(f"fluvial {config.command} ended before its first update: {' '.join(last)}")
         process.wait()
-    return found
+    return seen
 
 
 def _cpu_seconds(session: int) -> float:

@@ -201,8 +201,8 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
 def _field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Return the name of each field of a dataclass, and the members of its type where that is a union."""
     types = get_type_hints(kind)
-    found = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
-    return tuple((name, get_args(of) if get_origin(of) in (Union, UnionType) else (of,)) for name, of in found)
+    typed_fields = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
+    return tuple((name, get_args(of) if get_origin(of) in (Union, UnionType) else (of,)) for name, of in typed_fields)
 
 
 def _check_literal_field(name: str, value: object, members: tuple[Any, ...]) -> None:

@@ -68,10 +68,10 @@ def crd_loss(
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port, with uniform weights of the mean.
     """
     check_choice("crd_loss", "match", match, ("mse", "bce"))
-    implicit, centre, given = match_tensors("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
+    implicit, centre, target = match_tensors("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
     beta = number("crd_loss", "beta", beta, implicit, low=1e-12)
     scale = number("crd_loss", "scale", scale, implicit, low=1e-12)
-    own, given = beta * (implicit - centre.detach()), given.detach()
+    reward_implied, target = beta * (implicit - centre.detach()), target.detach()
     if match == "mse":
-        return scale / beta * (own - given) ** 2
-    return scale / beta * F.binary_cross_entropy_with_logits(own, torch.sigmoid(given), reduction="none")
+        return scale / beta * (reward_implied - target) ** 2
+    return scale / beta * F.binary_cross_entropy_with_logits(reward_implied, torch.sigmoid(target), reduction="none")

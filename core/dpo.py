@@ -187,11 +187,11 @@ def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSa
 
     Source: D3PO, arXiv 2311.13231.
     """
-    own, other, preferred = match_tensors(
+    preferred_ratio, other, preferred = match_tensors(
         "d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred
     )
-    beta = number("d3po_loss", "beta", beta, own, low=1e-12)
-    margin = beta * preferred * (own - other.detach())
+    beta = number("d3po_loss", "beta", beta, preferred_ratio, low=1e-12)
+    margin = beta * preferred * (preferred_ratio - other.detach())
     loss = -F.logsigmoid(margin)
     return preferred.abs() * (loss - loss.detach() / 2)
 

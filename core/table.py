@@ -110,7 +110,7 @@ def plan(
     dense = range(T) if record.form == "unscaled" else _dense(transition, coefficients.std)
     if chosen is None:
         recorded = tuple(tuple(step for step in row if step in dense) for row in stochastic)
-        _check_window(function, stochastic, recorded, transition, record.form, own=isinstance(window, Tensor))
+        _check_window(function, stochastic, recorded, transition, record.form, is_named=isinstance(window, Tensor))
     else:
         recorded = _rows(f"{function}: record", chosen, batch, taken)
         if record.form != "unscaled":
@@ -194,10 +194,12 @@ def _check_recorded(
         )
 
 
-def _check_window(function: str, stochastic: Rows, recorded: Rows, transition: Sampler, form: Form, *, own: bool) -> None:
+def _check_window(
+    function: str, stochastic: Rows, recorded: Rows, transition: Sampler, form: Form, *, is_named: bool
+) -> None:
     """Raise ValueError unless the recorded part of the window has as many steps for every sample, and at least one."""
     window = sorted({step for row in stochastic for step in row})
-    if own and (left_out := [step for step in window if not any(step in row for row in recorded)]):
+    if is_named and (left_out := [step for step in window if not any(step in row for row in recorded)]):
         raise ValueError(
             f"{function}: window holds steps {left_out}, which are deterministic and have no density, so that samples would "
             "have different numbers of recorded steps: leave these steps out of every window"

@@ -27,7 +27,7 @@ class FluvialError(Exception):
 
     def name_fields(self, name: Callable[[str], str]) -> str:
         """Return the message with each field written as `name` returns it."""
-        return _FIELD.sub(lambda found: name(found[1]), self.message())
+        return _FIELD.sub(lambda match: name(match[1]), self.message())
 
     def __str__(self) -> str:
         return self.name_fields(str)
@@ -98,8 +98,8 @@ def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], s
     try:
         yield
     except causes as error:
-        own = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise kind(f"{says}: {own}" if says else own) from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise kind(f"{says}: {reason}" if says else reason) from error
 
 
 class RunError(FluvialError, RuntimeError):

@@ -45,11 +45,11 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         UsageError: there are no weight files, or one cannot be read.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with _open_file(file) as tensors:
-            found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
-    return found
+            shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    return shapes
 
 
 def read_weights(

@@ -66,19 +66,19 @@ def load(
     label, table = f"`{field or group.removesuffix('s')}`", table or {}
     where = f"{label} {spec!r}"
     if spec in table:
-        found = table[spec]
+        loaded = table[spec]
     elif ":" in spec:
-        found = _import(where, spec)
+        loaded = _import(where, spec)
     elif spec in (declared := _list_declared(group)):
         where += f" (entry point {declared[spec]})"
-        found = _import(where, declared[spec])
+        loaded = _import(where, declared[spec])
     else:
         known = names(group, table)
         expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
         raise UsageError(f"{label} is {spec!r}, expected {expected}{did_you_mean(spec, known)}")
-    if check is not None and (problem := check(found)) is not None:
+    if check is not None and (problem := check(loaded)) is not None:
         raise UsageError(f"{where} {problem}")
-    return found
+    return loaded
 
 
 def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
@@ -103,12 +103,12 @@ def spec_of(thing: Any) -> str:
 def callable_with(*parameters: str) -> Check:
     """Return a check that an object can be called with these positional arguments."""
 
-    def check(found: Any) -> str | None:
+    def check(value: Any) -> str | None:
         expected = f"a function of ({', '.join(parameters)})"
-        if not callable(found) or inspect.isclass(found):
-            return f"is {'a class' if inspect.isclass(found) else f'of type {type(found).__name__}'}, expected {expected}"
+        if not callable(value) or inspect.isclass(value):
+            return f"is {'a class' if inspect.isclass(value) else f'of type {type(value).__name__}'}, expected {expected}"
         try:
-            signature = inspect.signature(found)
+            signature = inspect.signature(value)
         except (TypeError, ValueError):  # some functions written in C have none
             return None
         try:
@@ -141,7 +141,7 @@ def _import(label: str, spec: str) -> Any:
         where = "inside of a function" if "<" in name else "in the script that was run"
         raise UsageError(f"{label} is defined {where}, where no name leads to it: move it to the top of a module of its own")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
         if f"{module}.".startswith(f"{missing}."):
@@ -152,11 +152,11 @@ def _import(label: str, spec: str) -> Any:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{label}: importing {module} raised {type(error).__name__}: {_line(error)}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = [word for word in vars(found) if not word.startswith("_")] if hasattr(found, "__dict__") else []
+        if not hasattr(target, part):
+            public = [word for word in vars(target) if not word.startswith("_")] if hasattr(target, "__dict__") else []
             raise UsageError(f"{label}: {module} has no {name!r}{did_you_mean(part, public)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _line(error: BaseException) -> str:

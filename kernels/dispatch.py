@@ -331,8 +331,8 @@ def _score_rows(
     rows = {name: tensor.flatten(0, 1) for name, tensor in samples.items()}
     steps = Transition(*(coefficient.expand(size).flatten() for coefficient in transition))
     scale = None if guidance is None else guidance.expand(size[0]).repeat_interleave(size[1])
-    found = step_log_prob(steps, **rows, guidance=scale, form=form, reduction=reduction, implementation="triton")
-    log_prob, kl = (None if each is None else getattr(each.unflatten(0, size), reduction)(1) for each in found)
+    scores = step_log_prob(steps, **rows, guidance=scale, form=form, reduction=reduction, implementation="triton")
+    log_prob, kl = (None if each is None else getattr(each.unflatten(0, size), reduction)(1) for each in scores)
     assert log_prob is not None
     return log_prob, kl
 

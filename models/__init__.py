@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Prediction,
         Schedule,
         check_model,
-        decoded,
+        decode_samples,
         is_recorded,
         knows_any_level,
     )
@@ -28,7 +28,7 @@ __all__ = [
     "Schedule",
     "add_lora",
     "check_model",
-    "decoded",
+    "decode_samples",
     "is_recorded",
     "knows_any_level",
     "load_adapter",

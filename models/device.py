@@ -18,9 +18,9 @@ SIMULATED = "simulated"  # type of the device of `engines.extensions.simulate`, 
 
 def default_device() -> torch.device:
     """Return the accelerator if there is one, else the CPU. Apple's is not one: FSDP2 does not run there."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type != "mps":
-        return torch.device(found.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "mps":
+        return torch.device(accelerator.type)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

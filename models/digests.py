@@ -36,9 +36,9 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 def digest_tensor(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker` has it."""
-    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
-    found.update(read_bytes(tensor))
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
+    digest.update(read_bytes(tensor))
+    return digest.hexdigest()
 
 
 def read_bytes(tensor: Tensor) -> memoryview:

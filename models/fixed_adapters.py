@@ -39,8 +39,8 @@ def merge_adapters(module: nn.Module) -> Iterator[None]:
     held = list[tuple[Any, Tensor]]()
     try:
         for layer in lora_layers(module).values():
-            found = {part: _active(layer, part) for part in PARTS if part in layer._modules}
-            parts = {part: getattr(each, "weight", each) for part, each in found.items() if each is not None}
+            active = {part: _active(layer, part) for part in PARTS if part in layer._modules}
+            parts = {part: getattr(each, "weight", each) for part, each in active.items() if each is not None}
             if parts:
                 name, weight = layer._active_adapter[0], layer._modules["base_layer"].weight
                 held.append((layer, weight.data))
@@ -49,8 +49,8 @@ def merge_adapters(module: nn.Module) -> Iterator[None]:
                 layer.merged_adapters.append(name)
         yield
     finally:
-        for layer, own in held:
-            layer._modules["base_layer"].weight.data = own
+        for layer, weight_before in held:
+            layer._modules["base_layer"].weight.data = weight_before
             layer.merged_adapters.clear()
 
 
@@ -90,8 +90,8 @@ class _Fixed:
         if self._known is None and not (args or kwargs or torch.is_grad_enabled()):
             self._known, self._product = seen, _product(layer, x)
         if self._product is None or seen != self._known or args or kwargs or torch.is_grad_enabled():
-            own: Tensor = self._own(x, *args, **kwargs)
-            return own
+            output: Tensor = self._own(x, *args, **kwargs)
+            return output
         return self._product(x)
 
 

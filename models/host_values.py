@@ -53,11 +53,11 @@ def recall(tensor: Tensor) -> Tensor | None:
 
 def read(tensor: Tensor) -> Tensor:
     """Return the values of a tensor on the CPU; they are read from its device if they are not known, and known then."""
-    found = recall(tensor)
-    if found is None:
-        found = tensor.cpu()
-        remember(tensor, found)
-    return found
+    on_host = recall(tensor)
+    if on_host is None:
+        on_host = tensor.cpu()
+        remember(tensor, on_host)
+    return on_host
 
 
 def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

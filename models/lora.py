@@ -187,10 +187,10 @@ def add_lora(
         torch.manual_seed(seed)
         for name in adapters:
             peft.inject_adapter_in_model(config.form.peft(config, targets), module, adapter_name=name)
-        for name, own in further.items():
-            peft.inject_adapter_in_model(own.form.peft(own, targets), module, adapter_name=name)
+        for name, further_config in further.items():
+            peft.inject_adapter_in_model(further_config.form.peft(further_config, targets), module, adapter_name=name)
     lengths = [*(adapters if isinstance(config.form, Dora) else ())]
-    lengths += [name for name, own in further.items() if isinstance(own.form, Dora)]
+    lengths += [name for name, further_config in further.items() if isinstance(further_config.form, Dora)]
     for layer in lora_layers(module).values():
         _add_lengths(layer, lengths)
         layer.set_adapter("default")  # freezes the others
@@ -250,7 +250,9 @@ def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
 def _parts(layer: Any, adapter: str) -> dict[str, str]:
     """Return the parts that an adapter has in a layer, each with the ending of its parameter's name."""
     held = {part: getattr(layer, part, {}) for part in PARTS}
-    return {part: ".weight" if isinstance(own, nn.ModuleDict) else "" for part, own in held.items() if adapter in own}
+    return {
+        part: ".weight" if isinstance(tensors, nn.ModuleDict) else "" for part, tensors in held.items() if adapter in tensors
+    }
 
 
 def read_form(module: nn.Module) -> Form:
@@ -397,10 +399,10 @@ def _shards(module: nn.Module, adapter: str) -> dict[str, Tensor]:
 
 def _check_targets(module: nn.Module, targets: Sequence[str]) -> None:
     for target in targets:
-        found = {name: layer for name, layer in module.named_modules() if f".{name}".endswith(f".{target}")}
-        if not found:
+        targeted = {name: layer for name, layer in module.named_modules() if f".{name}".endswith(f".{target}")}
+        if not targeted:
             raise ValueError(f"lora.targets: no layer's name ends in {target}")
-        for name, layer in found.items():
+        for name, layer in targeted.items():
             if not isinstance(layer, nn.Linear):
                 raise ValueError(f"lora.targets: {target} names {name}, a {type(layer).__name__}, expected a linear layer")
 

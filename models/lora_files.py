@@ -93,30 +93,30 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
     file = _file(path)
     tensors, settings, header = _read(file)
     linear = linear_layers(module)
-    found, unknown = _match(tensors, linear, file)
+    layers, unknown = _match(tensors, linear, file)
     if unknown and convert is not None and all(_has_known_ending(key) for key in tensors):
         try:
             again = _match(dict(convert(dict(tensors))), linear, file)
         except Exception:  # the converter of another layout may fail in any way
-            again = found, unknown
+            again = layers, unknown
         further = {part for key in tensors for part in FURTHER.findall(key)}  # which a converter may leave out in silence
         if len(again[1]) < len(unknown) and (not further or _kinds(again[0]) & {MAGNITUDE, "lokr"}):
-            found, unknown = again
-    if unknown or not found:
+            layers, unknown = again
+    if unknown or not layers:
         unknown.sort(key=lambda key: (_has_known_ending(key), key))
         shown = ", ".join(unknown[:SHOWN]) or "it holds none"
         more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise ValueError(f"{file} has keys that match no linear layer of the {type(module).__name__}: {shown}{more}")
-    scales = {layer: _scale(layer, parts, settings, file) for layer, parts in found.items()}
-    kinds = _kinds(found)
+    scales = {layer: _scale(layer, parts, settings, file) for layer, parts in layers.items()}
+    kinds = _kinds(layers)
     if "lokr" in kinds:
-        return _kronecker(found, scales, linear, settings, file)
-    _check(found, linear, file)
-    factors = _equal(found, scales)
+        return _kronecker(layers, scales, linear, settings, file)
+    _check(layers, linear, file)
+    factors = _equal(layers, scales)
     if MAGNITUDE not in kinds:
         return factors
     name = DORA_SCALE if COMFY_DORA in header else f"{MAGNITUDE}.weight"
-    lengths = {f"{layer}.{name}": parts[MAGNITUDE].flatten() for layer, parts in found.items()}
+    lengths = {f"{layer}.{name}": parts[MAGNITUDE].flatten() for layer, parts in layers.items()}
     return factors._replace(tensors={**factors.tensors, **lengths}, form=Dora())
 
 
@@ -246,7 +246,7 @@ def _match(
         ValueError: a part is not finite, or two keys are of the same.
     """
     flat = {name.replace(".", "_"): name for name in linear}
-    found: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
         ending = FACTORS.search(key) or FURTHER.search(key)
@@ -261,19 +261,19 @@ def _match(
         else:
             part = "A" if ending["a"] or ending["down"] or ending["ldown"] else "B"
             tensor = tensor.flatten(2).squeeze(2) if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) else tensor
-        if part in found.setdefault(layer, {}):
+        if part in layers.setdefault(layer, {}):
             raise ValueError(f"{file} has several keys for one part of {layer}: {key}")
         if part != "alpha" and not tensor.is_floating_point():
             raise ValueError(f"{file} has numbers of {tensor.dtype}, expected real ones: {key}")
-        found[layer][part] = widen(tensor)
-        if not found[layer][part].isfinite().all():
+        layers[layer][part] = widen(tensor)
+        if not layers[layer][part].isfinite().all():
             raise ValueError(f"{file} has numbers that are not finite: {key}")
-    return found, unknown
+    return layers, unknown
 
 
-def _kinds(found: Mapping[str, Mapping[str, Tensor]]) -> set[str]:
+def _kinds(layers: Mapping[str, Mapping[str, Tensor]]) -> set[str]:
     """Return which parts there are, those of a LoKr as one."""
-    parts = {part for held in found.values() for part in held}
+    parts = {part for held in layers.values() for part in held}
     return {"lokr" if part.startswith("lokr") else part for part in parts} - {"alpha"}
 
 
@@ -323,10 +323,10 @@ def _layer(name: str, linear: Mapping[str, nn.Module], flat: Mapping[str, str]) 
         name = name.removeprefix(prefix)
 
 
-def _check(found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Module], file: Path) -> None:
+def _check(layers: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Module], file: Path) -> None:
     """Raise ValueError unless each layer has both factors, of its own shape, and all or none have lengths of rows."""
-    is_dora = MAGNITUDE in _kinds(found)
-    for name, parts in found.items():
+    is_dora = MAGNITUDE in _kinds(layers)
+    for name, parts in layers.items():
         layer: Any = linear[name]
         if missing := {"A", "B"} - set(parts):
             raise ValueError(f"{file} is incomplete: {name} has no factor {min(missing)}")
@@ -347,7 +347,7 @@ def _check(found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Mo
 
 
 def _kronecker(
-    found: Mapping[str, Mapping[str, Tensor]],
+    layers: Mapping[str, Mapping[str, Tensor]],
     scales: Mapping[str, float],
     linear: Mapping[str, nn.Module],
     settings: Mapping[str, Any],
@@ -359,27 +359,27 @@ def _kronecker(
     """
     from peft.tuners.lokr.layer import factorization
 
-    for name, parts in found.items():
+    for name, parts in layers.items():
         whole = {part.removesuffix("_a").removesuffix("_b") for part in parts} - {"alpha"}
         split = all(f"{part}_a" in parts and f"{part}_b" in parts for part in whole - set(parts))
         if whole != {"lokr_w1", "lokr_w2"} or not split:
             raise ValueError(f"{file} is incomplete, or no LoKr alone: {name} has {', '.join(sorted(parts))}")
-    first = {name: _whole("lokr_w1", parts) for name, parts in found.items()}
-    second = {name: _whole("lokr_w2", parts) for name, parts in found.items()}
-    ranks = [len(parts["lokr_w2_b"]) for parts in found.values() if "lokr_w2_b" in parts]
-    halves = [math.ceil(max(parts["lokr_w2"].shape) / 2) for parts in found.values() if "lokr_w2" in parts]
+    first = {name: _whole("lokr_w1", parts) for name, parts in layers.items()}
+    second = {name: _whole("lokr_w2", parts) for name, parts in layers.items()}
+    ranks = [len(parts["lokr_w2_b"]) for parts in layers.values() if "lokr_w2_b" in parts]
+    halves = [math.ceil(max(parts["lokr_w2"].shape) / 2) for parts in layers.values() if "lokr_w2" in parts]
     known = settings.get("decompose_factor")
     # PEFT gives a w2 of at most twice the rank no factors.
     rank, scale = max([int(settings.get("r") or 1), *ranks, *halves]), next(iter(scales.values()))
     for factor in [int(known)] if known is not None else [-1, *sorted({len(w1) for w1 in first.values()})]:
         expected = {}
-        for name in found:
+        for name in layers:
             layer: Any = linear[name]
             expected[name] = [factorization(size, factor) for size in (layer.out_features, layer.in_features)]
-        if expected != {name: [*zip(first[name].shape, second[name].shape, strict=True)] for name in found}:
+        if expected != {name: [*zip(first[name].shape, second[name].shape, strict=True)] for name in layers}:
             continue
         tensors = {}
-        for name, parts in found.items():
+        for name, parts in layers.items():
             tensors[f"{name}.lokr_w1"] = first[name] * (scales[name] / scale)
             if rank >= max(second[name].shape) / 2:
                 tensors[f"{name}.lokr_w2"] = second[name]
@@ -387,7 +387,7 @@ def _kronecker(
             fill = rank - len(parts["lokr_w2_b"])
             tensors[f"{name}.lokr_w2_a"] = nn.functional.pad(parts["lokr_w2_a"], (0, fill))
             tensors[f"{name}.lokr_w2_b"] = nn.functional.pad(parts["lokr_w2_b"], (0, 0, 0, fill))
-        return LoraFile(rank, rank * scale, tuple(sorted(found)), tensors, Lokr(None if factor == -1 else factor))
+        return LoraFile(rank, rank * scale, tuple(sorted(layers)), tensors, Lokr(None if factor == -1 else factor))
     raise ValueError(f"{file} is no LoKr of one factor for this architecture")
 
 
@@ -396,16 +396,16 @@ def _whole(part: str, parts: Mapping[str, Tensor]) -> Tensor:
     return parts[part] if part in parts else parts[f"{part}_a"] @ parts[f"{part}_b"]
 
 
-def _equal(found: Mapping[str, Mapping[str, Tensor]], scales: Mapping[str, float]) -> LoraFile:
+def _equal(layers: Mapping[str, Mapping[str, Tensor]], scales: Mapping[str, float]) -> LoraFile:
     """Return factors of one rank and one scale."""
-    rank, scale = max(len(parts["A"]) for parts in found.values()), next(iter(scales.values()))
+    rank, scale = max(len(parts["A"]) for parts in layers.values()), next(iter(scales.values()))
     tensors = {}
-    for name, factors in found.items():
+    for name, factors in layers.items():
         fill = rank - len(factors["A"])
         b = factors["B"] if scales[name] == scale else factors["B"] * (scales[name] / scale)
         tensors[f"{name}.lora_A.weight"] = nn.functional.pad(factors["A"], (0, 0, 0, fill))
         tensors[f"{name}.lora_B.weight"] = nn.functional.pad(b, (0, fill))
-    return LoraFile(rank, rank * scale, tuple(sorted(found)), tensors)
+    return LoraFile(rank, rank * scale, tuple(sorted(layers)), tensors)
 
 
 def _join(parts: Mapping[str, LoraFile]) -> LoraFile:

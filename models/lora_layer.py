@@ -102,9 +102,9 @@ def _light_lokr(kind: Any) -> type:
 
         def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
             """Return x W^T + bias + scale x (w1 (x) w2)^T."""
-            out = _frozen(self._modules["base_layer"], x)
-            found = {part: _active(self, part) for part in PARTS if part in self._modules}
-            parts = {part: tensor for part, tensor in found.items() if tensor is not None}
+            out = _multiply_frozen(self._modules["base_layer"], x)
+            active = {part: _active(self, part) for part in PARTS if part in self._modules}
+            parts = {part: tensor for part, tensor in active.items() if tensor is not None}
             return out + lokr_product(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
 
     return LightLokr
@@ -118,7 +118,7 @@ def _active(layer: Any, part: str) -> Any:
     return held[active[0]] if active and active[0] in held else None
 
 
-def _frozen(base: Any, x: Tensor) -> Tensor:
+def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
     """Return x W^T + bias as the reference policy computes it."""
     if type(base) is not nn.Linear:
         result: Tensor = base(x)
@@ -178,7 +178,7 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
     """
     weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
-    out, more = _frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
+    out, more = _multiply_frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
     update = _product(_product(x, a) * scale, b)
     return out + ((out if base.bias is None else out - base.bias) + update) * more + update
 

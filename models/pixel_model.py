@@ -72,8 +72,8 @@ class PixelModel(ABC):
             raise ValueError(
                 f"{weights} is incomplete: there is no {FILE}; only weights in the safetensors format are loaded"
             )
-        found = read_settings(config)
-        if different := [setting for setting, value in self.settings.items() if found.get(setting) != value]:
+        settings = read_settings(config)
+        if different := [setting for setting, value in self.settings.items() if settings.get(setting) != value]:
             raise ValueError(f"{config} is not of the {self.name} model: {', '.join(different)} differ")
         if empty:
             from accelerate import init_empty_weights

@@ -71,13 +71,13 @@ class PromptLayers:
 @contextmanager
 def replace_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """Give each layer another forward inside the context; afterwards it has the one from before."""
-    own = [layer.__dict__.get("forward") for layer in layers]  # of a layer whose forward was replaced before
+    forwards_before = [layer.__dict__.get("forward") for layer in layers]  # of a layer whose forward was replaced before
     for layer, forward in zip(layers, forwards, strict=True):
         layer.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for layer, before in zip(layers, own, strict=True):
+        for layer, before in zip(layers, forwards_before, strict=True):
             if before is None:
                 del layer.__dict__["forward"]
             else:
@@ -115,7 +115,7 @@ def _find_layers(model: DiffusionModel, module: nn.Module, patterns: tuple[str, 
 def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[LayerPlace]:
     """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`."""
     matches = re.compile("|".join(translate(pattern) for pattern in patterns)).match
-    found, seen = list[LayerPlace](), set(left_out)
+    places, seen = list[LayerPlace](), set(left_out)
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, part in parent._modules.items():
@@ -123,9 +123,9 @@ def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.
                 continue
             seen.add(part)
             if matches(prefix + name):
-                found.append(LayerPlace(parent, name, part))
+                places.append(LayerPlace(parent, name, part))
             else:
                 visit(part, f"{prefix}{name}.")
 
     visit(module, "")
-    return found
+    return places

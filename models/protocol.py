@@ -167,13 +167,13 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
     if isinstance(model.lora_targets, str):
         raise ValueError(f"{name}.lora_targets is the string {model.lora_targets!r}, expected a sequence of strings")
     for method, call in calls.items():
-        given, parameters = getattr(model, method), list(call.parameters.values())[1:]
+        call_of_model, parameters = getattr(model, method), list(call.parameters.values())[1:]
         named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
         expected = ", ".join([*positional, *(f"{key}=..." for key in named)])
-        if not callable(given):
-            raise ValueError(f"{name}.{method} is of type {type(given).__name__}, expected a method of ({expected})")
-        signature = inspect.signature(given)
+        if not callable(call_of_model):
+            raise ValueError(f"{name}.{method} is of type {type(call_of_model).__name__}, expected a method of ({expected})")
+        signature = inspect.signature(call_of_model)
         try:
             signature.bind(*positional, **dict.fromkeys(named))
         except TypeError as error:
@@ -200,7 +200,7 @@ def sound_rate(model: DiffusionModel) -> int | None:
     return rate
 
 
-def decoded(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:
+def decode_samples(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:
     """Return the images or videos of samples, see `DiffusionModel.decode`; a pipeline with images may need their prompts.
 
     A recorded pipeline, and a model whose `decodes_prompts` is set, are passed them.

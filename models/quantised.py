@@ -171,8 +171,8 @@ class QuantisedLinear(nn.Linear):
     @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
         """Quantise a weight into the layer, in place."""
-        for own, new in zip(self.quantised, quantise(weight.to(self.dtype), self.base), strict=True):
-            own.copy_(new)
+        for stored, new in zip(self.quantised, quantise(weight.to(self.dtype), self.base), strict=True):
+            stored.copy_(new)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + bias, `[..., out]`."""
@@ -242,9 +242,9 @@ def quantise_linear(module: nn.Module, base: Base, dtype: torch.dtype) -> int:
         base: format of the weights.
         dtype: dtype of the computation, which weights are rounded to first.
     """
-    found = frozen_linear(module)
-    number = len(found)
-    while found:  # each weight is freed before the next one is quantised
-        owner, name, layer = found.pop()
+    layers = frozen_linear(module)
+    number = len(layers)
+    while layers:  # each weight is freed before the next one is quantised
+        owner, name, layer = layers.pop()
         setattr(owner, name, QuantisedLinear(layer, base, dtype))
     return number

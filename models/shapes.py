@@ -184,15 +184,15 @@ def model_shape(name: str) -> ModelShape | None:
 
     def inputs(samples: int, resolution: int) -> dict[str, Any]:
         """Return the inputs with the widths of the folder's network; latents have their channels first, tokens last."""
-        found = known(samples, resolution)
+        tensors = known(samples, resolution)
         for key, width in widths.items():
-            if key in found:
-                shape = list(found[key].shape)
+            if key in tensors:
+                shape = list(tensors[key].shape)
                 shape[1 if key == "hidden_states" and len(shape) > 3 else -1] = width
-                found[key] = _empty(*shape)
+                tensors[key] = _empty(*shape)
         if settings.get("image_dim") is not None:  # Wan 2.1 from images; CLIP makes 257 tokens
-            found["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
-        return found
+            tensors["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
+        return tensors
 
     return _read_folder(folder, inputs, 1024)
 

@@ -147,10 +147,10 @@ def of_invariance(config: GpuConfig, rows: Rows, until: float) -> None:
         with mode():
             whole, batch = predict(most), most
             while batch >= 1 and time.perf_counter() < until:
-                found = predict(batch)
-                equal = (found == whole).flatten(1).all(1).float().mean().item()
+                predicted = predict(batch)
+                equal = (predicted == whole).flatten(1).all(1).float().mean().item()
                 rows.add("samples with the bits of the largest batch", f"{name}, {batch} per pass", equal, "fraction")
-                distance = (found.float() - whole.float()).abs().max().item()
+                distance = (predicted.float() - whole.float()).abs().max().item()
                 rows.add("largest difference of a prediction", f"{name}, {batch} per pass", distance, "1")
                 times = harness.alternate(3, {name: partial(predict, batch)}, warmup=0)[name]
                 rows.add("seconds of all samples", f"{name}, {batch} per pass", median(times), "s")
@@ -200,25 +200,25 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
     kept: list[tuple[str, list[Tensor]]] = []
     with Operations(lambda name, operands, results: kept.append((name, [t.clone() for t in results]))):
         predict(small)
-    place, found = 0, list[tuple[int, str]]()
+    place, changes = 0, list[tuple[int, str]]()
 
     def compare(name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         nonlocal place
         place += 1
-        if found or place > len(kept):
+        if changes or place > len(kept):
             return
         known, expected = kept[place - 1]
         if known != name:
-            found.append((place, f"{known} became {name}"))
+            changes.append((place, f"{known} became {name}"))
             return
         for mine, theirs in zip(results, expected, strict=True):
             per_sample = mine.ndim > 0 and mine.shape[1:] == theirs.shape[1:] and len(mine) * small == len(theirs) * large
             if per_sample and not torch.equal(mine[: len(theirs)], theirs):
-                found.append((place, f"{name} of {list(theirs.shape)}"))
+                changes.append((place, f"{name} of {list(theirs.shape)}"))
 
     with Operations(compare):
         predict(large)
-    return found[0] if found else (0, "none")
+    return changes[0] if changes else (0, "none")
 
 
 def of_published(config: GpuConfig, rows: Rows, until: float) -> None:

@@ -57,12 +57,12 @@ def compare_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
             samples, numbers = inputs(operation, 3, event, dtype=torch.bfloat16, device=device)
             exact = _values_and_gradients(operation, "reference", _widen(samples), _widen(numbers))
             try:
-                found = _values_and_gradients(operation, provider, samples, numbers)
+                values = _values_and_gradients(operation, provider, samples, numbers)
             except Exception as failure:  # the others are compared all the same
                 traceback.print_exc()
                 wrong.append(f"{setting}: {type(failure).__name__}")
                 continue
-            for name, mine, theirs in zip(("value", *operation.gradients), found, exact, strict=True):
+            for name, mine, theirs in zip(("value", *operation.gradients), values, exact, strict=True):
                 error = float((mine.double() - theirs).abs().max() / theirs.abs().max())
                 rows.add(
                     f"largest error of the {'value' if name == 'value' else 'gradient'} beside float64", setting, error, "1"

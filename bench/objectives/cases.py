@@ -83,14 +83,14 @@ class ObjectivesConfig:
     def cases(self, folder: Path) -> list["ObjectiveCase"]:
         """Return the runs; those that need what another one leaves in `folder` come last."""
         limits = ([float(self.rollouts)] if self.rollouts else [], [self.budget_seconds] if self.budget_seconds else [])
-        found = [
+        all_cases = [
             ObjectiveCase(name, seed, rollouts=int(limit) if by == 0 else 0, seconds=limit if by else 0.0, folder=folder)
             for by, known in enumerate(limits)
             for limit in known
             for seed in self.seeds
             for name in self.recipes
         ]
-        return sorted(found, key=lambda case: case.recipe == "distill")
+        return sorted(all_cases, key=lambda case: case.recipe == "distill")
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,14 @@ def points(case: ObjectiveCase) -> list[CurvePoint]:
 
     evaluations = list[CurvePoint]()
 
-    def note(updates: int, found: dict[str, Any], evaluated: int) -> None:
+    def note(updates: int, values: dict[str, Any], evaluated: int) -> None:
         known: dict[str, Any] = {
             "updates": updates,
             "samples": samples,
             "seconds": round(seconds, 2),
             "diversity": diversity,
         }
-        known |= {"evaluated": evaluated, "max_log_ratio": ratio, **found, **harness.facts(CurvePoint)}
+        known |= {"evaluated": evaluated, "max_log_ratio": ratio, **values, **harness.facts(CurvePoint)}
         evaluations.append(CurvePoint(case.recipe, case.seed, case.limit, case.settings, **known))
 
     with Trainer(config) as trainer:
@@ -234,9 +234,9 @@ def _clock(trainer: Trainer) -> float:
 
 
 def _evaluate(trainer: Trainer, samples: int, probe: Probe | None = None) -> dict[str, Any]:
-    found = trainer.evaluate(samples, probe=probe)
-    exact = {name: found.exact[name] for name in ("heldout", "reward")}
-    return {**exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
+    evaluated = trainer.evaluate(samples, probe=probe)
+    exact = {name: evaluated.exact[name] for name in ("heldout", "reward")}
+    return {**exact, "drift": 0.0 if evaluated.velocity_drift is None else evaluated.velocity_drift}
 
 
 def _base(trainer: Trainer, case: ObjectiveCase) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def _base(trainer: Trainer, case: ObjectiveCase) -> dict[str, Any]:
     path = case.folder / f"base-{name}-{config.evaluation.final_samples}.json"
     if path.is_file():
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    found = _evaluate(trainer, config.evaluation.final_samples)
+    evaluated = _evaluate(trainer, config.evaluation.final_samples)
     whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps(found), encoding="utf-8")
+    whole.write_text(json.dumps(evaluated), encoding="utf-8")
     whole.replace(path)
-    return found
+    return evaluated

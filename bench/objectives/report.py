@@ -31,18 +31,18 @@ def run(config: ObjectivesConfig) -> None:
                 cases = [
                     case for case in _missing(config, harness.read(path, CurvePoint), folder) if bool(case.seconds) == timed
                 ]
-                for case, found in measure(cases, config, folder):
-                    if isinstance(found, str):
-                        failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {found}")
+                for case, curve in measure(cases, config, folder):
+                    if isinstance(curve, str):
+                        failed.append(f"{case.recipe}, seed {case.seed}, {case.limit}: {curve}")
                         continue
                     harness.write(
                         path,
-                        [*(point for point in harness.read(path, CurvePoint) if not _is_of(point, case)), *found],
+                        [*(point for point in harness.read(path, CurvePoint) if not _is_of(point, case)), *curve],
                         CurvePoint,
                     )
-                    end = found[-1]
+                    end = curve[-1]
                     print(
-                        f"{case.recipe}, seed {case.seed}, {case.limit}: {found[0].heldout:.3f} -> {end.heldout:.3f} in "
+                        f"{case.recipe}, seed {case.seed}, {case.limit}: {curve[0].heldout:.3f} -> {end.heldout:.3f} in "
                         f"{end.seconds:.0f} s, {end.samples} samples",
                         flush=True,
                     )
@@ -77,15 +77,15 @@ def at_time(points: Sequence[CurvePoint], cases: Sequence[ObjectiveCase]) -> lis
     A case has its own run, or else those evaluations of the run of equal samples that came before, and one that is
     interpolated between the neighbours of that time.
     """
-    found = []
+    parts = []
     for case in cases:
         known = [point for point in points if (point.recipe, point.seed) == (case.recipe, case.seed)]
-        own = [point for point in known if point.limit == case.limit]
+        measured = [point for point in known if point.limit == case.limit]
         longer = [point for point in known if point.limit.endswith("rollouts")]
         curves = [[p for p in longer if p.limit == limit] for limit in sorted({point.limit for point in longer})]
         if case.seconds:
-            found += own or next((_until(curve, case) for curve in curves if case.is_covered(curve)), [])
-    return found
+            parts += measured or next((_until(curve, case) for curve in curves if case.is_covered(curve)), [])
+    return parts
 
 
 def _until(curve: Sequence[CurvePoint], case: ObjectiveCase) -> list[CurvePoint]:
@@ -126,23 +126,23 @@ def table(points: Sequence[CurvePoint]) -> str:
         if point.updates and not math.isnan(point.diversity):
             first_diversity.setdefault((point.recipe, point.seed), point.diversity)
     lines = []
-    for name, found in ends(points).items():
-        right = [point.heldout for point in found]
-        before = [starts[name, point.seed].heldout for point in found if (name, point.seed) in starts]
+    for name, ends_of in ends(points).items():
+        right = [point.heldout for point in ends_of]
+        before = [starts[name, point.seed].heldout for point in ends_of if (name, point.seed) in starts]
         kept = [
             point.diversity / first
-            for point in found
+            for point in ends_of
             if (first := first_diversity.get((name, point.seed)))  # 0: one sample per prompt
         ]
         line = {
             "recipe": name,
             "before": f"{np.mean(before):.3f}" if before else "-",
             "after, mean (least to most)": f"{np.mean(right):.3f} ({min(right):.3f} to {max(right):.3f})",
-            "seeds": f"{len(found)}",
+            "seeds": f"{len(ends_of)}",
         }
         means = (("reward's recogniser", "reward", ".3f"), ("seconds", "seconds", ".0f"), ("samples", "samples", ",.0f"))
         for column, field, style in (*means, ("updates", "updates", ".0f"), ("drift", "drift", ".3f")):
-            line[column] = format(np.mean([getattr(point, field) for point in found]), style)
+            line[column] = format(np.mean([getattr(point, field) for point in ends_of]), style)
         lines.append({**line, "diversity kept": f"{np.mean(kept):.2f}" if kept else "-"})
     return harness.markdown(lines)
 

@@ -93,9 +93,9 @@ def importable(
         replaced: modules of the clone itself that are replaced, too.
         bare: packages of the clone whose `__init__` is not run.
     """
-    given = contents or {}
-    first: list[MetaPathFinder] = [_StandIns(replaced, given), _BarePackages(folder, bare)]
-    last = _StandIns(stand_ins, given)  # asked only for what is not installed
+    modules = contents or {}
+    first: list[MetaPathFinder] = [_StandIns(replaced, modules), _BarePackages(folder, bare)]
+    last = _StandIns(stand_ins, modules)  # asked only for what is not installed
     sys.path.insert(0, str(folder))
     sys.meta_path[:] = [*first, *sys.meta_path, last]
     try:
@@ -165,8 +165,8 @@ def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments
     assert isinstance(shell, ast.FunctionDef)
     shell.body = [loops[0]]
     _run(path, [shell], scope)
-    found: Callable[..., None] = scope["looped"]
-    return found
+    looped: Callable[..., None] = scope["looped"]
+    return looped
 
 
 def commit(folder: Path) -> str:

@@ -63,7 +63,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> Compared:
     loss = peer.update(stored)
     after = live_bytes()
     items = ours.items(stored)
-    own = ours.update(items, pairs=work.samples).loss
+    our_loss = ours.update(items, pairs=work.samples).loss
     del items
     held = live_bytes() - after, after - before
     left, right = ours.gradients(), peer.gradients()
@@ -72,7 +72,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> Compared:
     distance = torch.cat([(left[name] - right[name]).flatten() for name in right]).norm()
     norm = torch.cat([gradient.flatten() for gradient in right.values()]).norm()
     scale = float(work.advantage.abs().mean())
-    return Compared(Agreement(log_prob, abs(own - loss) / scale, float(distance / norm)), stored, held)
+    return Compared(Agreement(log_prob, abs(our_loss - loss) / scale, float(distance / norm)), stored, held)
 
 
 def merge_agreements(agreements: Sequence[Agreement]) -> Agreement:
@@ -98,13 +98,13 @@ def time_calls(device: torch.device, **calls: Callable[[], object]) -> Side:
     """
 
     def side() -> Mapping[str, Spent]:
-        found = dict[str, Spent]()
+        spent = dict[str, Spent]()
         for what, call in calls.items():
             stop = start_clocks(device)
             call()
-            found[what] = stop()
-        total = Spent(*map(sum, zip(*found.values(), strict=True)))
-        return {**found, "whole": total} if len(calls) > 1 else found
+            spent[what] = stop()
+        total = Spent(*map(sum, zip(*spent.values(), strict=True)))
+        return {**spent, "whole": total} if len(calls) > 1 else spent
 
     return side
 
@@ -222,8 +222,8 @@ def measure(
     common = common_columns(case, clone.commit(folder), agreement, held, config)
     # A project that wraps its network for several processes does not call the one that is emptied.
     modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
-    found = _Found(sides, others, peaks, other_peaks, ours.pairs)
-    yield from _rows(found, common, config, world, modules)
+    measured = _Found(sides, others, peaks, other_peaks, ours.pairs)
+    yield from _rows(measured, common, config, world, modules)
 
 
 def _fewer(project: Project, work: Work) -> list[int]:
@@ -234,20 +234,20 @@ def _fewer(project: Project, work: Work) -> list[int]:
 def measure_alone(case: PeerCase, config: PeersConfig, world: World) -> Iterator[PeerRow]:
     """Yield the rows of the transformer's passes alone: what both sides have to compute whatever is around them."""
     work = case.of(config, rank=world.rank, device=world.device)
-    own, other = PeerPasses(work, peft=False), PeerPasses(work, peft=True)
-    log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
+    alone, other = PeerPasses(work, peft=False), PeerPasses(work, peft=True)
+    log_prob = _apart(alone.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
     pairs, clocks = case.pairs(config), partial(time_calls, world.device)
-    sides: dict[int | None, Side] = {None: clocks(rollout=own.rollout)}
-    sides |= {number: clocks(update=partial(own.passes, number)) for number in pairs}
-    peaks: dict[tuple[str, int | None], int] = {("rollout", None): peak_bytes(own.rollout)}
-    peaks |= {("update", number): peak_bytes(partial(own.passes, number)) for number in pairs}
+    sides: dict[int | None, Side] = {None: clocks(rollout=alone.rollout)}
+    sides |= {number: clocks(update=partial(alone.passes, number)) for number in pairs}
+    peaks: dict[tuple[str, int | None], int] = {("rollout", None): peak_bytes(alone.rollout)}
+    peaks |= {("update", number): peak_bytes(partial(alone.passes, number)) for number in pairs}
     theirs = partial(other.passes, work.samples)
     others = {work.samples: clocks(rollout=other.rollout, update=theirs)}
     other_peaks = {("rollout", work.samples): peak_bytes(other.rollout), ("update", work.samples): peak_bytes(theirs)}
     common = common_columns(case, "peft", Agreement(log_prob, 0.0, 0.0), (0, 0), config)
-    found = _Found(sides, others, peaks, other_peaks, work.samples)
-    yield from _rows(found, common, config, world)
+    measured = _Found(sides, others, peaks, other_peaks, work.samples)
+    yield from _rows(measured, common, config, world)
 
 
 def common_columns(
@@ -287,27 +287,27 @@ class _Found(NamedTuple):
 
 
 def _rows(
-    found: _Found, common: Mapping[str, Any], config: PeersConfig, world: World, modules: Sequence[Any] = ()
+    measured: _Found, common: Mapping[str, Any], config: PeersConfig, world: World, modules: Sequence[Any] = ()
 ) -> Iterator[PeerRow]:
     """Yield a row for each of fluvial's sides beside the project's default, and one of the fastest updates of both."""
-    sides = [*found.sides.values(), *found.others.values()]
+    sides = [*measured.sides.values(), *measured.others.values()]
     times = time_in_turn(config.runs, sides, world)
-    mine, theirs = times[: len(found.sides)], dict(zip(found.others, times[len(found.sides) :], strict=True))
+    mine, theirs = times[: len(measured.sides)], dict(zip(measured.others, times[len(measured.sides) :], strict=True))
     default, *_ = theirs
     rests = [dict[str, list[Spent]]() for _ in sides]
     if modules:
         with without_passes(*modules):
             rests = time_in_turn(REST_ROUNDS, sides)
-    own, own_rests = (dict(zip(found.sides, spent, strict=False)) for spent in (mine, rests))
-    their_rests = dict(zip(found.others, rests[len(mine) :], strict=True))
-    compared = [(what, pairs, default) for pairs, table in own.items() for what in table if what in theirs[default]]
-    best, their_best = _fastest(own), _fastest(theirs)
+    our_times, own_rests = (dict(zip(measured.sides, spent, strict=False)) for spent in (mine, rests))
+    their_rests = dict(zip(measured.others, rests[len(mine) :], strict=True))
+    compared = [(what, pairs, default) for pairs, table in our_times.items() for what in table if what in theirs[default]]
+    best, their_best = _fastest(our_times), _fastest(theirs)
     compared += [("update", best, their_best)] * (their_best != default)
     for what, pairs, samples in compared:
-        per_pass = config.samples if what == "rollout" else found.chosen if pairs is None else pairs
-        peaks = found.peaks[what, pairs], found.other_peaks[what, samples]
+        per_pass = config.samples if what == "rollout" else measured.chosen if pairs is None else pairs
+        peaks = measured.peaks[what, pairs], measured.other_peaks[what, samples]
         peaks = max(world.gather_items(peaks[0])), max(world.gather_items(peaks[1]))
-        spent = own[pairs][what], theirs[samples][what]
+        spent = our_times[pairs][what], theirs[samples][what]
         least = own_rests[pairs].get(what), their_rests[samples].get(what)
         yield row(common, what, (per_pass, samples), spent, peaks, least)
 
@@ -336,26 +336,26 @@ def row(
         peaks: bytes.
         rests: seconds without the network's passes.
     """
-    own, other = (torch.tensor([*spent], dtype=torch.float64) for spent in times)
-    p20, p50, p80 = harness.spread(own[:, 0] / other[:, 0])
+    ours, other = (torch.tensor([*spent], dtype=torch.float64) for spent in times)
+    p20, p50, p80 = harness.spread(ours[:, 0] / other[:, 0])
     # Short, so that the least is the undisturbed one.
-    rest, other_rest = (min((spent.cpu for spent in found or ()), default=0.0) for found in rests)
+    rest, other_rest = (min((spent.cpu for spent in spans or ()), default=0.0) for spans in rests)
     return PeerRow(
         what=what,
         pairs=pairs[0],
         peer_pairs=pairs[1],
-        runs=len(own),
+        runs=len(ours),
         p20=p20,
         p50=p50,
         p80=p80,
-        seconds=float(own[:, 0].median()),
+        seconds=float(ours[:, 0].median()),
         peer_seconds=float(other[:, 0].median()),
         rest_seconds=rest,
         peer_rest_seconds=other_rest,
         peak_bytes=peaks[0],
         peer_peak_bytes=peaks[1],
-        wall_p50=float((own[:, 1] / other[:, 1]).median()),
-        wall_seconds=float(own[:, 1].median()),
+        wall_p50=float((ours[:, 1] / other[:, 1]).median()),
+        wall_seconds=float(ours[:, 1].median()),
         peer_wall_seconds=float(other[:, 1].median()),
         **common,
     )

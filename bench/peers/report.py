@@ -129,9 +129,11 @@ def markdown(rows: Sequence[PeerRow]) -> str:
     cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, key[3]), {})) for key in order]
     if not cases:
         return "peers.csv has no row of a project"
-    ratios = [_head(key, found) | _ratios(found) for key, found, _ in cases]
-    shares = [_head(key, found) | _shares(found, alone) for key, found, alone in cases if key[2] == 1 and alone]
-    memory = [_head(key, found) | _memory(found) for key, found, _ in cases]
+    ratios = [_head(key, phase_rows) | _ratios(phase_rows) for key, phase_rows, _ in cases]
+    shares = [
+        _head(key, phase_rows) | _shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone
+    ]
+    memory = [_head(key, phase_rows) | _memory(phase_rows) for key, phase_rows, _ in cases]
     measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
     projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
     commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
@@ -148,9 +150,9 @@ def _place(key: Key) -> tuple[int, int, str, int]:
     return ranks, window, {"tiny": "0", "small": "1"}.get(size, size), KNOWN.index(peer)
 
 
-def _head(key: Key, found: Rows) -> dict[str, str]:
+def _head(key: Key, rows: Rows) -> dict[str, str]:
     peer, size, ranks, window = key
-    steps = next(iter(found.values())).steps
+    steps = next(iter(rows.values())).steps
     return {
         "project": NAMES[peer],
         "size": size,
@@ -168,19 +170,19 @@ class _Phases(NamedTuple):
     best: PeerRow | None  # update with the pairs per pass that each side is fastest with
 
     @classmethod
-    def of(cls, found: Rows) -> "_Phases":
+    def of(cls, rows: Rows) -> "_Phases":
         """Return the rows of a case, which lie in the order in which they were measured."""
-        rollout = next((row for (what, *_), row in found.items() if what == "rollout"), None)
-        updates = [row for (what, *_), row in found.items() if what == "update"]
+        rollout = next((row for (what, *_), row in rows.items() if what == "rollout"), None)
+        updates = [row for (what, *_), row in rows.items() if what == "update"]
         equal = next((row for row in updates if row.pairs == row.peer_pairs == row.samples), None)
         # A row beside another number of the project's than its default is there if it is faster with that.
         best = [row for row in updates if row.peer_pairs != row.samples] or updates
         return cls(rollout, equal, next(iter(updates), None), min(best, key=lambda row: row.p50, default=None))
 
 
-def _ratios(found: Rows) -> dict[str, str]:
-    phases = _Phases.of(found)
-    whole = next((row for (what, *_), row in found.items() if what == "whole"), None)
+def _ratios(rows: Rows) -> dict[str, str]:
+    phases = _Phases.of(rows)
+    whole = next((row for (what, *_), row in rows.items() if what == "whole"), None)
     return {
         "rollout": _ratio(phases.rollout),
         "update, equal pairs per pass": _ratio(phases.equal),
@@ -199,7 +201,7 @@ def _ratio(row: PeerRow | None) -> str:
     return "-" if row is None else f"{row.p50:.2f} ({row.p20:.2f} to {row.p80:.2f})"
 
 
-def _shares(found: Rows, alone: Rows) -> dict[str, str]:
+def _shares(rows: Rows, alone: Rows) -> dict[str, str]:
     """Return three cells per phase, of as many pairs per pass on both sides.
 
     They are the share of the project's time that the passes of its transformer take; the ratio that would remain if
@@ -207,7 +209,7 @@ def _shares(found: Rows, alone: Rows) -> dict[str, str]:
     round and the rests are used, because the speed of a machine drifts between cases.
     """
     cells = dict[str, str]()
-    for phase, row, bare in zip(("rollout", "update"), _Phases.of(found), _Phases.of(alone), strict=False):
+    for phase, row, bare in zip(("rollout", "update"), _Phases.of(rows), _Phases.of(alone), strict=False):
         share, least, rests = "-", "-", "-"
         if row is not None and bare is not None:
             passes = 1 - row.peer_rest_seconds / row.peer_seconds
@@ -217,20 +219,20 @@ def _shares(found: Rows, alone: Rows) -> dict[str, str]:
     return cells
 
 
-def _memory(found: Rows) -> dict[str, str]:
+def _memory(phases: Rows) -> dict[str, str]:
     names = "peak, rollout", "peak, update, equal pairs", "peak, update, defaults", "peak, update, each side's best"
-    rows = dict(zip(names, _Phases.of(found), strict=True))
-    held = next(iter(found.values()))
+    rows = dict(zip(names, _Phases.of(phases), strict=True))
+    held = next(iter(phases.values()))
     return {
         "held": _megabytes(held.held_bytes, held.peer_held_bytes),
         **{name: "-" if row is None else _megabytes(row.peak_bytes, row.peer_peak_bytes) for name, row in rows.items()},
     }
 
 
-def _megabytes(own: int, other: int) -> str:
-    return f"{own / 1e6:.1f} MB, {other / 1e6:.1f} MB"
+def _megabytes(ours: int, other: int) -> str:
+    return f"{ours / 1e6:.1f} MB, {other / 1e6:.1f} MB"
 
 
 def _span(numbers: Iterable[int]) -> str:
-    found = sorted(set(numbers))
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    sizes = sorted(set(numbers))
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

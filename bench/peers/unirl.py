@@ -100,10 +100,10 @@ class UniRLPeer(Peer):
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its stage's `replay` finds."""
         with torch.no_grad():
-            found: Tensor = self.stage.replay(
+            log_probs: Tensor = self.stage.replay(
                 self.typed, segment=self._segment(x, x_next, None), params=self.params
             ).log_probs
-        return found
+        return log_probs
 
     def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its training loop."""

@@ -171,8 +171,8 @@ class VerlOmni(Peer):
         """Return what its engine finds, as before an update."""
         with self.engine.eval_mode(), torch.no_grad():
             output = self.engine.forward_backward_batch(self._batch(x, x_next), None, forward_only=True)
-        found: Tensor = output["model_output"]["log_probs"]
-        return found
+        log_probs: Tensor = output["model_output"]["log_probs"]
+        return log_probs
 
     def update(self, stored: RolloutOfWork) -> float:
         """Take one optimizer step by its engine."""

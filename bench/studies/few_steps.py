@@ -114,9 +114,9 @@ def table(rows: Sequence[StudyScore]) -> str:
     trials: dict[tuple[str, str, int, int], list[StudyScore]] = {}
     for row in rows:
         trials.setdefault((row.method, row.variant, row.steps, row.seed), []).append(row)
-    for (method, variant, steps, _), found in trials.items():
-        found.sort(key=lambda row: row.updates)
-        ends.setdefault((method, variant, steps), []).append((found[0], found[-1]))
+    for (method, variant, steps, _), points in trials.items():
+        points.sort(key=lambda row: row.updates)
+        ends.setdefault((method, variant, steps), []).append((points[0], points[-1]))
     sharp = mean(last.sharpness for first, last in ends["teacher", "", TEACHER_STEPS])
     lines = []
     for (method, variant, steps), pairs in sorted(ends.items(), key=lambda item: (item[0][2] == TEACHER_STEPS, item[0][2])):

@@ -83,13 +83,13 @@ def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[Study
     failed = []
     for begun in (False, True):
         wave = [trial for trial in missing if (trial.config.lora.weights is not None) == begun]
-        for trial, found in _measure(wave, parallel):
-            if isinstance(found, str):
-                failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {found}")
+        for trial, scores in _measure(wave, parallel):
+            if isinstance(scores, str):
+                failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {scores}")
                 continue
             rest = [row for row in harness.read(path, StudyScore) if _name(row) != _key(trial)[:-1]]
-            harness.write(path, [*rest, *found], StudyScore)
-            first, last = found[0], found[-1]
+            harness.write(path, [*rest, *scores], StudyScore)
+            first, last = scores[0], scores[-1]
             print(
                 f"{trial.method}, {trial.variant}, {last.steps} steps, seed {last.seed}: right {first.exact:.3f} -> "
                 f"{last.exact:.3f}, proxy {first.proxy:.3f} -> {last.proxy:.3f}, sharpness {first.sharpness:.3f} -> "
@@ -103,7 +103,7 @@ def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[Study
 
 def watch(trial: StudyRun) -> list[StudyScore]:
     """Train once, and return the evaluations, that of the start first."""
-    config, found = trial.config, list[StudyScore]()
+    config, scores = trial.config, list[StudyScore]()
     rollouts = config.updates // config.updates_per_rollout if trial.looks else 0
     samples, seconds, diversity = 0, 0.0, float("nan")
     name = config.rewards[0].partition("=")[0] if config.rewards else "reward"
@@ -118,7 +118,7 @@ def watch(trial: StudyRun) -> list[StudyScore]:
             known |= {"steps": config.method.sampling.steps, "seed": config.seed, "settings": trial.settings}
             known |= {"updates": updates, "samples": samples, "seconds": round(seconds, 2)}
             known |= {key: round(value, 5) for key, value in parts.items()}
-            found.append(StudyScore(**known, **harness.facts(StudyScore)))
+            scores.append(StudyScore(**known, **harness.facts(StudyScore)))
 
         look(0)
         with trainer.engine.inference(average=True) as module:
@@ -132,7 +132,7 @@ def watch(trial: StudyRun) -> list[StudyScore]:
                 look(record["update"], probe)
         if trial.keep is not None:
             trainer.export(trial.keep)
-    return found
+    return scores
 
 
 def _measure(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:

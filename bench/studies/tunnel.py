@@ -118,10 +118,10 @@ def run(config: TunnelConfig) -> None:
 
 def curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
     """Return the evaluations of each run in their order, by method and guard."""
-    found: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
+    grouped: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
     for row in sorted(rows, key=lambda row: row.updates):
-        found.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
-    return {name: list(seeds.values()) for name, seeds in found.items()}
+        grouped.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
+    return {name: list(seeds.values()) for name, seeds in grouped.items()}
 
 
 def read_at(curve: Sequence[StudyScore], gain: float, of: str) -> float | None:
@@ -156,15 +156,15 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
     """Plot the true score against the proxy, a panel per method and a line per guard, as means over seeds."""
     from matplotlib.figure import Figure
 
-    found = curves(rows)
-    methods = list(dict.fromkeys(method for method, _ in found if method != GARDO))
+    grouped = curves(rows)
+    methods = list(dict.fromkeys(method for method, _ in grouped if method != GARDO))
     rows_of_panels = max(1, -(-len(methods) // PANELS))
     figure = Figure(figsize=(4 * PANELS, 4 * rows_of_panels), layout="constrained")
     panels = figure.subplots(rows_of_panels, PANELS, squeeze=False).flatten()
     for axes in panels[len(methods) :]:
         axes.remove()
     for axes, method in zip(panels, methods, strict=False):
-        for (name, guard), seeds in found.items():
+        for (name, guard), seeds in grouped.items():
             if name in (method, GARDO):
                 length = min(map(len, seeds))
                 x, y = ([mean(getattr(curve[i], of) for curve in seeds) for i in range(length)] for of in ("proxy", "exact"))

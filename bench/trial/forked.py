@@ -113,9 +113,9 @@ def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended
     with socket.create_server(("127.0.0.1", 0), backlog=count) as listening:
         port, size = str(listening.getsockname()[1]), str(count)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        own[0] |= {STORE: str(listening.fileno())}
-        return wait([Forked(function, folder / f"rank{rank}", {**shared, **own[rank]}) for rank in range(count)])
+        variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        variables[0] |= {STORE: str(listening.fileno())}
+        return wait([Forked(function, folder / f"rank{rank}", {**shared, **variables[rank]}) for rank in range(count)])
 
 
 @contextlib.contextmanager

@@ -196,13 +196,13 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
     with running(lambda: command(asked), folder / "serve.txt") as server:
         until = time.monotonic() + STARTING
-        while (found := ADDRESS.search(server.read_output())) is None and time.monotonic() < until:
+        while (match := ADDRESS.search(server.read_output())) is None and time.monotonic() < until:
             if server.poll() is not None:
                 return f"no: {_line(server.read_output().strip().rpartition(chr(10))[2])[:60]}"
             time.sleep(0.1)
-        if found is None:
+        if match is None:
             return "no: the server does not start"
-        source = ["--rollout.source", found[0], "--rollout.servers.weights-folder", weights]
+        source = ["--rollout.source", match[0], "--rollout.servers.weights-folder", weights]
         args = ["train", recipe, *options, *source, "--out", str(folder / "served")]
         ended = wait([Forked(lambda: command(args), folder / "served.txt")])
     if ended.code:
@@ -252,8 +252,8 @@ def _opens(name: str, folder: Path) -> str:
                 pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
                 pipe.load_components([part for part in pipe.components if part.startswith(("transformer", "unet"))])
             else:
-                own = read_processors(folder / "model")
-                pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
+                processors = read_processors(folder / "model")
+                pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **processors)
                 add_tokenizers(pipe, folder / "model", {})
             if not hasattr(pipe, "load_lora_weights"):
                 return "no loader"
@@ -293,8 +293,8 @@ def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
 
 def _find_reason(ended: Ended) -> str:
     """Return the line that says why a command failed."""
-    own = [line for line in ended.output.splitlines() if line.startswith("fluvial: ")]
-    return own[-1].removeprefix("fluvial: ") if own else ended.last
+    lines = [line for line in ended.output.splitlines() if line.startswith("fluvial: ")]
+    return lines[-1].removeprefix("fluvial: ") if lines else ended.last
 
 
 def _reason(said: str, name: str, folder: Path) -> str:

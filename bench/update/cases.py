@@ -183,9 +183,9 @@ def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
         return sde_step(transition, x, v, key=key)
 
     widths = size.settings["joint_attention_dim"], size.settings["pooled_projection_dim"]
-    given, negative = (CodeCond(draw(stream, size.tokens, widths[0]), draw(stream + 1, widths[1])) for stream in (0, 2))
+    positive, negative = (CodeCond(draw(stream, size.tokens, widths[0]), draw(stream + 1, widths[1])) for stream in (0, 2))
     scale = torch.full((case.samples,), SCALE, device=device)
-    cond: Cond = Guided(given, negative, scale) if case.guidance else given
+    cond: Cond = Guided(positive, negative, scale) if case.guidance else positive
     sampler = partial(flow_sde, eta=ETA, sigma_max=sigmas[1])
     chunks = []
     with engine.inference() as module:
@@ -206,7 +206,7 @@ def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
         timesteps=timesteps.expand(case.samples, -1),
         log_prob=trajectory.log_prob,
         advantage=advantage,
-        cond=given,
+        cond=positive,
         uncond=negative if case.guidance else None,
         scale=SCALE,
     )

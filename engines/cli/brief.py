@@ -104,7 +104,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         about: text above the flags.
     """
     columns = min(width(), WIDEST)
-    fields = [(name, *found) for name in brief.fields if (found := _describe_value(values, name)) is not None]
+    fields = [(name, *described) for name in brief.fields if (described := _describe_value(values, name)) is not None]
     names = ["--" + NAMES.get(name, name).replace("_", "-") for name, *_ in fields]
     indent = max(map(len, names)) + 4
     shown = []
@@ -114,8 +114,8 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         shown += [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in more)]
     method = getattr(values, "method", None)
     rewards = "--rewards pickscore " if method is None or method.is_scored else ""
-    given = method is not None and method.source is not None
-    source = "--data.images FOLDER" if given else f"{rewards}--prompts @drawbench-like"
+    from_data = method is not None and method.source is not None
+    source = "--data.images FOLDER" if from_data else f"{rewards}--prompts @drawbench-like"
     asked = {"recipe": program.rpartition(" ")[2], "source": source, "out": getattr(values, "out", "")}
     examples = [example.format(**asked) for example in brief.examples]
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n")]

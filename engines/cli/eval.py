@@ -41,9 +41,12 @@ def run(args: list[str]) -> None:
 
 def defaults(name: str, args: list[str]) -> EvalConfig:
     """Return the settings of an evaluation where nothing is typed: of the suite, of the run, or of the kind of model."""
-    own = defaults_of(name)
+    preset = defaults_of(name)
     config = EvalConfig(
-        seeds=1 if own.samples is None else None, samples=own.samples, steps=own.steps, micro_batch=own.micro_batch
+        seeds=1 if preset.samples is None else None,
+        samples=preset.samples,
+        steps=preset.steps,
+        micro_batch=preset.micro_batch,
     )
     config = settings_of_run(name, config)
     if suites := find_values(args, "--suite"):
@@ -61,13 +64,13 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
     with init_world() as world, ExitStack() as stack:
         subjects = open_networks(name, config, world, stack)
         folder = None if config.out is None else EvaluationFolder(config.out, world)
-        found = {}
+        results = {}
         for kind, subject in ((BASE, subjects.base), (IMAGES, subjects.ours)):
             if subject is None:
                 continue
             model, shape = subject.job.model, subject.job.shape
             with subject.network() as module:
-                found[kind] = evaluate(
+                results[kind] = evaluate(
                     subject.job,
                     module,
                     samples=config.samples,
@@ -79,7 +82,7 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
                     solver=serving_solver(config.solver, model),
                     keep=None if folder is None else folder.keep(kind),
                 )
-        ours, base = found[IMAGES], found.get(BASE)
+        ours, base = results[IMAGES], results.get(BASE)
         table = rows(ours.scores, None if base is None else base.scores)
         title, settings = subjects.ours.title, finite(CONVERTER.unstructure(config))
         if folder is not None:

@@ -195,21 +195,22 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
     source = source_of(name)
     if source is None:
         return config
-    run, own = source.config, source.config.evaluation
+    run, recorded = source.config, source.config.evaluation
     guidance, pipeline = run.evaluation_guidance, replace(run.pipeline, weights=None)
-    if own.height or own.width or pipeline.sizes:
+    if recorded.height or recorded.width or pipeline.sizes:
         size = pipeline.size
-        pipeline = replace(pipeline, sizes=(), height=own.height or size.height, width=own.width or size.width)
+        pipeline = replace(pipeline, sizes=(), height=recorded.height or size.height, width=recorded.width or size.width)
     return replace(
         config,
-        seeds=own.seeds,
-        samples=None if own.seeds else run.evaluation.final_samples,
+        seeds=recorded.seeds,
+        samples=None if recorded.seeds else run.evaluation.final_samples,
         steps=run.evaluation_steps,
         guidance=guidance.scale,
         negative=guidance.negative,
-        solver=(run.method.serving_solver or "auto") if own.solver == "auto" else own.solver,
-        average=own.average,
-        micro_batch=own.micro_batch or (each if isinstance(each := run.engine.micro_batch, int) else config.micro_batch),
+        solver=(run.method.serving_solver or "auto") if recorded.solver == "auto" else recorded.solver,
+        average=recorded.average,
+        micro_batch=recorded.micro_batch
+        or (each if isinstance(each := run.engine.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,
         pipeline=pipeline,
     )
@@ -224,11 +225,11 @@ def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, comp
         config: settings of the run, or of the kind of model.
         compared: whether there is something to compare with: what a run, weights or an adapter started from.
     """
-    own = config.guidance
+    scale = config.guidance
     if source_of(name) is None:
         stated = [run.settings for run in load_published().values() if "evaluation.guidance" in run.settings]
-        scales = [found["evaluation.guidance"].value for found in stated if found["model"].value == name]
-        own = max(scales, key=scales.count, default=own)
+        scales = [each["evaluation.guidance"].value for each in stated if each["model"].value == name]
+        scale = max(scales, key=scales.count, default=scale)
     size = config.pipeline.size
     pipeline = replace(config.pipeline, height=suite.height or size.height, width=suite.width or size.width)
     return replace(
@@ -239,7 +240,7 @@ def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, comp
         seeds=suite.seeds or 1,
         samples=None,
         steps=suite.steps or config.steps,
-        guidance=own if suite.guidance is None else suite.guidance,
+        guidance=scale if suite.guidance is None else suite.guidance,
         solver=config.solver if suite.solver == "auto" else suite.solver,
         average=suite.average and config.average,
         pipeline=pipeline if suite.height or suite.width else config.pipeline,
@@ -264,13 +265,13 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
         if source is not None:
-            given = source.config.method.sampling.guidance
-            guidance = replace(given, scale=config.guidance, negative=config.negative, update="guided")
+            guidance_of_run = source.config.method.sampling.guidance
+            guidance = replace(guidance_of_run, scale=config.guidance, negative=config.negative, update="guided")
         # What was typed, else what the run's record says.
-        own = EvaluationConfig() if source is None else source.config.evaluation
+        recorded = EvaluationConfig() if source is None else source.config.evaluation
         asked = EvaluationConfig(
-            prompts=config.prompts or own.prompts,
-            rewards=config.rewards or own.rewards,
+            prompts=config.prompts or recorded.prompts,
+            rewards=config.rewards or recorded.rewards,
             seeds=config.seeds,
             steps=config.steps,
             guidance=config.guidance,
@@ -321,7 +322,7 @@ def _of_weights(
     start = replace(start, heldout=_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
         model: Any = start.model
-        model = model.given(model_inputs(start.heldout))
+        model = model.adapt_to(model_inputs(start.heldout))
         start = replace(start, model=model, load=model.with_weights)
     start = build_evaluated(start, asked, config.pipeline)
     ours = with_base(start, weights)
@@ -339,12 +340,14 @@ def _of_checkpoint(
     from fluvial.engines.run.trainer import Trainer
 
     run, size = source.config, config.pipeline.size
-    own = run.method.sampling.guidance.negative
+    recorded = run.method.sampling.guidance.negative
     if size != run.pipeline.size:
         asked = replace(asked, height=size.height, width=size.width)
     with world.agreed():
-        if config.negative != own:
-            raise UsageError("negative", config.negative, repr(own), f"that is the negative prompt of the run of {name}")
+        if config.negative != recorded:
+            raise UsageError(
+                "negative", config.negative, repr(recorded), f"that is the negative prompt of the run of {name}"
+            )
         own_pipeline = run.pipeline
         pipeline = replace(
             config.pipeline,
@@ -408,7 +411,7 @@ def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationC
     return read_prompts_of(
         run.pipeline,
         prompts=run.prompts,
-        preferences=None if (given := run.method.source) is None else getattr(given, "folder", None),
+        preferences=None if (data_of_run := run.method.source) is None else getattr(data_of_run, "folder", None),
         data=run.data.images,
         check=job.model.check_prompt,
         media={} if run.data.images else media_columns(job.model, run.pipeline.media),
@@ -446,7 +449,7 @@ def _make_opener(job: Job, engine: EngineConfig, world: World, build: Callable[[
     @contextmanager
     def network() -> Iterator[nn.Module]:
         module, weights = build()
-        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as found:
-            yield found
+        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as opened:
+            yield opened
 
     return network

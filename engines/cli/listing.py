@@ -96,11 +96,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, columns: int 
     ]
     if max(map(len, lines)) <= columns:
         return lines
-    found = list[str]()
+    rows_of_text = list[str]()
     for first, *others in rows:
         cells = [f"{name}: {cell}" for name, cell in zip(header[1:], others, strict=True) if cell and cell != "-"]
-        found += [*wrap(first, columns), *wrap("; ".join(cells), columns, indent=4)]
-    return found
+        rows_of_text += [*wrap(first, columns), *wrap("; ".join(cells), columns, indent=4)]
+    return rows_of_text
 
 
 def wrap(text: str, columns: int | None = None, *, indent: int = 0, later: int | None = None) -> list[str]:

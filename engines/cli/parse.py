@@ -134,12 +134,12 @@ class FlagForm(NamedTuple):
 
     def fill(self, values: Any, place: str = "") -> Any:
         """Return the configuration that a filled-in form describes, which stands at a place in a run; its checks run."""
-        found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
-        inner = {name: form.fill(found[name], f"{place}{name}.") for name, form in self.inner.items()}
+        current = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
+        inner = {name: form.fill(current[name], f"{place}{name}.") for name, form in self.inner.items()}
         try:
-            return self.build(**found | inner)
+            return self.build(**current | inner)
         except ValueError as error:
-            _move(error, place.removeprefix("method."), found)
+            _move(error, place.removeprefix("method."), current)
             raise
 
     def other_kinds(self, name: str) -> str | None:
@@ -377,14 +377,14 @@ def find_values(args: Sequence[str], flag: str) -> list[str]:
 
 def split_flags(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the words of the given flags with their values, and all other words."""
-    own, others, words = list[str](), list[str](), iter(args)
+    matched, others, words = list[str](), list[str](), iter(args)
     for word in words:
         name, has_value, _ = word.partition("=")
         if name.replace("_", "-") not in flags:
             others.append(word)
         else:
-            own += [word] if has_value else [word, *itertools.islice(words, 1)]
-    return own, others
+            matched += [word] if has_value else [word, *itertools.islice(words, 1)]
+    return matched, others
 
 
 def console() -> "Console":

@@ -34,7 +34,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.scoring.warm_up import warm_up
 from fluvial.engines.streams import Stream
-from fluvial.models import decoded
+from fluvial.models import decode_samples
 from fluvial.models.device import default_device
 
 MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
@@ -90,16 +90,16 @@ def run(args: list[str]) -> None:
         )
     name = parse_name("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
     source, folder = source_of(name), Path("runs") / "preferences"
-    own = defaults(name if source is None else source.config.model)
-    base = PreferencesConfig(folder, count=own.samples, steps=own.steps, micro_batch=own.micro_batch)
+    preset = defaults(name if source is None else source.config.model)
+    base = PreferencesConfig(folder, count=preset.samples, steps=preset.steps, micro_batch=preset.micro_batch)
     if source is not None:
         run = source.config
         base = replace(base, prompts=run.prompts, rewards=run.rewards, **drawing_settings(run))
     config = parse_config(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         count, asked = write(name, config)
-    given = {"weights": config.weights, "lora": config.lora}
-    start = "".join(f" --{flag} {path}" for flag, path in given.items() if path is not None)
+    flags = {"weights": config.weights, "lora": config.lora}
+    start = "".join(f" --{flag} {path}" for flag, path in flags.items() if path is not None)
     print(f"{count} preferences of {asked} prompts: {config.out}; train on them with")
     print(f"fluvial train dpo --model {name} --preferences {config.out}{start}")
 
@@ -151,7 +151,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
     try:
         with torch.no_grad():
             latents = torch.zeros(1, *job.shape, device=device)
-            blank = Samples(decoded(job.model, latents, model_inputs(asked[:1])), asked[:1], latents)
+            blank = Samples(decode_samples(job.model, latents, model_inputs(asked[:1])), asked[:1], latents)
             warm_up(runners.runners, blank, count=config.micro_batch, group=group)
         for first in range(0, len(asked), together):
             prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
@@ -167,9 +167,9 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
             if left_out > MAX_INVALID * len(asked):
                 raise RunError(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward so far")
             number = torch.nonzero(kept).flatten()
-            found = best_and_worst(scored.scores[kept] @ runners.weights, number // group)
-            for place in torch.nonzero(found.valid).flatten().tolist():
-                win, lose = int(number[found.win[place]]), int(number[found.lose[place]])
+            extremes = best_and_worst(scored.scores[kept] @ runners.weights, number // group)
+            for place in torch.nonzero(extremes.valid).flatten().tolist():
+                win, lose = int(number[extremes.win[place]]), int(number[extremes.lose[place]])
                 pairs.append((prompts[win].text, drawn[win].clone(), drawn[lose].clone()))
     finally:
         runners.close()

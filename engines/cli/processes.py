@@ -23,10 +23,10 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
     Raises:
         UsageError: it is not a number, the flag is given twice, or this process is one of several already.
     """
-    own, others = split_flags(args, (FLAG,))
-    if not own or args[0] not in COMMANDS:
+    matched, others = split_flags(args, (FLAG,))
+    if not matched or args[0] not in COMMANDS:
         return 1, list(args)
-    values = find_values(own, FLAG)
+    values = find_values(matched, FLAG)
     if len(values) != 1:
         raise UsageError(f"{FLAG} is given {'twice' if values else 'no value'}, expected one number, or auto")
     if "RANK" in os.environ:

@@ -48,9 +48,9 @@ def run(args: Sequence[str]) -> None:
 
 def find_weights(folder: Path) -> Path:
     """Return the folder of weights with a card: itself, or those of a run; UsageError if there are none."""
-    for found in (folder, folder / "lora", folder / "weights"):
-        if (found / CARD).is_file() and any(found.rglob("*.safetensors")):
-            return found
+    for candidate in (folder, folder / "lora", folder / "weights"):
+        if (candidate / CARD).is_file() and any(candidate.rglob("*.safetensors")):
+            return candidate
     raise UsageError(
         f"{folder} holds no weights with a model card: name an export (fluvial export RUN), or a run that has ended"
     )

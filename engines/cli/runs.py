@@ -55,7 +55,7 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
             "model": each.config.get("model", ""),
             "state": each.state,
             "reward": each.rewards[-1] if each.rewards else None,
-            "scores": {name: row["mean"] for name, found in scores if (row := found[place]) is not None},
+            "scores": {name: row["mean"] for name, column in scores if (row := column[place]) is not None},
             "seconds": each.seconds,
         }
         for place, each in enumerate(runs)
@@ -77,10 +77,10 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
     return "\n".join(table(("run", "method", "model", "state", "reward", "held out", "seconds"), rows))
 
 
-def _facts(found: PublishedRun) -> dict[str, Any]:
+def _facts(run: PublishedRun) -> dict[str, Any]:
     """Return the facts of a run in a list for programs."""
-    facts = {name: getattr(found, name) for name in ("algorithm", "model", "paper", "gpus")}
-    return {**facts, "to_bring": to_bring(found), "headline": dict(found.headline)}
+    facts = {name: getattr(run, name) for name in ("algorithm", "model", "paper", "gpus")}
+    return {**facts, "to_bring": to_bring(run), "headline": dict(run.headline)}
 
 
 def list_lines() -> str:
@@ -89,34 +89,34 @@ def list_lines() -> str:
     rows = [
         (
             name,
-            found.algorithm,
-            found.paper or "-",
-            str(found.gpus or "-"),
-            ", ".join(to_bring(found)) or "-",
-            found.headline.get("result", ""),
+            run.algorithm,
+            run.paper or "-",
+            str(run.gpus or "-"),
+            ", ".join(to_bring(run)) or "-",
+            run.headline.get("result", ""),
         )
-        for name, found in runs.items()
+        for name, run in runs.items()
     ]
     lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
     lines += ["", f"{len(runs)} runs. fluvial runs|plan|train NAME prints, plans or trains one."]
     return "\n".join(lines)
 
 
-def describe_run(found: PublishedRun) -> str:
+def describe_run(run: PublishedRun) -> str:
     """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
     from fluvial.engines.extensions.published.resolve import ASSUMED, side_by_side
 
-    sources = {source: number for number, source in enumerate(found.sources, start=1)}
+    sources = {source: number for number, source in enumerate(run.sources, start=1)}
     lines = [
-        f"{found.name}: {found.algorithm} on {found.model}",
-        f"  paper     {'arXiv ' + found.paper if found.paper else '-'}",
-        f"  GPUs      {found.gpus or 'not stated'}",
-        *(f"  headline  {key}: {value}" for key, value in found.headline.items()),
+        f"{run.name}: {run.algorithm} on {run.model}",
+        f"  paper     {'arXiv ' + run.paper if run.paper else '-'}",
+        f"  GPUs      {run.gpus or 'not stated'}",
+        *(f"  headline  {key}: {value}" for key, value in run.headline.items()),
         *(f"  source {number}  {_place(source)}" for source, number in sources.items()),
         "",
     ]
     lines = [part for line in lines for part in wrap(line, later=4) or [""]]
-    rows = list(side_by_side(found))
+    rows = list(side_by_side(run))
     settings = [
         (
             row.setting,
@@ -131,21 +131,21 @@ def describe_run(found: PublishedRun) -> str:
     lines += table(("setting", "published", "ours", "source", "why"), settings)
     if assumed := "; ".join(f"{row.setting} {row.ours}" for row in rows if row.why == ASSUMED):
         lines += ["", f"{ASSUMED}, since no source states them", *wrap(assumed, indent=2, later=2)]
-    if found.unusual:
-        lines += ["", "unusual", *(part for line in found.unusual for part in wrap(f"- {line}", indent=2, later=4))]
+    if run.unusual:
+        lines += ["", "unusual", *(part for line in run.unusual for part in wrap(f"- {line}", indent=2, later=4))]
     return "\n".join(lines)
 
 
-def record(found: PublishedRun) -> dict[str, Any]:
+def record(run: PublishedRun) -> dict[str, Any]:
     """Return a run for programs: its facts, and its settings side by side."""
     from fluvial.engines.extensions.published.resolve import side_by_side
 
-    facts = {name: getattr(found, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}
+    facts = {name: getattr(run, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}
     settings = [
         {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place_of(row.source)}
-        for row in side_by_side(found)
+        for row in side_by_side(run)
     ]
-    return {**facts, "headline": dict(found.headline), "settings": settings}
+    return {**facts, "headline": dict(run.headline), "settings": settings}
 
 
 def _place_of(source: Citation | None) -> str | None:

@@ -85,8 +85,8 @@ def run(args: list[str]) -> None:
         parse_config(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
     name = parse_name("sample", args, tuple(MODELS), "a model", fits=may_be_model)
     source = source_of(name)
-    own = defaults(name if source is None else source.config.model)
-    base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
+    preset = defaults(name if source is None else source.config.model)
+    base = SampleConfig(preset.prompts, steps=preset.steps, micro_batch=preset.micro_batch)
     if source is not None:
         base = replace(base, **drawing_settings(source.config))
     config = parse_config(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
@@ -121,7 +121,7 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...
     prompts = [prompt for word in config.prompts for prompt in _parse_prompts(word, job, media)]
     check_columns(job.model, [*job.prompts[:1], *prompts], media)
     if is_recorded(model := cast(Any, job.model)):
-        job = replace(job, model=model.given(model_inputs(prompts)))
+        job = replace(job, model=model.adapt_to(model_inputs(prompts)))
     module = jobs.build(job).to(default_device()).eval()
     sheets = [_sheet(job, module, prompts, config, name)]
     if config.lora is not None:

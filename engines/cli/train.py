@@ -77,8 +77,8 @@ def _dry_run(args: list[str]) -> None:
     from fluvial.engines.extensions.dryrun import run as dryrun
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(dryrun.DryRunConfig)}
-    own, others = split_flags(args, flags)
-    asked = parse_config(dryrun.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
+    matched, others = split_flags(args, flags)
+    asked = parse_config(dryrun.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", matched)
     config = configure("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
         dryrun.run(asked, config, console=console())
@@ -102,11 +102,11 @@ class Configured(NamedTuple):
 
 def configure(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
     """Return the one run that is asked for, see `configure_all`; UsageError for a sweep."""
-    found = configure_all(command, args, gpus=gpus)
-    if len(found) > 1:
-        names = ", ".join(each.name for each in found)
-        raise UsageError(f"the file describes {len(found)} runs ({names}), and {command} takes one: remove the lists")
-    return found[0].config
+    configured = configure_all(command, args, gpus=gpus)
+    if len(configured) > 1:
+        names = ", ".join(each.name for each in configured)
+        raise UsageError(f"the file describes {len(configured)} runs ({names}), and {command} takes one: remove the lists")
+    return configured[0].config
 
 
 def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[Configured]:
@@ -157,12 +157,12 @@ def _configure_recipe(
     about = inspect.getdoc(recipe) or f"The recipe {name}."
     preset = entries.pop("preset", None)
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
-    first = _built(name, recipe, flags)
+    first = _build(name, recipe, flags)
     with _of_file(path):
         runs = read.expand(first, entries, field_names(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
-        plain = _built(name, recipe, [*model, *flags])
+        plain = _build(name, recipe, [*model, *flags])
         base, others = _preset(plain, expand_flags(flags, field_names(plain)))
         with _of_file(path):
             config = read.apply(base, values, field_names(base)) if values else base
@@ -220,29 +220,29 @@ def _of_file(path: Path | None) -> Iterator[None]:
 
 def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
     """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
-    own, others = split_flags(flags, {PRESET})
-    if not own:
+    matched, others = split_flags(flags, {PRESET})
+    if not matched:
         return config, others
     from fluvial.engines.run.recipes import on_gpus
 
     if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
-        found, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
+        preset, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
     except UsageError as error:
         raise UsageError(error.name_fields(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
         print(f"fluvial: {said}", file=sys.stderr)
-    return found, others
+    return preset, others
 
 
-def _check_same_method(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
+def _check_same_method(name: str, asked: "TrainConfig", recorded: "TrainConfig") -> None:
     """Raise UsageError if a run that is resumed has another method than the recipe that was typed."""
-    typed_one, recorded_one = asked.method.method_name, found.method.method_name
+    typed_one, recorded_one = asked.method.method_name, recorded.method.method_name
     if typed_one != recorded_one:
         raise UsageError(
-            f"{found.out} holds a run with the method {recorded_one}, and {name} has {typed_one}: resume it by its own "
-            f"recipe, or with --config {found.out / 'config.json'}"
+            f"{recorded.out} holds a run with the method {recorded_one}, and {name} has {typed_one}: resume it by its own "
+            f"recipe, or with --config {recorded.out / 'config.json'}"
         )
 
 
@@ -336,17 +336,17 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     from fluvial.engines.run.recipes import RECIPES
     from fluvial.engines.run.recipes.base import recipe_of
 
-    found: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
-    return recipe_of(found) if inspect.isclass(found) else found  # type: ignore[arg-type]
+    recipe: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
+    return recipe_of(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]
 
 
-def _explain_no_recipe(found: Any) -> str | None:
+def _explain_no_recipe(recipe: Any) -> str | None:
     """Return what keeps an object from being a recipe, or a method that is trained with the defaults of the model."""
     from fluvial.engines.run.method import Method, explain_no_method
 
-    if inspect.isclass(found) and issubclass(found, Method):
-        return explain_no_method(found)
-    return plugins.callable_with()(found)
+    if inspect.isclass(recipe) and issubclass(recipe, Method):
+        return explain_no_method(recipe)
+    return plugins.callable_with()(recipe)
 
 
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:
@@ -367,7 +367,7 @@ def _find_published(name: str) -> Callable[[], "TrainConfig"]:
     return recipe
 
 
-def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
+def _build(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
     """Return the run that a recipe describes, for the model that is typed.
 
     A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a user-defined recipe

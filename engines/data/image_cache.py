@@ -117,15 +117,15 @@ class ImageCache:
         if len(self.shapes) == 1:
             return dict.fromkeys(groups, next(iter(self.shapes)))
         known = [size for size in self.shapes if size is not None]
-        found: list[tuple[int, int]] = []
+        assigned: list[tuple[int, int]] = []
         with world.agreed():
             for place in range(world.rank, len(groups), world.size):
                 try:
-                    found.append((place, known.index(self._nearest(groups[place], known))))
+                    assigned.append((place, known.index(self._nearest(groups[place], known))))
                 except UsageError:
                     if not self.skip:
                         raise
-        taken = {place: known[number] for part in world.gather_items(found) for place, number in part}
+        taken = {place: known[number] for part in world.gather_items(assigned) for place, number in part}
         return {group: taken[place] for place, group in enumerate(groups) if place in taken}
 
     def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:

@@ -41,10 +41,10 @@ def read_images(
         UsageError: there are no images, an image has no caption or a caption no image, or a caption is not a prompt or is
             held out; the message names the file.
     """
-    found = check_prompts(_locate(path, path.stem if source is None else source), check=check, heldout=heldout)
-    if not found:
+    prompts = check_prompts(_locate(path, path.stem if source is None else source), check=check, heldout=heldout)
+    if not prompts:
         raise UsageError(f"data {path} holds no images, expected some with captions")
-    return found
+    return prompts
 
 
 def read_size(image: Path | bytes) -> Size:
@@ -107,15 +107,15 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
 def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the captions of a folder whose images have a text file of the same name beside them."""
     seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    found = sorted((file for file in seen if file.is_file()), key=natural)
-    images = [file for file in found if file.suffix.lower() in ENDINGS]
+    files = sorted((file for file in seen if file.is_file()), key=natural)
+    images = [file for file in files if file.suffix.lower() in ENDINGS]
     named = {file.with_suffix("") for file in images}
     repeats = {image.parent: REPEATS.fullmatch(image.parent.name) for image in images}
     of_kohya = all(match is not None and 0 < int(match[1]) <= MOST_WEIGHT for match in repeats.values())
     if images and of_kohya and os.environ.get("RANK", "0") == "0":
         weights = ", ".join(f"{match[0]} {match[1]}" for match in repeats.values() if match is not None)
         print(f"data {folder}: images have the weights of kohya's folders: {weights}", file=sys.stderr)
-    if stray := [file for file in found if file.suffix[1:] in CAPTION_FILES and file.with_suffix("") not in named]:
+    if stray := [file for file in files if file.suffix[1:] in CAPTION_FILES and file.with_suffix("") not in named]:
         raise UsageError(f"data {folder}: the caption {stray[0].name} has no image of the same name")
     for image in images:
         beside = [image.with_suffix(f".{ending}") for ending in CAPTION_FILES]

@@ -21,15 +21,15 @@ def split(scores: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Sp
         prompts: prompt of each sample, `[B]`.
         names: name of each score, `[K]`.
     """
-    found: Split = {}
+    by_kind: Split = {}
     for kind, labels in (("sources", [each.source for each in prompts]), ("tags", [each.tag for each in prompts])):
         parts: dict[str, list[int]] = {}
         for place, label in enumerate(labels):
             if label is not None:
                 parts.setdefault(label, []).append(place)
         if len(parts) > 1 or (parts and kind == "tags"):
-            found[kind] = {
+            by_kind[kind] = {
                 label: {**dict(zip(names, scores[torch.tensor(rows)].mean(0).tolist(), strict=True)), "samples": len(rows)}
                 for label, rows in sorted(parts.items())
             }
-    return found
+    return by_kind

@@ -85,17 +85,17 @@ class Turns(Generic[Party]):
         periods, first = divmod(first, self.period)
         if first < self._done:  # a period is walked from its beginning
             self._taken, self._done = dict.fromkeys(self.shares, 0), 0
-        found = []
+        turns = []
         while self._done < first + count:
             behind = {
                 party: share * (self._done + 1) - self._taken[party] * self.period for party, share in self.shares.items()
             }
             party = max(behind, key=behind.__getitem__)
             if self._done >= first:
-                found.append((party, self._taken[party] + periods * self.shares[party]))
+                turns.append((party, self._taken[party] + periods * self.shares[party]))
             self._taken[party] += 1
             self._done += 1
-        return found
+        return turns
 
 
 class PromptOrder:
@@ -239,8 +239,8 @@ class Pool:
 
 def size_of_batch(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
     """Return the size of a batch: that of its prompts, else one that is drawn, each as likely."""
-    given = prompts[0].size
-    return sizes[int(uniform(key, (1,)) * len(sizes))] if given is None else given
+    size = prompts[0].size
+    return sizes[int(uniform(key, (1,)) * len(sizes))] if size is None else size
 
 
 class Captions:
@@ -257,10 +257,10 @@ class Captions:
     """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        found: dict[tuple[str, object], list[int]] = {}
+        groups: dict[tuple[str, object], list[int]] = {}
         for place, prompt in enumerate(prompts):
-            found.setdefault((prompt.text, prompt.size), []).append(place)
-        self.members = [places for places in found.values() if len(places) > 1 or prompts[places[0]].image is None]
+            groups.setdefault((prompt.text, prompt.size), []).append(place)
+        self.members = [places for places in groups.values() if len(places) > 1 or prompts[places[0]].image is None]
         if not self.members:
             raise UsageError(
                 "`compare` is caption, and no caption of data has two images: add images, or set it "

@@ -142,7 +142,7 @@ def read_preferences(
             f"preferences of {folder} cannot be used: this job has no function from images to samples (encode): pass one to "
             "the job"
         )
-    found = []
+    preferences = []
     for record in preference_records(folder, check=check, heldout=heldout, skip=skip):
         try:
             samples = encode(torch.stack([read_image(image) for image in (record.win, record.lose)]))
@@ -150,8 +150,8 @@ def read_preferences(
             raise UsageError(f"{record.where}: its images cannot be used: {' '.join(str(error).split())}") from error
         if tuple(samples.shape[1:]) != tuple(shape):
             raise UsageError(f"{record.where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
-        found.append(Preference(record.prompt, *samples.clone()))  # it may encode into one buffer
-    return tuple(found)
+        preferences.append(Preference(record.prompt, *samples.clone()))  # it may encode into one buffer
+    return tuple(preferences)
 
 
 def preference_records(
@@ -180,17 +180,17 @@ def preference_records(
     is_folder = path.is_dir() or not (path.exists() or path.suffix)
     file = path / PREFERENCES if is_folder and not is_data_set(path) else path
     folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
-    found: list[PreferenceRecord] = []
+    preferences: list[PreferenceRecord] = []
     for row in rows(file, "preferences"):
         text = row.columns.get("prompt", row.columns.get("caption"))
         if not isinstance(text, str) or not text.strip():
             raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
         [prompt] = check_prompts([(row.where, Prompt(text.strip()))], check=check, heldout=apart)
         if prompt.text not in left_out:
-            found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
-    if not found:
+            preferences += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
+    if not preferences:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
-    return tuple(found)
+    return tuple(preferences)
 
 
 def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:

@@ -213,9 +213,9 @@ def records(word: str, part: Part, field: str = "prompts") -> Iterator[FileRecor
         UsageError: there is no such set, or it is not a function of the part that gives records.
     """
     check = plugins.callable_with("part")
-    found: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field=field)
+    prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field=field)
     try:
-        for number, record in enumerate(found(part), start=1):
+        for number, record in enumerate(prompt_set(part), start=1):
             where = f"prompt set {word}, {part} record {number}"
             if not isinstance(record, Mapping):
                 raise UsageError(f"{where} is a {type(record).__name__}, expected a mapping with a column prompt")

@@ -77,10 +77,10 @@ class PromptTable(Sequence[Prompt]):
 
     def select(self, places: Iterable[int]) -> "PromptTable":
         """Return the prompts at some places, which share the buffers."""
-        found = object.__new__(PromptTable)
-        found.__dict__.update(self.__dict__)
-        found._places = array("i", places if self._places is None else map(self._places.__getitem__, places))
-        return found
+        selected = object.__new__(PromptTable)
+        selected.__dict__.update(self.__dict__)
+        selected._places = array("i", places if self._places is None else map(self._places.__getitem__, places))
+        return selected
 
     def codes(self) -> "array[int]":
         """Return the index into `kinds` of each prompt, as 32-bit integers."""

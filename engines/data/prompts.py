@@ -35,11 +35,11 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource,
     Raises:
         UsageError: a weight is not a number above 0, or a file is named twice.
     """
-    found: list[tuple[Path, float]] = []
+    listed: list[tuple[Path, float]] = []
     for word in words:
         name, separator, weight = str(word).rpartition("=")
         if not separator or Path(word).exists():
-            found.append((Path(word), 1.0))
+            listed.append((Path(word), 1.0))
             continue
         try:
             number = float(weight)
@@ -49,19 +49,19 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource,
             raise UsageError(
                 f"`{field}` is {word!r}, whose weight {weight!r} is not a number above 0: give one, e.g. {name}=2"
             )
-        found.append((Path(name), number))
-    paths, stems = Counter(path for path, _ in found), Counter(path.stem for path, _ in found)
+        listed.append((Path(name), number))
+    paths, stems = Counter(path for path, _ in listed), Counter(path.stem for path, _ in listed)
     if repeated := [path for path, number in paths.items() if number > 1]:
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
 
     def name_of(path: Path) -> str:
         if is_set(path) or is_hub(path):
             return str(path)
-        places = [os.path.abspath(other) for other, _ in found if other.stem == path.stem and not is_set(other)]
+        places = [os.path.abspath(other) for other, _ in listed if other.stem == path.stem and not is_set(other)]
         top = os.path.commonpath([os.path.dirname(place) for place in places])
         return path.stem if stems[path.stem] == 1 else os.path.relpath(path, top)
 
-    return tuple(PromptSource(name_of(path), path, weight) for path, weight in found)
+    return tuple(PromptSource(name_of(path), path, weight) for path, weight in listed)
 
 
 def is_prompt_file(word: str) -> bool:
@@ -108,12 +108,12 @@ def read_prompts(
             file, line and column.
     """
     name = (str(path) if is_set(path) or is_hub(path) else path.stem) if source is None else source
-    found = check_prompts(_locate(path, name, media, part), check=check, heldout=heldout)
-    if not found and is_set(path):
+    prompts = check_prompts(_locate(path, name, media, part), check=check, heldout=heldout)
+    if not prompts and is_set(path):
         raise UsageError(f"prompt set {path} has no prompt in the part {part}, expected at least one")
-    if not found:
+    if not prompts:
         raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
-    return found
+    return prompts
 
 
 def check_prompts(
@@ -161,10 +161,10 @@ def read_sources(
         read: function that reads a file, `read_prompts` or `images.read_images`.
         field: setting that names the files, for messages.
     """
-    found = sources(words, field)
-    prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in found]
+    listed = sources(words, field)
+    prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in listed]
     table = prompts[0] if len(prompts) == 1 else PromptTable(chain.from_iterable(prompts))
-    return table, {each.name: each.weight for each in found}
+    return table, {each.name: each.weight for each in listed}
 
 
 def read_heldout(

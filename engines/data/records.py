@@ -132,32 +132,32 @@ def parse_prompt(
     Raises:
         UsageError: the record has no prompt, or a column has a value of another kind; the message names the column.
     """
-    found = row.columns
-    column = next((name for name in columns if name in found), None)
+    cells = row.columns
+    column = next((name for name in columns if name in cells), None)
     if column is None:
-        has = ", ".join(found) or "none"
+        has = ", ".join(cells) or "none"
         names = " or ".join(columns)
         raise UsageError(f"{row.where} has no column {names}, it has {has}: rename the column, or leave the record out")
     text = read_column(row, column) or ""
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
-    media = {argument: name for argument, name in media.items() if name in found}
-    columns_of_files = dict.fromkeys([*(name for name in FILES if name in found), *media.values()])
-    files = {name: read_files(found[name], f"{row.where}, column {name}", folder) for name in columns_of_files}
-    metadata = {name: value for name, value in found.items() if name not in (*OWN, column, *files)}
+    media = {argument: name for argument, name in media.items() if name in cells}
+    columns_of_files = dict.fromkeys([*(name for name in FILES if name in cells), *media.values()])
+    files = {name: read_files(cells[name], f"{row.where}, column {name}", folder) for name in columns_of_files}
+    metadata = {name: value for name, value in cells.items() if name not in (*OWN, column, *files)}
     metadata |= {name: str(file) for name, file in files.items() if isinstance(file, Path)}
-    given = {argument: files[name] for argument, name in media.items()}
+    arguments = {argument: files[name] for argument, name in media.items()}
     return Prompt(
         text.strip(),
         negative=read_column(row, "negative_prompt"),
-        image=None if "image" in given else _first(files.get("image")),
-        video=None if "video" in given else _first(files.get("video")),
-        audio=None if "audio" in given else _first(files.get("audio")),
+        image=None if "image" in arguments else _first(files.get("image")),
+        video=None if "video" in arguments else _first(files.get("video")),
+        audio=None if "audio" in arguments else _first(files.get("audio")),
         weight=_weight(row),
         tag=read_column(row, "tag"),
         source=source,
         metadata=metadata,
-        media=given,
+        media=arguments,
     )
 
 

@@ -27,10 +27,10 @@ def parse_size(word: str) -> Size:
     Raises:
         ValueError: it is written otherwise.
     """
-    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", word.strip())
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", word.strip())
+    if match is None:
         raise ValueError(f"{word!r} is not a size, expected WIDTHxHEIGHT in pixels, e.g. 832x1216")
-    return Size(height=int(found[2]), width=int(found[1]))
+    return Size(height=int(match[2]), width=int(match[1]))
 
 
 def nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
@@ -69,10 +69,10 @@ def parse_shapes(words: Sequence[str], shape: Callable[[int, int], tuple[int, ..
     Raises:
         ValueError: a word is no size, the model has no such size, or two sizes have samples of one shape.
     """
-    found: dict[Size, tuple[int, ...]] = {}
+    shapes: dict[Size, tuple[int, ...]] = {}
     for size in map(parse_size, words):
         made = tuple(shape(size.height, size.width))
-        if known := [other for other, its in found.items() if its == made]:
+        if known := [other for other, its in shapes.items() if its == made]:
             raise UsageError(f"`pipeline.sizes` has {known[0]} and {size}, whose samples have one shape: leave one out")
-        found[size] = made
-    return found
+        shapes[size] = made
+    return shapes

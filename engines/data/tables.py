@@ -139,14 +139,14 @@ def _columns(text: str | bytes, where: str) -> dict[str, Any]:
 def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
     try:
-        found = json.loads(read_text(path, label))
+        content = json.loads(read_text(path, label))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{label} is not JSON: {error} (a file with a record per line ends in .jsonl)") from error
-    if isinstance(found, dict) and "prompts" in found:
-        found = found["prompts"]
-    if not isinstance(found, list):
-        raise UsageError(f"{label} holds {type_of(found)}, expected an array of objects of columns")
-    for number, record in enumerate(found, start=1):
+    if isinstance(content, dict) and "prompts" in content:
+        content = content["prompts"]
+    if not isinstance(content, list):
+        raise UsageError(f"{label} holds {type_of(content)}, expected an array of objects of columns")
+    for number, record in enumerate(content, start=1):
         if not isinstance(record, dict):
             raise UsageError(f"{label}, record {number} is {type_of(record)}, expected an object of columns")
         yield FileRecord(f"{label}, record {number}", record)
@@ -174,12 +174,12 @@ def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
 def _toml(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the tables `[[prompts]]` of a file."""
     try:
-        found = tomllib.loads(read_text(path, label)).get("prompts")
+        content = tomllib.loads(read_text(path, label)).get("prompts")
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{label} is not TOML: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
+    if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
         raise UsageError(f"{label} holds no tables [[prompts]], expected one per prompt")
-    for number, record in enumerate(found, start=1):
+    for number, record in enumerate(content, start=1):
         yield FileRecord(f"{label}, table {number}", record)
 
 

@@ -445,9 +445,9 @@ class Engine:
         counted = counters.get("flops", [])
         if self.compiles and len(counted) == self.world.size:
             self.flops = {(size, *map(tuple, shapes)): flops for (size, *shapes), flops in counted[self.world.rank]}
-        own = self.state()
+        state_here = self.state()
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in state_here.items():
                 local(tensor).copy_(local(state[name]))
             for parameter in self.trainable.values():
                 if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer

@@ -41,11 +41,11 @@ def split(count: int, sizes: Sequence[int]) -> list[int]:
         count: number of items.
         sizes: sizes, falling; the last micro-batch of the last one may not be full.
     """
-    found = list[int]()
+    passes = list[int]()
     for size in sizes[:-1]:
-        found += [size] * (count // size)
+        passes += [size] * (count // size)
         count %= size
-    return found + [sizes[-1]] * -(-count // sizes[-1])
+    return passes + [sizes[-1]] * -(-count // sizes[-1])
 
 
 def micro_batches(

@@ -325,7 +325,7 @@ def _momentum(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     return {"momentum_buffer": Buffer(shape)} if len(shape) == 2 else _adam_moments(shape, config)
 
 
-def _estimated(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+def _prodigy_buffers(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     further = {"sum": Buffer(shape), "first": Buffer(shape), "estimate": Buffer((2,), sharded=False)}
     return {**_adam_moments(shape, config), **further}
 
@@ -347,7 +347,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
     "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
     "adafactor": OptimizerKind(Adafactor, _factor, "host"),
     "muon": OptimizerKind(MuonAdamW, _momentum, "device"),
-    "prodigy": OptimizerKind(Prodigy, _estimated, "host"),
+    "prodigy": OptimizerKind(Prodigy, _prodigy_buffers, "host"),
     "sgd": OptimizerKind(
         _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),

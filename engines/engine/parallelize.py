@@ -44,19 +44,19 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     unit.
     """
     classes = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(part: nn.Module, *, entry: bool) -> None:
         holds = isinstance(part, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
         if (type(part).__name__ in classes if classes else entry and not holds) and part is not module:
             if any(True for _ in part.parameters()):
-                found.append(part)
+                blocks.append(part)
             return
         for child in part.children():
             visit(child, entry=isinstance(part, nn.ModuleList))
 
     visit(module, entry=False)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(blocks))
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
@@ -224,10 +224,10 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
     places = tuple(saved)
 
     def run(*tensors: Tensor) -> Any:
-        given = others.copy()
+        inputs = others.copy()
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        positional, named = optree.tree_unflatten(structure, given)
+            inputs[place] = tensor
+        positional, named = optree.tree_unflatten(structure, inputs)
         return forward(*positional, **named)
 
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)

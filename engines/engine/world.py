@@ -136,10 +136,10 @@ class World:
             rows: `[sum(send), ...]`, ordered by receiver.
             send, receive: number of rows to and from each group.
         """
-        own = self.rank % self.sequence
+        offset = self.rank % self.sequence
         counts = [torch.zeros(self.size, dtype=torch.int64) for _ in range(2)]
         for count, groups in zip(counts, (send, receive), strict=True):
-            count[own :: self.sequence] = torch.tensor(groups)
+            count[offset :: self.sequence] = torch.tensor(groups)
         received = rows.new_empty(sum(receive), *rows.shape[1:])
         sizes = [count.tolist() for count in counts]
         dist.all_to_all_single(

@@ -180,8 +180,8 @@ def _loading(card: Card) -> str:
         ]
         code += [f'{name} = {card.network}.from_pretrained("{folder}")' for name, folder in zip(names, folders, strict=True)]
         if card.pipeline:
-            given = ", ".join(f"{name}={name}" for name in names)
-            code.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}", {given})')
+            arguments = ", ".join(f"{name}={name}" for name in names)
+            code.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}", {arguments})')
     else:
         return ""
     return "\n".join(["## Use", "", "```python", *code, "```"])
@@ -244,9 +244,9 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
 
 def _curve(records: list[dict[str, Any]]) -> tuple[str, list[tuple[float, float]], str]:
     """Return title, points and unit of the curve of the reward; of a run without rewards, of the loss."""
-    found = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
-    if found:
-        return "Reward while training", found, "mean over the samples"
+    points = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
+    if points:
+        return "Reward while training", points, "mean over the samples"
     return "Loss while training", [(r["update"], r["loss"]) for r in records if r.get("loss") is not None], ""
 
 

@@ -84,20 +84,20 @@ def write(
     """
     adapted = lora_settings(module) is not None
     check_format(kind, model, adapted=adapted, merge=merge)
-    given: dict[str, Any] = {"average": average, "dtype": dtype, "world": world}
+    options: dict[str, Any] = {"average": average, "dtype": dtype, "world": world}
     if kind == "lora":
-        write_lora(module, out, **given)
+        write_lora(module, out, **options)
     elif kind == "merged":
-        export(module, out, merge=adapted, **given)
+        export(module, out, merge=adapted, **options)
     elif kind == "full":
         folder, part = Path(getattr(model, "folder")), str(getattr(model, "part"))  # noqa: B009
         trained = [*module] if isinstance(module, nn.ModuleDict) else [part]
         with writing(out, world, "export"):
             if world.is_main:
                 copy_parts(folder, out, without=trained)
-        export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **given)
+        export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **options)
     else:
-        _write_original(module, str(getattr(model, "pipeline")), out, adapter=adapted and not merge, **given)  # noqa: B009
+        _write_original(module, str(getattr(model, "pipeline")), out, adapter=adapted and not merge, **options)  # noqa: B009
 
 
 def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
@@ -135,16 +135,16 @@ def _write_original(
             return
         for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
             prefix = f"{name}." if name else ""
-            own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            stripped = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             original = Original(pipeline, network.config)
             if adapter:
                 assert settings is not None
                 scales = {key.removeprefix(prefix): scale for key, scale in lengths.items() if key.startswith(prefix)}
-                found = _adapter_to_original(original, network, own, settings, scales)
+                converted = _adapter_to_original(original, network, stripped, settings, scales)
             else:
-                found = to_original(original, own)
+                converted = to_original(original, stripped)
             (out / name).mkdir(parents=True, exist_ok=True)
-            contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
+            contiguous = {key: tensor.contiguous() for key, tensor in converted.items()}
             metadata = {"format": "pt"} | ({COMFY_DORA: "true"} if lengths else {})
             save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata=metadata)
 
@@ -158,7 +158,7 @@ def _lengths(
     Layers that are joined with adapted ones are among them, with the norms of their rows, so
     that they do not change.
     """
-    parts, linear, found = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
+    parts, linear, lengths_by_name = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
         prefix = f"{name}." if name else ""
         for layer in include_joined(Original(pipeline, network.config), network, lora_layers(network)):
@@ -171,8 +171,8 @@ def _lengths(
                 a, b, lengths = (tensors[keys[part]].to(weight.dtype) for part in ("lora_A", "lora_B", MAGNITUDE))
                 scale = settings["alpha"] / settings["rank"]
                 norms = norms * (1 + growth(weight, a, b, lengths - norms, scale))
-            found[prefix + layer] = norms
-    return found
+            lengths_by_name[prefix + layer] = norms
+    return lengths_by_name
 
 
 def _adapter_to_original(

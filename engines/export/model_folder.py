@@ -148,10 +148,10 @@ def write_lora(
     else:
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = gather_weights(module, average=average, adapter=adapter, dtype=dtype)
-    for name, network, own in _networks(module, like):
+    for name, network, names in _networks(module, like):
         part = component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
-        named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(own, islice(tensors, len(own)), strict=True)}
+        named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(names, islice(tensors, len(names)), strict=True)}
         place = out / name
         with _replacing(re.compile(re.escape(LORA)), place, world) as folder, writing(place, world):
             if world.is_main:

@@ -100,13 +100,13 @@ class AdjointMatching(Method, name="adjoint"):
 
     def carry_back(self, run: "Run", steps: "Items", adjoint: Tensor) -> Tensor:
         """Return the adjoint of each recorded step, from that of the samples, `[slots, *event] -> [P, *event]`."""
-        found, size = list[Tensor](), len(adjoint)
+        adjoints, size = list[Tensor](), len(adjoint)
         for start in reversed(range(0, len(steps.rows.level), size)):
             part = steps.part(slice(start, start + size))
             end, transition = adjoint, Transition(*(coefficient.float() for coefficient in part.rows.transition))
             adjoint = lean_adjoint(transition, adjoint, run.vjp(part, "base", adjoint))
-            found.append(end if self.index == "next" else adjoint)
-        return torch.cat(found[::-1])
+            adjoints.append(end if self.index == "next" else adjoint)
+        return torch.cat(adjoints[::-1])
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, AdjointInfo]:
         """Return `core.adjoint.adjoint_loss` of the steps that are not dropped."""

@@ -209,14 +209,16 @@ def correct(run: "Run", steps: "Items", config: Correction, log_prob: Callable[[
     if isinstance(config, NoCorrection):
         return steps
     with_velocity = "old" in steps.rows.predictions
-    own, *velocity = run.measure(steps, lambda v, rows: (log_prob(v, rows), v) if with_velocity else (log_prob(v, rows),))
+    log_prob_now, *velocity = run.measure(
+        steps, lambda v, rows: (log_prob(v, rows), v) if with_velocity else (log_prob(v, rows),)
+    )
     if velocity:
         steps = steps.with_predictions(old=velocity[0])
     # Of all ranks, so that each has the same diagnostics.
-    computed, known = (run.gather(steps, values) for values in (own, steps.rows.log_prob_old))
+    computed, known = (run.gather(steps, values) for values in (log_prob_now, steps.rows.log_prob_old))
     factor, info = rollout_weights(computed, known, mode=config.kind, threshold=config.threshold, level=config.level)
     run.log(correction=info)
-    return steps.with_rows(log_prob_old=own, signal=steps.rows.signal * steps.look_up(factor))
+    return steps.with_rows(log_prob_old=log_prob_now, signal=steps.rows.signal * steps.look_up(factor))
 
 
 def weigh(run: "Run", steps: "Items", weighting: Weighting) -> "Items":

@@ -66,13 +66,13 @@ def with_checked_loss(method: Method) -> Callable[[Loss], Loss]:
     def check(loss: Loss) -> Loss:
         def call_checked(v: Tensor, rows: Any) -> tuple[Tensor, Any]:
             # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
-            own, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
-            found = loss(own, own_rows)
-            if not isinstance(found, tuple) or len(found) != 2:
-                got = type(found).__name__
+            v_copy, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
+            returned = loss(v_copy, own_rows)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                got = type(returned).__name__
                 raise UsageError(f"method {method.method_name} returned {got} as loss, expected (loss, diagnostics)")
-            check_loss(method, *found, len(rows.level))
-            return found
+            check_loss(method, *returned, len(rows.level))
+            return returned
 
         return call_checked
 
@@ -88,8 +88,8 @@ def naming_errors(method: Method, call: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = type(method) not in METHODS.values() and inspect.getfile(type(method))
-        if not own or not frames or frames[-1].filename != own:
+        file = type(method) not in METHODS.values() and inspect.getfile(type(method))
+        if not file or not frames or frames[-1].filename != file:
             raise
         said = " ".join(str(error).split())
         where = frames[-1].name if frames[-1].name in ("learn", "collect", "loss") else call

@@ -295,8 +295,10 @@ class _Weights(NamedTuple):
         if batch.skipped is not None:
             computed = computed * ~batch.skipped[:, None]
         device = batch.trajectory.final.device
-        weight, own = (to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal))
-        return cls(weight, own, computed, counted)
+        weight, row_signal = (
+            to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal)
+        )
+        return cls(weight, row_signal, computed, counted)
 
 
 def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
@@ -312,11 +314,11 @@ def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
 def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, Key | None]:
     """Return the key of each sample's noise, which depends on its id or its group's, and that of its levels."""
     root = fold_in(key, Stream.NOISING)
-    own = to_device(torch.tensor(list(batch.ids)), batch.trajectory.final.device)
+    ids = to_device(torch.tensor(list(batch.ids)), batch.trajectory.final.device)
     if noising.is_shared:
-        own = own // batch.plan.group
-        return fold_in(root, own), fold_in(root, torch.zeros_like(own))
-    return fold_in(root, own), fold_in(root, own // batch.plan.per_pass) if noising.draw == "call" else None
+        ids = ids // batch.plan.group
+        return fold_in(root, ids), fold_in(root, torch.zeros_like(ids))
+    return fold_in(root, ids), fold_in(root, ids // batch.plan.per_pass) if noising.draw == "call" else None
 
 
 def replace_groups(

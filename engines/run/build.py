@@ -114,8 +114,8 @@ def build_parts(
         check_records({name: reward for name, (reward, _) in rewards.items()}, [*examples(job.prompts)])
         check_records(asked.evaluators, [*examples(asked.heldout)], label="evaluator")
         if config.prompts and not any(prompt.media for prompt in examples(job.prompts)):
-            given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_used([*examples(job.prompts, asked.heldout)], given)
+            asked_rewards = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
+            check_used([*examples(job.prompts, asked.heldout)], asked_rewards)
         _check_watched(config, asked, rewards)
     group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
@@ -123,13 +123,13 @@ def build_parts(
         stack.callback(runners.close)
         with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **asked.evaluators})}"):
             _warm_up(config, job, asked, runners, world)
-        parts = _built(config, job, asked, rewards, runners, world, memory, stop, resume_from)
+        parts = _build_engine(config, job, asked, rewards, runners, world, memory, stop, resume_from)
         stack.pop_all()
     return parts
 
 
 @collective
-def _built(
+def _build_engine(
     config: TrainConfig,
     job: Job,
     asked: Job,
@@ -167,9 +167,9 @@ def _built(
     blocks = job.model.blocks(module)
     others = _list_adapters(config, module)
     theirs = {name for names in others.values() for name in names}
-    own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
+    learnt_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
-    engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
+    engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=learnt_names)
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)
@@ -205,7 +205,7 @@ def _built(
             schedules,
             texts,
             copy=copy,
-            given=preferences,
+            pairs=preferences,
             sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
             guides=any(scale != 1 for scale in config.own_guidance.values()),
         )
@@ -287,13 +287,13 @@ def _networks(
     frozen, trained = dict[str, ShardedModule](), dict[str, Engine]()
     for name, network in config.networks.items():
         if isinstance(network, Start | Base) and config.train == "full":
-            frozen[name] = _frozen(config, job, engine.world, weights)
+            frozen[name] = _open_frozen(config, job, engine.world, weights)
         elif isinstance(network, Trained):
-            trained[name] = _trained(config, job, network, engine, weights, adapters.get(name))
+            trained[name] = _open_trained(config, job, network, engine, weights, adapters.get(name))
         elif isinstance(network, Teacher) and not network.is_adapter:
             assert network.weights is not None
             taught = job.with_weights(network.weights)
-            frozen[name] = _frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
+            frozen[name] = _open_frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
     continues = config.lora.weights is not None
     return BuiltNetworks(config.networks, engine, trained, frozen, job.model, continues=continues)
 
@@ -304,13 +304,8 @@ def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:
     return {name: each.weights for name, each in teachers.items() if each.weights is not None and each.is_adapter}
 
 
-def _trained(
-    config: TrainConfig,
-    job: Job,
-    network: Trained,
-    engine: Engine,
-    weights: Weights | None,
-    adapter: Collection[str] | None,
+def _open_trained(
+    config: TrainConfig, job: Job, network: Trained, engine: Engine, weights: Weights | None, adapter: Collection[str] | None
 ) -> Engine:
     """Return the engine of a second network that learns: of an adapter of the policy's module, or of a module of its own."""
     if adapter is not None:
@@ -321,7 +316,7 @@ def _trained(
     return Engine(module, blocks, network.optimizer, engine.world, sharding=config.engine, weights=weights)
 
 
-def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None) -> ShardedModule:
+def _open_frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None) -> ShardedModule:
     """Return a job's network for forward passes alone."""
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
@@ -455,10 +450,10 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.method.sampling.guidance
     prompts = [*examples(job.prompts, job.heldout, asked.heldout)]
-    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
-    if own is not None and is_recorded(job.model):
+    opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
+    if opposed is not None and is_recorded(job.model):
         raise UsageError(
-            f"prompt {own.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
+            f"prompt {opposed.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
             "guidance is fixed: leave the column negative_prompt out"
         )
     check_negatives(prompts, guided=config.is_guided, field="sampling.guidance.scale")
@@ -513,7 +508,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it continues from."""
     module = _network(config, job)
     folder = config.lora.weights  # of an adapter that the run continues from
-    found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
+    adapter = None if folder is None else read_adapter(folder, job, module, "lora.weights")
     taught = _list_adapted_teachers(config)
     teachers = {name: read_adapter(path, job, module, "teacher") for name, path in taught.items()}
     for path in taught.values() if config.train == "full" else ():
@@ -522,12 +517,12 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         learn = [name for name, network in config.networks.items() if isinstance(network, Trained)]
         adapters: tuple[str, ...] = ("default", *config.followers, *learn)
         settings, targets = config.lora, job.model.lora_targets
-        if found is not None:
-            form = settings.form if settings.form.kind == found.form.kind else found.form
+        if adapter is not None:
+            form = settings.form if settings.form.kind == adapter.form.kind else adapter.form
             if settings.form not in (form, LowRank()):
-                raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
-            settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
-            adapters, targets = (*adapters, START), found.layers
+                raise UsageError("lora.form", settings.form.kind, adapter.form.kind, f"`lora.weights` is {folder}")
+            settings = replace(settings, rank=adapter.rank, alpha=adapter.alpha, form=form, weights=None)
+            adapters, targets = (*adapters, START), adapter.layers
         for name, each in teachers.items():
             if each.form.kind != settings.form.kind and "lokr" in (each.form.kind, settings.form.kind):
                 problem = f"an adapter of the form {each.form.kind} beside {settings.form.kind}: set lora.form"
@@ -542,11 +537,13 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 problem = f"{whose} alone adapts {min(differing)}: set lora.targets to the layers of the teacher"
                 raise UsageError(f"`teacher` names {taught[name]}, and {problem}")
         behind = {name for name, follower in config.followers.items() if follower.network in learn}
-        start = {} if found is None else dict.fromkeys([name for name in adapters if name not in {*learn, *behind}], found)
+        start = (
+            {} if adapter is None else dict.fromkeys([name for name in adapters if name not in {*learn, *behind}], adapter)
+        )
         for name, each in {**start, **teachers}.items():
             with convert_errors(UsageError, ValueError, says=f"`{'teacher' if name in teachers else 'lora.weights'}`"):
                 load_lora(module, each.tensors, name)
-    return module, "".join(f" {digest(each)}" for each in (*([] if found is None else [found]), *teachers.values()))
+    return module, "".join(f" {digest(each)}" for each in (*([] if adapter is None else [adapter]), *teachers.values()))
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

@@ -128,10 +128,10 @@ class TrainConfig:
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a field has no effect, its name, and why."""
-        method, needs, given = self.method, self.method.needs, self.method.source is not None
+        method, needs, from_data = self.method, self.method.needs, self.method.source is not None
         name, pairs = f"with {method.method_name}", isinstance(method.source, Preferences)
         for field in ("autocast", "reuse", "step_cache", "source", "store", "ahead"):
-            yield given, f"rollout.{field}", f"{name}, which learns from data without a rollout"
+            yield from_data, f"rollout.{field}", f"{name}, which learns from data without a rollout"
         cache, sampling = self.rollout.step_cache, method.sampling
         window = not sampling.sampler.is_deterministic or method.recorded is not None
         noisy = sampling.sampler.is_deterministic and sampling.sampler.eta > 0
@@ -145,7 +145,7 @@ class TrainConfig:
         watches = self.evaluation.every and learns
         yield not watches, "evaluation.stop_when_gamed", "without rewards to learn from and `evaluation.every`"
         hint = f"{name}, which learns from rollouts or preferences here (sft learns from images)"
-        yield not given or pairs, "data.images", hint
+        yield not from_data or pairs, "data.images", hint
         yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
@@ -237,8 +237,8 @@ class TrainConfig:
     @property
     def checkpoint_folders(self) -> tuple[Path | str, ...]:
         """The folder of checkpoints, and that in the run folder, which takes those that could not be saved there."""
-        own = self.out / "checkpoints"
-        return (self.checkpoint_folder,) if self.checkpoint_folder == own else (self.checkpoint_folder, own)
+        folder = self.out / "checkpoints"
+        return (self.checkpoint_folder,) if self.checkpoint_folder == folder else (self.checkpoint_folder, folder)
 
     @property
     def samples_per_pass(self) -> int:

@@ -237,14 +237,14 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
 
 def _split(field: str, words: Sequence[str]) -> dict[str, str]:
     """Return the value of each source, that of a word without one under an empty name."""
-    found = dict[str, str]()
+    values = dict[str, str]()
     for word in words:
         source, separator, value = ("", "", "") if Path(word).exists() else word.partition("=")
         source, value = (source, value) if separator else ("", word)
-        if source in found:
+        if source in values:
             raise UsageError(field, word, "one for all, or SOURCE=VALUE once per source")
-        found[source] = value
-    return found
+        values[source] = value
+    return values
 
 
 def list_single(networks: Networks) -> Networks:

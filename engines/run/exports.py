@@ -195,12 +195,12 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
     folder = Path(path)
     if is_run(str(folder)):
         config = configuration(folder)
-        found = checkpoint.newest_first(config.checkpoint_folders, recover=False)
-        if not found:
+        paths = checkpoint.newest_first(config.checkpoint_folders, recover=False)
+        if not paths:
             raise UsageError(
                 f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint.every} updates"
             )
-        return found[0], folder
+        return paths[0], folder
     if not folder.exists():
         raise UsageError(f"{folder} is neither a run nor a checkpoint: there is no such folder")
     if not (folder / MANIFEST).is_file() and not folder.name.startswith(".partial-"):

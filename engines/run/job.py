@@ -80,7 +80,7 @@ def handwriting(
         "likeness": likeness,
     }
     evaluators = {"reward": recogniser.characters, "heldout": heldout_recogniser().characters}
-    return _built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
+    return _make_built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
 
 
 def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
@@ -100,7 +100,7 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
 
     rewards, evaluators = _read_by_ocr("words")
     base = weights or built_in.BASE
-    return _built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+    return _make_built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
 
 
 def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
@@ -124,7 +124,7 @@ def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data
     rewards["unchanged"] = built_in.unchanged
     evaluators = {"unchanged": built_in.unchanged, **evaluators}
     base = weights or built_in.EDIT_BASE
-    job = _built_in(built_in.EditWords, base, list_known, write, rewards, evaluators, prompts, data)
+    job = _make_built_in(built_in.EditWords, base, list_known, write, rewards, evaluators, prompts, data)
     with convert_errors(UsageError, ValueError):
         job.model.encode(model_inputs(job.prompts))
     return job
@@ -142,7 +142,7 @@ def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
     return rewards, {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
 
 
-def _built_in(
+def _make_built_in(
     load: Callable[[Path], Any],
     weights: Path,
     known: Callable[[Any], Sequence[str | Prompt]],
@@ -221,7 +221,7 @@ def to_sample(
         if prompts:
             raise no_effect("prompts", f"with model {name}, which is sampled from any")
         return build_job(name, weights=weights)
-    no_data: Any = {"prompts": prompts, "data": (), "preferences": None, "given": None}
+    no_data: Any = {"prompts": prompts, "data": (), "preferences": None, "read_before": None}
     read = partial(_with_prompts, settings=settings, **no_data) if prompts else None
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
@@ -242,7 +242,7 @@ def to_train(
     prompts: Sequence[str] = (),
     data: Sequence[str] = (),
     preferences: Path | None = None,
-    given: PromptsOfRun | None = None,
+    read_before: PromptsOfRun | None = None,
 ) -> Job:
     """Return the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
 
@@ -251,7 +251,7 @@ def to_train(
         prompts: files of prompts to train on, see `data.prompts.sources`.
         data: images with captions, which are the prompts then, see `data.images.read_images`.
         preferences: folder of preferences, whose prompts are the job's where there is no such file.
-        given: prompts in place of those of files.
+        read_before: prompts in place of those of files.
 
     Raises:
         UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
@@ -260,7 +260,7 @@ def to_train(
         if name in MODELS:
             _check_unset(name, settings)
         return build_job(name, weights=weights, prompts=prompts, data=data)
-    if not prompts and not data and preferences is None and given is None:
+    if not prompts and not data and preferences is None and read_before is None:
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
@@ -268,7 +268,9 @@ def to_train(
             "captions"
         )
 
-    read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences, given=given)
+    read = partial(
+        _with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences, read_before=read_before
+    )
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     train = job.prompts
@@ -282,8 +284,8 @@ def to_train(
         if settings.text_cache is not None:
             with world.agreed():  # until every rank has written its prompts
                 try:
-                    own = texts[world.rank :: world.size]
-                    for prompt in count_parts("encoding", own, 1, len(own), unit="prompts"):
+                    texts_here = texts[world.rank :: world.size]
+                    for prompt in count_parts("encoding", texts_here, 1, len(texts_here), unit="prompts"):
                         model.encode([prompt])
                 except ValueError as error:
                     raise UsageError(f"model {name}: {error}") from error
@@ -293,17 +295,19 @@ def to_train(
 
     def check(module: nn.Module) -> str:
         error = model.check(module, model_inputs([*train[:2], *train[:1]][:2]))
-        given = media_columns(model, settings.media)
-        from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
+        columns_of_media = media_columns(model, settings.media)
+        from_columns = "".join(f", {name} from the column {columns_of_media[name]}" for name in train[0].media)
         layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
         asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
         scale = model.asked.get("guidance_scale", guidance.scale)
-        own = f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
+        hint = (
+            f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
+        )
         other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
         return (
             f"no adapter for {model.pipeline}: {model.how}{from_columns}, "
-            f"velocities and images within {error:.1g}{adapted}{own}{other if asked != (height, width) else ''}"
+            f"velocities and images within {error:.1g}{adapted}{hint}{other if asked != (height, width) else ''}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
@@ -317,18 +321,18 @@ def _with_prompts(
     prompts: Sequence[str],
     data: Sequence[str],
     preferences: Path | None,
-    given: PromptsOfRun | None,
+    read_before: PromptsOfRun | None,
 ) -> tuple[Any, PromptsOfRun]:
     """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
     columns = {} if data else media_columns(model, settings.media)
-    found = given or read_prompts_of(
+    prompts_of = read_before or read_prompts_of(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
-        check_columns(model, [*examples(found.train, found.heldout)], columns)
+        check_columns(model, [*examples(prompts_of.train, prompts_of.heldout)], columns)
     if is_recorded(model):
-        model = model.given(model_inputs([*found.train, *found.heldout]))
-    return model, found
+        model = model.adapt_to(model_inputs([*prompts_of.train, *prompts_of.heldout]))
+    return model, prompts_of
 
 
 def _check_unset(name: str, settings: PipelineConfig) -> None:
@@ -407,7 +411,7 @@ def open_given(config: TrainConfig, job: Job) -> Job:
         guidance=config.method.sampling.guidance,
         weights=config.pipeline.weights,
         compute=config.engine.compute_dtype(default_device()),
-        given=PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights)),
+        read_before=PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights)),
     )
     return replace(opened, rewards=job.rewards, evaluators=job.evaluators)
 

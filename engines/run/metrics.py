@@ -180,7 +180,7 @@ def samples_of(batch: Batch) -> int:
     return batch.share.batch * (2 if batch.paired else 1)
 
 
-def reward_record(found: Rewards, columns: RewardColumns, asked: Sequence[Prompt], *, group: int) -> dict[str, Any]:
+def reward_record(rewards_of: Rewards, columns: RewardColumns, asked: Sequence[Prompt], *, group: int) -> dict[str, Any]:
     """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
 
     Their mean is split by the tags and sources of the prompts.
@@ -190,15 +190,15 @@ def reward_record(found: Rewards, columns: RewardColumns, asked: Sequence[Prompt
     names, weights = columns
     if not names:
         return {}
-    rewards, batch = found.scores[found.kept], len(found.scores)
-    prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(found.kept).flatten().tolist()] if asked else []
+    rewards, batch = rewards_of.scores[rewards_of.kept], len(rewards_of.scores)
+    prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(rewards_of.kept).flatten().tolist()] if asked else []
     total = rewards @ weights
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
         record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
-    if found.parts:
-        record["reward_parts"] = found.parts
-    record["invalid"] = found.invalid
+    if rewards_of.parts:
+        record["reward_parts"] = rewards_of.parts
+    record["invalid"] = rewards_of.invalid
     return {**record, **split(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
 
 
@@ -278,10 +278,10 @@ def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     if parts is None:
         return {}
     held = {str(i) if steps else f"{i / TENTHS:g}": i for i, count in enumerate(parts.items) if count}
-    found = {name: numbers for name, numbers in parts.mean.items() if name not in WHOLE}
+    means = {name: numbers for name, numbers in parts.mean.items() if name not in WHOLE}
     if "log_ratio" in parts.mean_abs:
-        found["abs_log_ratio"] = parts.mean_abs["log_ratio"]
-    split = {name: {part: numbers[i] for part, i in held.items()} for name, numbers in found.items()}
+        means["abs_log_ratio"] = parts.mean_abs["log_ratio"]
+    split = {name: {part: numbers[i] for part, i in held.items()} for name, numbers in means.items()}
     return {"by_step" if steps else "by_level": split} if held else {}
 
 
@@ -307,16 +307,16 @@ def measure_speed(
     """
     work, rewards = sum(update.flops for update in updates), batch.rewards
     total = sum(seconds.values())
-    found = {
+    numbers = {
         "samples_per_second": samples_of(batch) / total,
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
     if (most := peak(device, dtype)) is not None:
-        found["mfu"] = mfu(work, seconds["update"], peak=most, ranks=1)
+        numbers["mfu"] = mfu(work, seconds["update"], peak=most, ranks=1)
     if scored and rewards is not None:
-        found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
-    return found
+        numbers |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
+    return numbers
 
 
 def memory(update: UpdateInfo) -> dict[str, float]:
@@ -342,8 +342,8 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     }
     if evaluation.invalid:
         numbers["invalid"] = {"samples": evaluation.invalid}
-    found = overall(evaluation.scores)
-    return {**numbers, "overall": found} if found else numbers
+    summary = overall(evaluation.scores)
+    return {**numbers, "overall": summary} if summary else numbers
 
 
 def evaluation_line(when: str, evaluation: Evaluation) -> str:

@@ -119,9 +119,9 @@ class Ahead:
                 samples = batch.made.result()
             assert batch.scoring is not None
             scores = batch.scoring.collect(self.world, batch=self.config.method.sampling.batch)
-            own, meta[str(number)] = pack(samples, scores, self.config.method.sampling.batch, self.world)
+            packed, meta[str(number)] = pack(samples, scores, self.config.method.sampling.batch, self.world)
             meta[str(number)]["version"] = batch.version
-            tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
+            tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in packed.items()})
         return tensors, meta
 
     @collective
@@ -131,8 +131,8 @@ class Ahead:
         for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
             batch = self._collect(int(name), values["version"], lambda batch: None)
             prefix = f"{PREFIX}{name}."
-            own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
-            samples, scores = unpack(own, values, batch.plan, model, size, self.world)
+            stored = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
+            samples, scores = unpack(stored, values, batch.plan, model, size, self.world)
             assert batch.scoring is not None
             batch.scoring.collected = scores
             batch.made.set_result(samples)
@@ -304,7 +304,7 @@ class PushOrder:
 
 
 @collective
-def pack(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack(batch: SampleBatch, collected: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a rollout as tensors, and as values that JSON can hold.
 
     Conditioning is left out: prompts are encoded again.
@@ -312,28 +312,28 @@ def pack(batch: SampleBatch, found: Collected, samples: int, world: World) -> tu
     Memory on the host, per rank: the samples of all ranks.
 
     Args:
-        found: what its rewards say of them.
+        collected: what its rewards say of them.
     """
     rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
     rows["thumbnails"] = batch.thumbnails
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
-    scores = world.gather(found.scores[None].to(world.device))[:: world.sequence].sum(0)
+    scores = world.gather(collected.scores[None].to(world.device))[:: world.sequence].sum(0)
     tensors = {
         name: world.gather_data(tensor.contiguous())[:samples].cpu() for name, tensor in rows.items() if tensor is not None
     }
     tensors["scores"] = scores.cpu()
-    said = world.gather_items((found.parts, found.problems))[:: world.sequence]
+    said = world.gather_items((collected.parts, collected.problems))[:: world.sequence]
     parts: dict[str, dict[str, float]] = {}
-    for own, _ in said:
-        for name, values in own.items():
+    for parts_of_rank, _ in said:
+        for name, values in parts_of_rank.items():
             parts.setdefault(name, {}).update({str(place): value for place, value in values.items()})
     # A file holds no tensor without values, so its shape stands here.
     empty = {name: [*tensor.shape] for name, tensor in tensors.items() if not tensor.numel()}
     meta = {
         "parts": parts,
         "problems": [line for _, lines in said for line in lines],
-        "computed": found.computed,
-        "waited": found.waited,
+        "computed": collected.computed,
+        "waited": collected.waited,
         "empty": empty,
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}, meta
@@ -359,12 +359,12 @@ def unpack(
     parts = list[SampleBatch]()
     for start in range(0, len(ids), micro_batch):
         rows, prompts = ids[start : start + micro_batch], texts[start : start + micro_batch]
-        own = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
+        mine = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
         cond = plan.sampling.encode(model, prompts)
         trajectory = Trajectory(
-            own["x"], own["x_next"], own["steps"].long(), own["log_prob"], own.get("velocity"), own["final"], None
+            mine["x"], mine["x_next"], mine["steps"].long(), mine["log_prob"], mine.get("velocity"), mine["final"], None
         )
-        parts.append(SampleBatch(prompts, cond, trajectory, own.get("thumbnails")))
+        parts.append(SampleBatch(prompts, cond, trajectory, mine.get("thumbnails")))
     batch = join_batches(parts)
     if not world.is_main:  # one rank has the scores of all samples
         return batch, Collected(torch.zeros_like(whole["scores"]), {}, [], meta["computed"], meta["waited"])

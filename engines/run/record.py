@@ -48,8 +48,8 @@ def read_record(record: dict[str, Any]) -> TrainConfig:
     try:
         return CONVERTER.structure(migrate(record), TrainConfig)
     except cattrs.BaseValidationError as error:
-        found = cattrs.transform_error(error, path="run", format_exception=_line)
-        raise UsageError("; ".join(found)) from error
+        lines = cattrs.transform_error(error, path="run", format_exception=_line)
+        raise UsageError("; ".join(lines)) from error
 
 
 def _line(error: BaseException, kind: type | None) -> str:
@@ -157,7 +157,7 @@ def _of_teacher(text: str, move: Move) -> str | None:
 
 def _of_options(text: str, move: Move) -> str | None:
     """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
-    return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda found: move(found[0]) or found[0], text)
+    return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda match: move(match[0]) or match[0], text)
 
 
 def _of_source(text: str, move: Move) -> str | None:

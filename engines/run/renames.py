@@ -69,7 +69,7 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     A record without old names or values is returned as it is. Settings that the method or the kind of a choice does not have
     are left out where that choice or method has another name now: they had no effect.
     """
-    found, settings = dict[str, Any](), dict(_flatten(record))
+    settings_of, settings = dict[str, Any](), dict(_flatten(record))
     settings |= (changed := dict(_convert(settings)))
     settings = {name: value for name, value in settings.items() if not name.endswith(".warmup_ratio")}
     if not changed and all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
@@ -88,13 +88,13 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
         of_method = parts[0] == "method" and parts != ["method", "name"]
         if moved and of_method and not has_field(method_type(method), parts[1:], of_kinds):
             continue
-        table = found
+        table = settings_of
         for part in parts[:-1]:
             table = table.setdefault(part, {})
         table[parts[-1]] = value
     if method:
-        found.setdefault("method", {})["name"] = method
-    return found
+        settings_of.setdefault("method", {})["name"] = method
+    return settings_of
 
 
 def _convert(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, decoded, host_values, is_recorded, knows_any_level
+from fluvial.models import Cond, decode_samples, host_values, is_recorded, knows_any_level
 from fluvial.models.routing import Routed
 
 ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
@@ -180,9 +180,9 @@ class Rollouts:
 
     def read_pairs(self, key: Key) -> Batch:
         """Return the next of the given preferences, as a batch of pairs."""
-        given, size = self.sampler.read_pairs(key, self.clock)
-        shape = tuple(given[0].win.shape)
-        batch = self.sampler.pair_up(given, range(len(given)), shape, self.sampler.data_sampling(shape), size)
+        pairs, size = self.sampler.read_pairs(key, self.clock)
+        shape = tuple(pairs[0].win.shape)
+        batch = self.sampler.pair_up(pairs, range(len(pairs)), shape, self.sampler.data_sampling(shape), size)
         return replace(batch, scoring=Scoring(self.runners))
 
     def pair(self, batch: Batch, win: Tensor, lose: Tensor) -> Batch:
@@ -262,9 +262,9 @@ class Rollouts:
             )
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
-        found = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
-        self.log(advantage=found.advantage.flatten().clone())  # what a method does to its own changes no record
-        return found
+        grades = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
+        self.log(advantage=grades.advantage.flatten().clone())  # what a method does to its own changes no record
+        return grades
 
     def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
         """Return features of each sample that is learnt from, `[N, D]`, the same on every rank.
@@ -274,7 +274,7 @@ class Rollouts:
                 row is one sample's.
         """
         samples = batch.made.result()
-        found = samples.thumbnails
+        features = samples.thumbnails
         if name != "thumbnails":
             expected = plugins.callable_with("images", "prompts")
             function = plugins.load(name, "features", expected, table={}, field="features")
@@ -282,24 +282,24 @@ class Rollouts:
             for i in range(0, len(samples.prompts), size):
                 prompts = samples.prompts[i : i + size]
                 with torch.no_grad():
-                    images = decoded(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
+                    images = decode_samples(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
                 # a copy: the function may fill one buffer in each call
                 parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
-            found = torch.cat(parts).to(self.world.device)
-        assert found is not None
-        return self.world.gather_data(found.contiguous())[: batch.share.batch].cpu()[batch.kept]
+            features = torch.cat(parts).to(self.world.device)
+        assert features is not None
+        return self.world.gather_data(features.contiguous())[: batch.share.batch].cpu()[batch.kept]
 
     # below: what no method sees
 
     def _gather_rewards(self, batch: Batch, scoring: Scoring) -> Rewards:
         """Return the rewards of all samples of a batch, once they are there."""
-        own = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
+        collected = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         options: dict[str, Any] = {
             "group": batch.plan.group,
             "max_invalid": self.config.rollout.max_invalid,
             "world": self.world,
         }
-        rewards, stopping = gather_rewards(own, stop=self.stop(), **options)
+        rewards, stopping = gather_rewards(collected, stop=self.stop(), **options)
         self.stopping |= stopping
         return rewards
 

@@ -32,7 +32,7 @@ from fluvial.engines.scoring.runner import weighted_sum
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer
-from fluvial.models import Cond, decoded, host_values
+from fluvial.models import Cond, decode_samples, host_values
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import copy_adapter
@@ -138,14 +138,14 @@ class Run(Rollouts):
         Args:
             function: `(v, rows) -> tensors`, `[p, ...]` each.
         """
-        found = []
+        results = []
         with self.engine.inference() as module, prefer(self.config.engine.implementation):
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
                 # Copied, because a function may return one buffer each time.
-                found.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
-        return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
+                results.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
+        return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *results)
 
     def vjp(self, items: Items, name: str, cotangent: Tensor) -> Tensor:
         """Return J^T c for the Jacobian J of a network's prediction with respect to x at each row, float32 `[P, *event]`.
@@ -154,14 +154,14 @@ class Run(Rollouts):
             name: a network that the method declares, or policy.
             cotangent: c, `[P, *event]`.
         """
-        cond, found = self._condition(name, items), list[Tensor]()
+        cond, products = self._condition(name, items), list[Tensor]()
         with self.networks.open(name) as module:
             for rows, c in self._passes(items, cotangent):
                 with torch.enable_grad():
                     x = rows.x.requires_grad_()
                     v = self._predict(module, rows._replace(x=x), cond)
-                    found.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
-        return torch.cat(found)[: len(items.rows.level)]
+                    products.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
+        return torch.cat(products)[: len(items.rows.level)]
 
     def gather(self, items: Items, values: Tensor) -> Tensor:
         """Return a number per row of this rank as a table of all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
@@ -215,13 +215,13 @@ class Run(Rollouts):
 
     def reward_gradient(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
-        final, found, size, every = batch.trajectory.final, list[Tensor](), batch.plan.per_pass, batch.prompts
+        final, gradients, size, every = batch.trajectory.final, list[Tensor](), batch.plan.per_pass, batch.prompts
         for start in range(0, len(final), size):
             part, prompts = final[start : start + size].detach().clone(), every[start : start + size]
             with torch.enable_grad():
                 total = self._rewards_of(part.requires_grad_(), prompts)[0].sum()
-            found.append(torch.autograd.grad(total, part)[0].float())
-        return torch.cat(found)
+            gradients.append(torch.autograd.grad(total, part)[0].float())
+        return torch.cat(gradients)
 
     def rewards_of(self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
         """Return the weighted sum of the rewards of clean samples, with gradient: `[P]` for each edit of their prompts.
@@ -240,7 +240,7 @@ class Run(Rollouts):
     # below: what no method sees
 
     def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
-        images, name = decoded(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
+        images, name = decode_samples(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
         seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
         return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
 
@@ -263,14 +263,14 @@ class Run(Rollouts):
         sample = (host_values.read(items.rows.place) // items.used.shape[1]).clamp(max=batch.share.batch - 1)
         of_row = number[sample]
         counts = torch.tensor(self.world.gather_items(torch.bincount(of_row, minlength=len(sources)).tolist()))
-        index, found = list[Tensor](), list[Tensor]()
+        index, predictions = list[Tensor](), list[Tensor]()
         for source, most in enumerate(counts.amax(0).tolist()):
             if most:
                 rows = select(items.rows, of_row == source)
                 part = replace(items, rows=rows if len(rows.level) else _first_row(items.rows), pad_to=most)
                 index.append(torch.nonzero(of_row == source).flatten())
-                found.append(self._predict_with(networks[sources[source]], part)[: len(index[-1])])
-        return torch.cat(found)[to_device(torch.cat(index).argsort(), self.world.device)]
+                predictions.append(self._predict_with(networks[sources[source]], part)[: len(index[-1])])
+        return torch.cat(predictions)[to_device(torch.cat(index).argsort(), self.world.device)]
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
         """Return this rank's part of an update: the used rows, moved between ranks if that saves the busiest one a pass."""

@@ -41,7 +41,7 @@ from fluvial.engines.sampling.source import Behaviour, Copy, RolloutSource, snap
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
-from fluvial.models import decoded
+from fluvial.models import decode_samples
 from fluvial.models.host_values import to_device
 from fluvial.models.step_cache import FirstBlockCache
 
@@ -58,7 +58,7 @@ class RolloutSampler:
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
-        given: given preferences, which are learnt from in place of rollouts.
+        pairs: given preferences, which are learnt from in place of rollouts.
         sends_final: whether servers send the final latents, too.
         guides: whether another network has guidance of its own, so that the negative prompt is always encoded.
 
@@ -76,20 +76,20 @@ class RolloutSampler:
         texts: TextLengths,
         *,
         copy: Copy | None = None,
-        given: tuple[Preference, ...] | EncodedPreferences = (),
+        pairs: tuple[Preference, ...] | EncodedPreferences = (),
         sends_final: bool = True,
         guides: bool = False,
     ) -> None:
         self.config, self.job, self.world, self.engine = config, job, engine.world, engine
         self.source, self.schedules, self.texts, self.method = source, schedules, texts, config.method
-        self.copy, self.given, self._compared = copy, given, False
+        self.copy, self.pairs, self._compared = copy, pairs, False
         self._sends_final, self._guides = sends_final, guides
         source_of = self.method.source
         self._compare = source_of.compare if isinstance(source_of, Images) else None  # what given images have in common
         self._captions = Captions(job.prompts) if self._compare == "caption" else None
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
-        if given:
-            self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
+        if pairs:
+            self._known = pairs.prompts if isinstance(pairs, EncodedPreferences) else [pair.prompt for pair in pairs]
         seed = config.seed if config.data.seed is None else config.data.seed
         by_epoch = config.data.order == "epochs"
         keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of those in their place
@@ -162,13 +162,13 @@ class RolloutSampler:
             RunError: none is left.
         """
         # The same steps on all ranks, which may share a forward pass.
-        everyone = {address: step for own in world.gather_items(served) for address, step in own.items()}
+        everyone = {address: step for of_rank in world.gather_items(served) for address, step in of_rank.items()}
         if not everyone:
             return False
         with network() as module:
-            found = world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
+            gaps = world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
         tolerance = self.config.rollout.servers.tolerance
-        wrong = {address: far for address, far in found.items() if not far <= tolerance}  # NaN too
+        wrong = {address: far for address, far in gaps.items() if not far <= tolerance}  # NaN too
         if wrong and not self.source.leave_out(wrong):
             check(max(wrong.values()), tolerance=tolerance, world=world)
         for address, far in wrong.items():
@@ -204,12 +204,12 @@ class RolloutSampler:
             with self.world.agreed():  # the other ranks ask when rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
         requests = Requests(asked.prompts[:size], asked.ids[:size], asked.key, same)
-        found = self.source.compare_with_servers(requests, plan.sampling)
-        if found is None:
+        handshake = self.source.compare_with_servers(requests, plan.sampling)
+        if handshake is None:
             return None
-        check(found.largest, tolerance=rollout.servers.tolerance, world=self.world)
+        check(handshake.largest, tolerance=rollout.servers.tolerance, world=self.world)
         binding = self.source.probe(self.copy or self.engine, requests, plan.sampling)
-        return replace(found, binding={address: str(each) for address, each in binding.items()})
+        return replace(handshake, binding={address: str(each) for address, each in binding.items()})
 
     @collective
     def plan(
@@ -300,15 +300,15 @@ class RolloutSampler:
         with closing(self.source.generate(plan.requests, plan.sampling, micro_batch=size)) as chunks:
             for chunk in chunks:
                 seen(chunk)
-                own = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
-                rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
+                numbers = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
+                rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, numbers)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return join_batches(parts)
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
         """Return the given preferences that an update learns from, the same on every rank, and their size."""
         places = self._places(root, self.method.sampling.prompts, updates)
-        return [self.given[place] for place in places], self._known[places[0]].size
+        return [self.pairs[place] for place in places], self._known[places[0]].size
 
     def pair_up(
         self,
@@ -451,7 +451,7 @@ class RolloutSampler:
             x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copy_prompts(part)).clone(), device)
             if rewards is not None:
                 with torch.no_grad():
-                    images = decoded(self.job.model, x0, model_inputs(part))
+                    images = decode_samples(self.job.model, x0, model_inputs(part))
                     rewards.submit(images, part, x0, plan.numbers[start : start + size])
             cond = optree.tree_map(
                 lambda tensor: to_device(tensor, device), self.method.sampling.guidance.encode(self.job.model, part, tokens)

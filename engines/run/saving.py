@@ -211,8 +211,8 @@ class Saver:
         self.engine.restore(state, meta["engine"])
         for name, engine in self.trained.items():
             prefix = f"{NETWORK}{name}."
-            own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-            engine.restore(own, meta["networks"][name])
+            network_state = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            engine.restore(network_state, meta["networks"][name])
         if self.ahead is not None:
             self.ahead.restore(requested, meta["ahead"])
         self.saved_at = self.engine.updates
@@ -263,8 +263,8 @@ class Saver:
 def read_micro_batch(path: Path | str, world: World) -> int:
     """Return the number of samples per forward pass of the run that a checkpoint is of."""
     saved, _ = checkpoint.settings(path, world=world)
-    found: int = flat(migrate(saved))["engine.micro_batch"]
-    return found
+    recorded: int = flat(migrate(saved))["engine.micro_batch"]
+    return recorded
 
 
 def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:

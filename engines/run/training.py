@@ -245,11 +245,11 @@ class Training:
             return ""
         if best.update == update:
             self._save()
-        found = find_gaming(points, count)
-        if not found:
+        gaming = find_gaming(points, count)
+        if not gaming:
             return ""
         where = f"{self.config.checkpoint_folder}/{best.update:06d}"
-        why = describe_gaming(found, evaluator)
+        why = describe_gaming(gaming, evaluator)
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:

@@ -35,7 +35,7 @@ from fluvial.engines.streams import Stream
 from fluvial.engines.waits import count_parts
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded
+from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decode_samples, host_values, is_recorded
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, KeptDifference, both_halves, guidance_halves, guided_velocity
 from fluvial.models.host_values import fresh_copy, to_device
@@ -315,7 +315,7 @@ def generate(
                 velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=tail_estimate)
                 trajectory = trajectory._replace(final=x)
-            images = decoded(model, trajectory.final, model_inputs(prompts))
+            images = decode_samples(model, trajectory.final, model_inputs(prompts))
             if not sampling.final:
                 trajectory = trajectory._replace(final=trajectory.final.flatten(1)[:, :0])
         yield Chunk(prompts, cond, trajectory, images)
@@ -356,7 +356,7 @@ def finish(
             velocity = prediction_of(model, module, cond, sampling)
             table = _plan(x[part], sampling, model.prediction, (), left)
             trajectory = scan(velocity, x[part], table, requests.key)
-            images = decoded(model, trajectory.final, model_inputs(made.prompts[part]))
+            images = decode_samples(model, trajectory.final, model_inputs(made.prompts[part]))
         yield Chunk(made.prompts[part], cond, trajectory, images)
 
 
@@ -379,7 +379,7 @@ def _starts(
     prompt_of = dict(zip(requests.initial_ids, requests.prompts, strict=True))
     groups, width = list(prompt_of), -(-micro_batch // sampling.prefix.group)
     device, steps = sampling.schedule.timesteps.device, range(sampling.prefix.steps)
-    found: dict[int, Tensor] = {}
+    starts: dict[int, Tensor] = {}
     for start in range(0, len(groups), width):
         part = groups[start : start + width]
         filled = part + part[:1] * (width - len(part))
@@ -388,8 +388,8 @@ def _starts(
         with torch.no_grad():
             x, velocity = _initial(keys, sampling), prediction_of(model, module, cond, sampling)
             trajectory = scan(velocity, x, _plan(x, sampling, model.prediction, (), steps), fold_in(keys, Stream.STEPS))
-        found.update(zip(part, trajectory.final, strict=False))
-    return found
+        starts.update(zip(part, trajectory.final, strict=False))
+    return starts
 
 
 def prediction_of(

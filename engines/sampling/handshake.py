@@ -60,11 +60,11 @@ class Handshake:
     def __str__(self) -> str:
         levels = " ".join(f"{level:.4g}" for level in self.levels)
         timesteps = " ".join(f"{timestep:.4g}" for timestep in self.timesteps)
-        found = " ".join(f"{step}: {value:.2g}" for step, value in self.differences.items())
+        listed = " ".join(f"{step}: {value:.2g}" for step, value in self.differences.items())
         return (
             f"samples by {self.kind}: {', '.join(self.servers)}; latents {list(self.shape)}, images {list(self.image)}\n"
             f"  sigmas     {levels}\n  timesteps  {timesteps}\n"
-            f"  |log-prob by server - by trainer| per step  {found or 'no step is recorded'}"
+            f"  |log-prob by server - by trainer| per step  {listed or 'no step is recorded'}"
             + "".join(f"\n  {address}: {bound}" for address, bound in self.binding.items())
         )
 
@@ -88,7 +88,7 @@ def compare(
                 shape = len(x), *levels.shape[1:]
                 level, after = (levels[number].expand(shape).contiguous() for number in (step, step + 1))
                 with torch.no_grad():
-                    own, _ = step_log_prob(
+                    log_prob_here, _ = step_log_prob(
                         stochastic.transition(level, after),
                         x,
                         velocity(x, level, step),
@@ -97,7 +97,7 @@ def compare(
                         reduction=stochastic.reduction,
                         implementation=stochastic.implementation,
                     )
-                far = (own - trajectory.log_prob[:, place]).abs()[steps == step]
+                far = (log_prob_here - trajectory.log_prob[:, place]).abs()[steps == step]
                 differences[step] = max(differences.get(step, 0.0), float(far.max()))
     return Handshake(
         tuple(first_row(levels).tolist()),
@@ -134,12 +134,12 @@ class ServedStep(NamedTuple):
 
 def pick_served_steps(chunk: Chunk) -> dict[str, ServedStep]:
     """Return the first recorded step of one sample of each server, by the server's address, on the host."""
-    found, made = dict[str, ServedStep](), chunk.trajectory
+    steps, made = dict[str, ServedStep](), chunk.trajectory
     for row, server in enumerate(chunk.servers if made.log_prob.shape[1] else ()):
-        if server not in found:
+        if server not in steps:
             values = ServedStep(chunk.cond, made.x[:, 0], made.x_next[:, 0], made.steps[:, 0], made.log_prob[:, 0])
-            found[server] = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1].cpu(), values)
-    return found
+            steps[server] = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1].cpu(), values)
+    return steps
 
 
 def differences(
@@ -154,7 +154,7 @@ def differences(
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=sampling.autocast):
         forwards = sampling.guidance.forwards
         v = guided_velocity(model, module, steps.x, level, steps.cond, timestep=timesteps[steps.step], forwards=forwards)
-    own, _ = step_log_prob(
+    log_prob_here, _ = step_log_prob(
         stochastic.transition(level, after),
         steps.x,
         v.float() if sampling.autocast else v,
@@ -163,4 +163,4 @@ def differences(
         reduction=stochastic.reduction,
         implementation=stochastic.implementation,
     )
-    return dict(zip(served, (own - steps.log_prob).abs().tolist(), strict=True))
+    return dict(zip(served, (log_prob_here - steps.log_prob).abs().tolist(), strict=True))

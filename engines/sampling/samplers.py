@@ -65,18 +65,18 @@ def sampler_rule(sampler: Any) -> SamplerRule:
         UsageError: it is not one of these, or the function cannot be called with (level, level_next, eta=...).
     """
     if isinstance(sampler, str):
-        found = plugins.load(sampler, "samplers", _problem, table=SAMPLERS, field="sampling.sampler")
+        rule = plugins.load(sampler, "samplers", _problem, table=SAMPLERS, field="sampling.sampler")
     else:
-        found = sampler
-        if (problem := _problem(found)) is not None:
+        rule = sampler
+        if (problem := _problem(rule)) is not None:
             raise UsageError(f"`sampling.sampler` {problem}")
-    if isinstance(found, SamplerRule):
-        return found
+    if isinstance(rule, SamplerRule):
+        return rule
     name = sampler_name(sampler)
 
     def bind(eta: float, levels: Tensor) -> Sampler:
         with convert_errors(UsageError, TypeError, ValueError, says=f"`sampling.sampler` {name!r} cannot be used"):
-            return transitions.bind(partial(found, eta=eta), eta, levels)
+            return transitions.bind(partial(rule, eta=eta), eta, levels)
 
     return SamplerRule(bind)
 
@@ -100,17 +100,17 @@ def sampler_name(sampler: Any) -> str:
     return next((name for name, rule in SAMPLERS.items() if rule is sampler), None) or plugins.spec_of(of)
 
 
-def _problem(found: Any) -> str | None:
+def _problem(rule: Any) -> str | None:
     """Return what is wrong with a sampler."""
-    if isinstance(found, SamplerRule):
+    if isinstance(rule, SamplerRule):
         return None
     expected = "a function of (level, level_next, *, eta), or a SamplerRule"
-    if not callable(found) or inspect.isclass(found):
-        return f"is {'a class' if inspect.isclass(found) else f'of type {type(found).__name__}'}, expected {expected}"
+    if not callable(rule) or inspect.isclass(rule):
+        return f"is {'a class' if inspect.isclass(rule) else f'of type {type(rule).__name__}'}, expected {expected}"
     try:
-        inspect.signature(found).bind(0.0, 0.0, eta=0.0)
+        inspect.signature(rule).bind(0.0, 0.0, eta=0.0)
     except TypeError as error:
-        return f"has the signature {inspect.signature(found)}, expected {expected}: {error}"
+        return f"has the signature {inspect.signature(rule)}, expected {expected}: {error}"
     return None
 
 

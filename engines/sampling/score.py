@@ -67,8 +67,8 @@ def score(
         for start in range(0, batch * count, micro_batch or batch):
             rows = slice(start, start + (micro_batch or batch))
             part = fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)
-            own = optree.tree_map(lambda table, sample=part.sample: table[sample.to(table.device)].to(device), cond)
-            v = guided_velocity(model, module, part.x, part.level, own, timestep=part.timestep, forwards=forwards)
+            row_cond = optree.tree_map(lambda table, sample=part.sample: table[sample.to(table.device)].to(device), cond)
+            v = guided_velocity(model, module, part.x, part.level, row_cond, timestep=part.timestep, forwards=forwards)
             yield log_prob(part.transition, part.x, v, part.x_next)[0]
 
     return torch.cat([*score_parts()]).unflatten(0, (count, batch)).T

@@ -136,8 +136,8 @@ def serving_solver(choice: SolverChoice, model: Any, method: Any = None) -> Solv
     """Return a solver; auto is that which the method's students need, or the model is served with, else Euler's."""
     if choice != "auto":
         return choice
-    found: Solver | None = getattr(method, "serving_solver", None) or getattr(model, "serving_solver", None)
-    return found or "euler"
+    solver: Solver | None = getattr(method, "serving_solver", None) or getattr(model, "serving_solver", None)
+    return solver or "euler"
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:

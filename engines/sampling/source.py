@@ -29,10 +29,10 @@ def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
 
     They are the trained parameters, and those of adapters that follow them.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, parameter in {**engine.trainable, **engine.carried}.items():
-        found[name] = gather(parameter.detach()).to("cpu", copy=True)
-    return found
+        weights[name] = gather(parameter.detach()).to("cpu", copy=True)
+    return weights
 
 
 class Copy:
@@ -62,8 +62,8 @@ class Copy:
         # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
         compute: Any = str(config.compute_dtype(world.device)).removeprefix("torch.")
         offload = config.offload if config.swaps_blocks else "none"
-        own = replace(config, replicas=1, context_parallel=1, offload=offload, compile=False, compute=compute)
-        self.sharded = ShardedModule(module, blocks, self.world, own, weights=weights)
+        settings = replace(config, replicas=1, context_parallel=1, offload=offload, compile=False, compute=compute)
+        self.sharded = ShardedModule(module, blocks, self.world, settings, weights=weights)
         self.module = self.sharded.module
         self.adapter, self.version = adapter, 0
         self._shards = self.sharded.shards()

@@ -59,11 +59,11 @@ def after_schedule(schedule: Schedule, start: int, fraction: float, least: int =
     place = (T * (1 - time) - 1).clamp(0, T - 2)
     below = place.long().clamp(max=max(T - 3, 0))
     s = torch.lerp(shift[below], shift[(below + 1).clamp(max=T - 2)], place - below)
-    found = s * time / (1 + (s - 1) * time)
-    found[0] = levels[start]
+    times = s * time / (1 + (s - 1) * time)
+    times[0] = levels[start]
     nearest = (T * (1 - time[:-1])).long().clamp(max=T - 1)
     scale = (schedule.timesteps.to("cpu", torch.float64) / levels[:-1])[nearest]
     return Schedule(
-        found.to(schedule.levels.dtype),
-        to_device((found[:-1] * scale).to(schedule.timesteps.dtype), schedule.timesteps.device),
+        times.to(schedule.levels.dtype),
+        to_device((times[:-1] * scale).to(schedule.timesteps.dtype), schedule.timesteps.device),
     )

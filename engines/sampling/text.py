@@ -40,8 +40,8 @@ class TextLengths:
         model: Any = self.model
         if not trims_padding(model):
             return None
-        own = [self._tokens(prompt) for prompt in prompts]
-        sums = torch.tensor([[max(own, default=0), sum(own), len(own)]])
+        counts = [self._tokens(prompt) for prompt in prompts]
+        sums = torch.tensor([[max(counts, default=0), sum(counts), len(counts)]])
         everyone = sums if self.world is None else self.world.gather(sums)  # on the host
         longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
         tokens = pad_length(longest, limit=model.text_tokens)

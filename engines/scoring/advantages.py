@@ -24,7 +24,7 @@ def parse_floors(texts: Sequence[str], *, field: str) -> dict[str, float]:
     Raises:
         UsageError: one is not a name and a number, or a name stands twice.
     """
-    found: dict[str, float] = {}
+    floors: dict[str, float] = {}
     for text in texts:
         name, separator, value = text.rpartition("=")
         try:
@@ -33,10 +33,10 @@ def parse_floors(texts: Sequence[str], *, field: str) -> dict[str, float]:
             floor = math.nan
         if not name or not separator or not math.isfinite(floor):
             raise UsageError(f"`{field}` holds {text!r}, expected the name of a reward and a number, e.g. ocr=0.8")
-        if name in found:
+        if name in floors:
             raise UsageError(f"`{field}` names {name!r} twice: name each reward once")
-        found[name] = floor
-    return found
+        floors[name] = floor
+    return floors
 
 
 def update_multipliers(
@@ -231,12 +231,12 @@ def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
     """
     if not count:
         return torch.ones_like(reward)
-    found = torch.zeros_like(reward)
+    picked = torch.zeros_like(reward)
     for number in group.unique():
         members = torch.nonzero(group == number).flatten()
         order = members[reward[members].argsort(stable=True)]
-        found[order[:count]] = found[order[-count:]] = 1.0
-    return found
+        picked[order[:count]] = picked[order[-count:]] = 1.0
+    return picked
 
 
 def clip_advantages(advantage: Tensor, config: AdvantageConfig) -> Tensor:

@@ -152,7 +152,7 @@ class Rewards(NamedTuple):
 
 
 @collective
-def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float, world: World) -> tuple[Rewards, bool]:
+def gather_rewards(local: Collected, *, stop: bool, group: int, max_invalid: float, world: World) -> tuple[Rewards, bool]:
     """Return the rewards of a rollout, and whether any rank was asked to stop.
 
     Args:
@@ -165,22 +165,22 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
         AbandonedRolloutError: a rank was asked to stop, and did not wait for scores that a reward promised.
         RunError: more groups have no valid reward.
     """
-    flags = torch.tensor([float(own.abandoned), float(stop), float(bool(own.parts))])
-    everyone = world.gather(torch.cat([own.scores.flatten(), flags])[None])  # on the host: the device is not waited for
+    flags = torch.tensor([float(local.abandoned), float(stop), float(bool(local.parts))])
+    everyone = world.gather(torch.cat([local.scores.flatten(), flags])[None])  # on the host: the device is not waited for
     if everyone[:, -3].any():
         raise AbandonedRolloutError("asked to stop while waiting for the scores of a rollout, which is made again on resume")
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
-    scores = everyone[:: world.sequence, :-3].sum(0).view_as(own.scores)
-    invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)
+    scores = everyone[:: world.sequence, :-3].sum(0).view_as(local.scores)
+    invalid = check_invalid(scores, local.problems, group=group, most=max_invalid, world=world)
     kept = find_kept_samples(scores, group)
     numbers, parts = dict[str, list[float]](), dict[str, Any]()
     if everyone[:, -1].any():
         learnt = set(torch.nonzero(kept).flatten().tolist())
-        for rank in world.gather_items(own.parts)[:: world.sequence]:
+        for rank in world.gather_items(local.parts)[:: world.sequence]:
             for name, values in rank.items():
                 known = [value for place, value in values.items() if place in learnt and value == value]
                 numbers.setdefault(name, []).extend(known)
     for name, known in numbers.items():
         reward, _, part = name.partition("/")
         parts.setdefault(reward, {})[part] = fmean(known) if known else None
-    return Rewards(scores, kept, invalid, parts, own.computed, own.waited), bool(everyone[:, -2].any())
+    return Rewards(scores, kept, invalid, parts, local.computed, local.waited), bool(everyone[:, -2].any())

@@ -26,15 +26,15 @@ class AudioReward:
         self._own = inspect.signature(reward)
         kept = [entry for name, entry in self._own.parameters.items() if name not in (SOUNDS, RATE, *OF_MODEL)]
         named = [entry.replace(kind=entry.KEYWORD_ONLY) for entry in kept if entry.kind is not entry.VAR_KEYWORD]
-        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OF_MODEL]
-        self.__signature__ = inspect.Signature([*own, *named])
+        of_model = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OF_MODEL]
+        self.__signature__ = inspect.Signature([*of_model, *named])
 
-    def __call__(self, *, latents: Any, model_inputs: Any, **given: Any) -> Any:
+    def __call__(self, *, latents: Any, model_inputs: Any, **arguments: Any) -> Any:
         """Return the scores of samples."""
         sounds = self.model.sounds(latents, model_inputs)
         takes = self._own.parameters
         further = {SOUNDS: sounds.waves, RATE: sounds.rate, "latents": latents, "model_inputs": model_inputs}
-        every = {**given, **{name: value for name, value in further.items() if name in takes}}
+        every = {**arguments, **{name: value for name, value in further.items() if name in takes}}
         placed = [every.pop(name) for name, entry in takes.items() if entry.kind is not entry.KEYWORD_ONLY and name in every]
         return self.reward(*placed, **every)
 
@@ -46,17 +46,17 @@ def with_audio(rewards: Mapping[str, Reward], model: DiffusionModel) -> dict[str
         UsageError: a reward takes sounds and the model makes none, or images and it makes sounds alone.
     """
     rate = sound_rate(model)
-    found = dict[str, Reward]()
+    heard = dict[str, Reward]()
     for name, reward in rewards.items():
         signature = signature_of(reward)
         if signature.takes(SOUNDS):
             if rate is None:
                 raise UsageError(f"reward {name!r} takes audios, and the model makes no sounds: use a reward of images")
-            found[name] = AudioReward(reward, model)
+            heard[name] = AudioReward(reward, model)
             continue
         if not getattr(model, "makes_images", True) and any(signature.takes(what) for what in ("images", "videos")):
             raise UsageError(
                 f"reward {name!r} takes images, and the model makes sounds: set `rewards` to one with a parameter audios"
             )
-        found[name] = reward
-    return found
+        heard[name] = reward
+    return heard

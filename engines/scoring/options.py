@@ -61,18 +61,18 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
     value, separator, weight = (value or "").rpartition("=")
     if not separator or parse_weight(weight) is None:
         value, weight, separator = f"{value}{separator}{weight}", "", ""
-    given = [*map(_split, others), (option, value if "=" in last else None)]
-    for option, value in given:
+    stated = [*map(_split, others), (option, value if "=" in last else None)]
+    for option, value in stated:
         if value is None or not option.isidentifier():
             raise UsageError(
                 f"`{field}` is {text!r}, whose option {option!r} is not name=value: write {name}:option=value,option=value"
             )
-    if len({option for option, _ in given}) < len(given):
+    if len({option for option, _ in stated}) < len(stated):
         raise UsageError(f"`{field}` is {text!r}, which names an option twice: name each once")
-    return RewardText(name, {option: value or "" for option, value in given}, weight if separator else None)
+    return RewardText(name, {option: value or "" for option, value in stated}, weight if separator else None)
 
 
-def make_reward(label: str, found: Any, options: Mapping[str, str]) -> Any:
+def make_reward(label: str, reward: Any, options: Mapping[str, str]) -> Any:
     """Return the reward of a class, or of a function, with options; without options a function is the reward itself.
 
     Args:
@@ -81,10 +81,10 @@ def make_reward(label: str, found: Any, options: Mapping[str, str]) -> Any:
     Raises:
         UsageError: an option is unknown, missing or of another type, or the class raises.
     """
-    if not callable(found) or not (options or inspect.isclass(found)):
-        return found
-    values = _values(label, found, options, factory=False)
-    return build_object(label, found, values) if inspect.isclass(found) else partial(found, **values)
+    if not callable(reward) or not (options or inspect.isclass(reward)):
+        return reward
+    values = _values(label, reward, options, factory=False)
+    return build_object(label, reward, values) if inspect.isclass(reward) else partial(reward, **values)
 
 
 def build_object(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
@@ -123,7 +123,9 @@ def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *,
         hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
     samples = () if is_factory else (*list(parameters)[:2], *KNOWN)
     fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    accepted = {name: found for name, found in parameters.items() if found.kind not in fixed and name not in samples}
+    accepted = {
+        name: possible for name, possible in parameters.items() if possible.kind not in fixed and name not in samples
+    }
     for option in options:
         if option not in accepted:
             expected = f"expected {', '.join(accepted)}" if accepted else "it takes none"

@@ -32,11 +32,11 @@ def select(
         UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, an option is wrong, or a weight
             is no number.
     """
-    found: dict[str, tuple[Reward, float]] = {}
+    selected: dict[str, tuple[Reward, float]] = {}
     makers = built_in(rewards)
     for text in names or list(rewards)[:1]:
         name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
-        if name in found:
+        if name in selected:
             raise UsageError(f"`{field}` is {list(names)}, which names {name!r} twice: name each reward once")
         value = 1.0 if weight is None else parse_weight(weight)
         if value is None:
@@ -53,8 +53,8 @@ def select(
             reward = make_reward(label, found_object, options)
         if (problem := reward_problem(reward)) is not None:
             raise UsageError(f"{label} {problem}")
-        found[name] = reward, value
-    return found
+        selected[name] = reward, value
+    return selected
 
 
 def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
@@ -71,12 +71,12 @@ def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, 
         return from_factory(label, make, options)
 
     def model(name: str, label: str, options: Mapping[str, str]) -> Any:
-        found = REWARD_MODELS[name]
-        if found.takes == "audio":
+        model = REWARD_MODELS[name]
+        if model.takes == "audio":
             raise UsageError(f"{label} scores audio, and samples are images or videos: use a reward of these")
-        if missing := found.missing():
-            raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{found.install}'")
-        return from_factory(label, found.make, options)
+        if missing := model.missing():
+            raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{model.install}'")
+        return from_factory(label, model.make, options)
 
     def pairwise(label: str, options: Mapping[str, str]) -> Any:
         def make(judge: str) -> Pairwise:

@@ -53,12 +53,12 @@ class GroupBuffer:
         """
         if world.data_size == 1:
             return []
-        own = {group: [(number, row[1]) for number, row in sorted(rows.items())] for group, rows in self.waiting.items()}
-        held = world.gather_items(own)[:: world.sequence]
+        waiting = {group: [(number, row[1]) for number, row in sorted(rows.items())] for group, rows in self.waiting.items()}
+        held = world.gather_items(waiting)[:: world.sequence]
         owner = {group: rank for rank in reversed(range(len(held))) for group in held[rank]}
         rank = world.data_rank
         # Ordered by receiver, and then by id.
-        sent = sorted((owner[group], number) for group in own if owner[group] != rank for number, _ in own[group])
+        sent = sorted((owner[group], number) for group in waiting if owner[group] != rank for number, _ in waiting[group])
         coming = [
             (number, prompt)
             for other, groups in enumerate(held)
@@ -89,11 +89,11 @@ class GroupBuffer:
 
     def _complete(self) -> list[Samples]:
         """Take out the groups that are complete."""
-        found = []
+        parts = []
         for group in sorted(group for group, rows in self.waiting.items() if len(rows) == self.size):
             rows = [row for _, row in sorted(self.waiting.pop(group).items())]
             latents = [latent for _, _, latent in rows if latent is not None]
-            found.append(
+            parts.append(
                 Samples(
                     torch.stack([image for image, _, _ in rows]),
                     [prompt for _, prompt, _ in rows],
@@ -101,7 +101,7 @@ class GroupBuffer:
                     group,
                 )
             )
-        return found
+        return parts
 
 
 def _stack(rows: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -173,15 +173,15 @@ class RewardRunner:
             RunError: the reward took too long; the message names the prompts.
         """
         waiting, self.waiting = self.waiting, []
-        found = []
+        results = []
         for future, prompts in waiting:
             try:
                 scored = future.result(self.timeout)
-                found.append(scored if isinstance(scored, Scored) else self._await_scores(scored, prompts, stop))
+                results.append(scored if isinstance(scored, Scored) else self._await_scores(scored, prompts, stop))
             except FutureTimeoutError:
                 raise RunError(f"{self.label} took over {self.timeout:g} s for {format_prompts(texts(prompts))}") from None
         self.tally.failed = 0
-        return found
+        return results
 
     def collect(self) -> Tensor:
         """Return the scores of all chunks submitted since the last call, float32 on the CPU, in order.
@@ -190,10 +190,10 @@ class RewardRunner:
             RunError: the reward raised, took too long, or did not return one valid number per image; the message names the
                 prompt.
         """
-        found = concatenate(self.results())
-        if torch.isnan(found.scores).any():
-            raise RunError(found.problems[0])
-        return found.scores
+        scored = concatenate(self.results())
+        if torch.isnan(scored.scores).any():
+            raise RunError(scored.problems[0])
+        return scored.scores
 
     def close(self) -> None:
         """End the thread, without waiting for a call that hangs."""
@@ -255,18 +255,18 @@ class RewardRunner:
 
     def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
         """Return the scores of the samples that the reward can score alone; the line names the first that it cannot."""
-        found, problem, bad = list[Scored](), self._line(error, samples.prompts), 0
+        parts, problem, bad = list[Scored](), self._line(error, samples.prompts), 0
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
             try:
                 scored = self._call(single) if bad < BAD else make_invalid(1, problem)
-                found.append(
+                parts.append(
                     scored if isinstance(scored, Scored) else self._await_scores(scored, single.prompts, lambda: False)
                 )
             except BaseException as own:
                 problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
-                found.append(make_invalid(1, problem))
-        return concatenate(found)._replace(problems=(problem,), failed=True)
+                parts.append(make_invalid(1, problem))
+        return concatenate(parts)._replace(problems=(problem,), failed=True)
 
 
 class Collected(NamedTuple):
@@ -370,14 +370,14 @@ class RewardRunners:
             if runner in self.groupwise:
                 assert self.buffer is not None
                 places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
-            found = concatenate(runner.results(stop))
-            abandoned |= found.abandoned
-            own = [row for row, place in enumerate(places) if place >= 0]
-            kept = [places[row] for row in own]
-            table[kept, column] = found.scores[own]
-            problems += found.problems
-            for part, values in found.parts.items():
-                parts[f"{name}/{part}"] = dict(zip(kept, values[own].tolist(), strict=True))
+            scored = concatenate(runner.results(stop))
+            abandoned |= scored.abandoned
+            rows_here = [row for row, place in enumerate(places) if place >= 0]
+            kept = [places[row] for row in rows_here]
+            table[kept, column] = scored.scores[rows_here]
+            problems += scored.problems
+            for part, values in scored.parts.items():
+                parts[f"{name}/{part}"] = dict(zip(kept, values[rows_here].tolist(), strict=True))
         computed = max((runner.tally.seconds for runner in self.runners), default=0.0)
         for runner in self.runners:
             runner.tally.seconds = 0.0
@@ -427,8 +427,8 @@ def weighted_sum(rewards: Mapping[str, tuple[Reward, float]], samples: Samples, 
     """
     total = torch.zeros(len(samples.prompts), device=samples.images.device)
     for name, (reward, weight) in rewards.items():
-        found = signature_of(reward).call(reward, samples)
-        scores = found.get(SCORE) if isinstance(found, Mapping) else found
+        returned = signature_of(reward).call(reward, samples)
+        scores = returned.get(SCORE) if isinstance(returned, Mapping) else returned
         if (
             not isinstance(scores, Tensor)
             or scores.shape != total.shape

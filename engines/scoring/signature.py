@@ -62,11 +62,11 @@ class Signature:
 
     def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
         """Return what a reward returns for samples; UsageError if the samples lack an input of the reward."""
-        found = [_value(name, samples) for name in self.positional]
+        values = [_value(name, samples) for name in self.positional]
         held = [
             name for name in self.optional if all(find_condition(prompt, name) is not None for prompt in samples.prompts)
         ]
-        return reward(*found, **{name: _value(name, samples) for name in (*self.named, *held)})
+        return reward(*values, **{name: _value(name, samples) for name in (*self.named, *held)})
 
 
 def signature_of(reward: Any) -> Signature:
@@ -88,8 +88,8 @@ def signature_of(reward: Any) -> Signature:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some functions written in C have none
         return Signature()
-    found, problem = _read(signature)
-    names = (*found.positional, *found.named, *found.optional)
+    signature_read, problem = _read(signature)
+    names = (*signature_read.positional, *signature_read.named, *signature_read.optional)
     if problem is None and len({*names}) < len(names):
         problem = "two of its parameters stand for the same"
     if problem is None and "prompts" not in names:
@@ -99,13 +99,13 @@ def signature_of(reward: Any) -> Signature:
     if problem is not None:
         others = ", ".join(name for name in KNOWN if name not in FIRST)
         raise ValueError(f"has the signature {signature}, expected {EXPECTED}, and of any of {others}: {problem}")
-    return found
+    return signature_read
 
 
-def reward_problem(found: Any) -> str | None:
+def reward_problem(reward: Any) -> str | None:
     """Return why an object cannot be called as a reward, or None; a check for `plugins.load`."""
     try:
-        signature_of(found)
+        signature_of(reward)
     except ValueError as error:
         return str(error)
     return None
@@ -159,8 +159,8 @@ def _value(name: str, samples: Samples) -> Any:
 
 def find_condition(prompt: Prompt, name: str) -> Path | bytes | None:
     """Return the file of a prompt's record that a name of `CONDITIONS` stands for; None without one."""
-    found: Path | bytes | None = getattr(prompt, CONDITIONS[name])
-    return found
+    condition: Path | bytes | None = getattr(prompt, CONDITIONS[name])
+    return condition
 
 
 def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:

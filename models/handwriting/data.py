@@ -81,7 +81,7 @@ def write(key: Key, prompts: Sequence[str]) -> Tensor:
 
 def _find_package(package: str) -> Path:
     """Return the folder of an installed package, without importing it."""
-    found = find_spec(package)
-    assert found is not None, f"{package} is a requirement of fluvial"
-    assert found.origin is not None
-    return Path(found.origin).parent
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is a requirement of fluvial"
+    assert spec.origin is not None
+    return Path(spec.origin).parent

@@ -51,8 +51,8 @@ class Codes:
 
         The shipped weights were not trained with the empty prompt, so guidance does not help them.
         """
-        given = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
-        digits = nn.functional.one_hot(as_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * given
+        is_conditional = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
+        digits = nn.functional.one_hot(as_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * is_conditional
         digits = digits.to(torch.float32)
         position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))

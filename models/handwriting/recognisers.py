@@ -35,8 +35,8 @@ class Machine(NamedTuple):
         starts = np.cumsum([0, *fitted.n_support_])
         coefficients = np.zeros((len(fitted.support_), len(fitted._intercept_)))
         for pair, (i, j) in enumerate(zip(*np.triu_indices(CLASSES, 1), strict=True)):
-            for own, other in ((i, j - 1), (j, i)):  # libsvm keeps a vector's coefficients without its own class
-                rows = slice(starts[own], starts[own + 1])
+            for first, other in ((i, j - 1), (j, i)):  # libsvm keeps a vector's coefficients without its own class
+                rows = slice(starts[first], starts[first + 1])
                 coefficients[rows, pair] = fitted._dual_coef_[other, rows]
         parts = coefficients, fitted._intercept_, np.float64(fitted._gamma)
         return cls(torch.tensor(fitted.support_vectors_, dtype=torch.float32), *map(torch.tensor, parts))

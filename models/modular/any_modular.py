@@ -103,8 +103,8 @@ class AnyModular(AnyPipeline):
                 raise refusal(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with quietly(), foreign(self.pipeline, "take a step"):
                 others = self._enter_others(steps)
-                found = find_velocity(pipe, self._blocks, entered, self._networks, self.compute, others)
-            model = dataclasses.replace(found, prediction=self.prediction)
+                velocity = find_velocity(pipe, self._blocks, entered, self._networks, self.compute, others)
+            model = dataclasses.replace(velocity, prediction=self.prediction)
             _, rows, _ = describe(self.pipeline, entered, model.streams)
             shapes = tuple(row.shape[1:] for row in rows)
             asked = {"num_inference_steps": steps}
@@ -133,16 +133,16 @@ class AnyModular(AnyPipeline):
                 f"its loop is given values of other kinds, or larger ones, for the prompt {get_text(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
-        own = {str(place): row for place, row in enumerate(pad_rows(rows, known.rows))}
-        return {**own, SIZES: torch.tensor([sizes], dtype=torch.float64, device=self.device)}
+        row_fields = {str(place): row for place, row in enumerate(pad_rows(rows, known.rows))}
+        return {**row_fields, SIZES: torch.tensor([sizes], dtype=torch.float64, device=self.device)}
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of `ModularVelocity`."""
         return (*(texts[str(place)] for place in range(len(self.known.rows))), texts[SIZES])
 
-    def given(self, prompts: Sequence[TextPrompt]) -> "AnyModular":
-        """Return the model for the prompts of a run, see `AnyPipeline.given`; their images choose the blocks."""
-        other: Any = super().given(prompts)
+    def adapt_to(self, prompts: Sequence[TextPrompt]) -> "AnyModular":
+        """Return the model for the prompts of a run, see `AnyPipeline.adapt_to`; their images choose the blocks."""
+        other: Any = super().adapt_to(prompts)
         if isinstance(other.example, MediaPrompt):
             _, other.network, _ = other._identify(other.folder, other.example)
             other._pipe = None
@@ -197,8 +197,8 @@ class AnyModular(AnyPipeline):
         levels, streams = self.known.schedule.levels, self.known.model.streams
         if streams[0].scheduler:
             still = ode if self.prediction == "velocity" else partial(ddim, eta=0.0)
-            own: dict[str, Any] = {"transition": still, "deterministic": still, "window": (), "record": ()}
-            return rollout(velocity, x, levels, key=key(0), **own).final
+            settings: dict[str, Any] = {"transition": still, "deterministic": still, "window": (), "record": ()}
+            return rollout(velocity, x, levels, key=key(0), **settings).final
         source = copy_generator(entered.state.get("generator"))
         for step, (level, following) in enumerate(pairwise(levels.tolist())):
             clean = x - level * velocity(x, levels[step : step + 1].to(x.device), step)
@@ -218,8 +218,8 @@ class AnyModular(AnyPipeline):
     def _take_samples(self, entered: Entered) -> Tensor:
         """Return the samples `[1, *event]` that the pipeline itself starts from."""
         streams, values = self.known.model.streams, entered.values[0]
-        own = [values[stream.field].flatten()[stream.places].float() for stream in streams]
-        return torch.cat(own).reshape(1, *self.known.shape)
+        stream_values = [values[stream.field].flatten()[stream.places].float() for stream in streams]
+        return torch.cat(stream_values).reshape(1, *self.known.shape)
 
     @alone
     def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
@@ -298,9 +298,11 @@ class AnyModular(AnyPipeline):
         """Return the processors that transformers cannot read without torchvision, see `replay.processors`."""
         from transformers import AutoTokenizer
 
-        found = read_processors(self.folder)
-        of_text = [name for name, part in found.items() if part is None]
-        return found | {name: AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True) for name in of_text}
+        processors = read_processors(self.folder)
+        of_text = [name for name, part in processors.items() if part is None]
+        return processors | {
+            name: AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True) for name in of_text
+        }
 
     def _output(self, state: Any) -> Output:
         """Return the images and sounds among what the blocks after the loop have made."""

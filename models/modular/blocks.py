@@ -44,8 +44,8 @@ class Blocks(NamedTuple):
 
     def networks(self) -> dict[str, Any]:
         """Return the classes of the networks that the loop calls, by part."""
-        found = {spec.name: spec.type_hint for spec in (self.inner or self.loop).expected_components}
-        return {name: kind for name, kind in found.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+        kinds = {spec.name: spec.type_hint for spec in (self.inner or self.loop).expected_components}
+        return {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
 
     def outputs(self) -> set[str]:
         """Return the names of what the blocks after the loop make."""
@@ -76,7 +76,7 @@ class Ran(NamedTuple):
     after: Any  # state after it; None if it was ended by the last call of a scheduler
 
 
-def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
+def split(pipe: Any, arguments: Mapping[str, Any]) -> Blocks:
     """Return the blocks that run for a call, without those that rewrite its prompt, which are random.
 
     Raises:
@@ -87,7 +87,7 @@ def split(pipe: Any, given: Mapping[str, Any]) -> Blocks:
     name = type(pipe).__name__
     with foreign(name, "be split into blocks"):
         every = pipe.blocks
-        chosen = every.get_execution_blocks(**{key: value for key, value in given.items() if value is not None})
+        chosen = every.get_execution_blocks(**{key: value for key, value in arguments.items() if value is not None})
         flat = [*chosen.sub_blocks.values()]
     kept = [block for block in flat if PROMPT not in {output.name for output in block.intermediate_outputs}]
     places = [place for place, block in enumerate(kept) if isinstance(block, LoopSequentialPipelineBlocks)]
@@ -126,7 +126,7 @@ def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(images, list) and kinds and dataclasses.is_dataclass(kinds[0]):
             base: Any = kinds[0]
             for kind in [
-                each for each in base.__subclasses__() if [own.name for own in dataclasses.fields(each)] == ["image"]
+                each for each in base.__subclasses__() if [leaf.name for leaf in dataclasses.fields(each)] == ["image"]
             ]:
                 wrapped[entry.name] = [kind(image=image) for image in images]
     return wrapped
@@ -169,11 +169,11 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
     name, state = type(pipe).__name__, set_inputs(blocks, asked, seed)
     values, variables, dry = list[dict[str, Any]](), list[dict[str, Any]](), copy.copy(blocks.loop)
 
-    def note(components: Any, block_state: Any, **given: Any) -> tuple[Any, Any]:
+    def note(components: Any, block_state: Any, **arguments: Any) -> tuple[Any, Any]:
         if not isinstance(block_state, BlockState):
             raise refusal(name, "the steps of its loop are given no BlockState")
         values.append(dict(vars(block_state)))
-        variables.append(given)
+        variables.append(arguments)
         return components, block_state
 
     def refuse(*_: Any) -> None:
@@ -191,11 +191,11 @@ def enter(pipe: Any, blocks: Blocks, networks: Sequence[str], asked: Mapping[str
     finally:
         for hook in hooks:
             hook.remove()
-    found = {*variables[0]} if variables else set()
-    if not {"i", blocks.clock} <= found:
-        raise refusal(name, f"a step of its loop is given {', '.join(sorted(found)) or 'nothing'}, expected i and t")
+    names = {*variables[0]} if variables else set()
+    if not {"i", blocks.clock} <= names:
+        raise refusal(name, f"a step of its loop is given {', '.join(sorted(names)) or 'nothing'}, expected i and t")
     if blocks.clock != "t":  # each step is the last one at its own level
-        variables = [{**variables[-1], "t": own[blocks.clock]} for own in variables]
+        variables = [{**variables[-1], "t": step_values[blocks.clock]} for step_values in variables]
     return Entered(state, values, variables)
 
 
@@ -277,12 +277,14 @@ def run_step(
     from diffusers.guiders.guider_utils import BaseGuidance
     from diffusers.modular_pipelines.modular_pipeline import BlockState
 
-    seen, own = list[Asked](), dict(pipe.components)
+    seen, pipe_parts = list[Asked](), dict(pipe.components)
     step = _Step(seen, give, calls)
     replaced = schedulers or {}
     # A guider keeps what a step is given, so that each step has its own.
-    parts = {name: copy.copy(part) for name, part in own.items() if isinstance(part, BaseGuidance)}
-    parts |= {name: _Stepped(replaced.get(name, part), name, step) for name, part in own.items() if is_scheduler(part)}
+    parts = {name: copy.copy(part) for name, part in pipe_parts.items() if isinstance(part, BaseGuidance)}
+    parts |= {
+        name: _Stepped(replaced.get(name, part), name, step) for name, part in pipe_parts.items() if is_scheduler(part)
+    }
     held = {name: _Stepped(value, name, step) if is_scheduler(value) else value for name, value in values.items()}
     if blocks.inner is not None:
         held["timesteps"] = torch.as_tensor(variables["t"])[None]

@@ -60,9 +60,9 @@ class Form(NamedTuple):
         for leaf in self.leaves:
             if isinstance(leaf, Row):
                 tensor = next(tensors)
-                own = tensor[tuple(slice(int(next(numbers))) for _ in range(tensor.ndim))]
-                own = own[step] if leaf.each_step else own
-                restored.append(own.to("cpu").clone() if leaf.device == "cpu" else own.contiguous().clone())
+                part = tensor[tuple(slice(int(next(numbers))) for _ in range(tensor.ndim))]
+                part = part[step] if leaf.each_step else part
+                restored.append(part.to("cpu").clone() if leaf.device == "cpu" else part.contiguous().clone())
             elif isinstance(leaf, Same):
                 restored.append(restored[leaf.place])
             elif isinstance(leaf, type) and leaf in NUMBERS:
@@ -131,13 +131,13 @@ def place_samples(values: dict[str, Any], x: Tensor, streams: Sequence[LoopStrea
 
 def _without_samples(values: Mapping[str, Any], streams: Sequence[LoopStream]) -> dict[str, Any]:
     """Return values with zeros in place of samples, or None if a value consists of samples alone."""
-    own = dict(values)
+    kept_values = dict(values)
     for name in {stream.field for stream in streams}:
         index = torch.cat([stream.places for stream in streams if stream.field == name])
-        whole = own[name]
+        whole = kept_values[name]
         others = whole.flatten().index_fill(0, index, 0).reshape(whole.shape)
-        own[name] = None if len(index) == whole.numel() else others
-    return own
+        kept_values[name] = None if len(index) == whole.numel() else others
+    return kept_values
 
 
 def _alike(one: Any, other: Any) -> bool:

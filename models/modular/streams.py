@@ -67,10 +67,10 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
     afters = [_return_noise(run, values, variables, asked, seed) for seed in range(2)]
     moved = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()]
     moved = [name for name in moved if not _same(getattr(afters[0][1], name, None), values[name])]
-    found = [_find_places(run, values, variables, name, len(asked)) for name in moved]
+    place_lists = [_find_places(run, values, variables, name, len(asked)) for name in moved]
     streams = []
     for call, each in enumerate(asked):
-        fields = [(name, places[call]) for name, places in zip(moved, found, strict=True) if places[call] is not None]
+        fields = [(name, places[call]) for name, places in zip(moved, place_lists, strict=True) if places[call] is not None]
         if len(fields) != 1 or each.output.numel() != each.sample.numel():
             raise refusal(pipeline, f"what its {each.name} steps is not one selection of elements of what enters the step")
         (name, places), value = fields[0], values[fields[0][0]]
@@ -86,12 +86,14 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
         rests = each.output.detach().flatten().cpu() == 0  # given frames of some pipelines are kept by a velocity of zero
         if not (live | fixed | rests).all():
             raise refusal(pipeline, f"its step changes {name} besides what its {each.name} returns, as for inpainting")
-        own = torch.nonzero(live & ~rests).flatten()
-        if not len(own):
+        chosen = torch.nonzero(live & ~rests).flatten()
+        if not len(chosen):
             raise refusal(pipeline, f"what its {each.name} returns has no effect")
         every = torch.arange(value.numel())
-        stream = LoopStream(each.name, name, places[own].to(value.device), own.to(value.device), value.shape, value.dtype)
-        streams.append(stream._replace(is_whole=torch.equal(own, every) and torch.equal(places, every)))
+        stream = LoopStream(
+            each.name, name, places[chosen].to(value.device), chosen.to(value.device), value.shape, value.dtype
+        )
+        streams.append(stream._replace(is_whole=torch.equal(chosen, every) and torch.equal(places, every)))
     return streams
 
 
@@ -194,8 +196,8 @@ def _find_places(
     count = whole.numel()
 
     def samples(value: Tensor) -> list[Tensor]:
-        given = run({**values, name: value.reshape(whole.shape).to(whole)}, variables).asked
-        return [each.sample.detach().flatten() for each in given]
+        asked = run({**values, name: value.reshape(whole.shape).to(whole)}, variables).asked
+        return [each.sample.detach().flatten() for each in asked]
 
     places: list[Tensor | None] = [None] * calls
     index = torch.arange(count)

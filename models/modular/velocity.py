@@ -69,7 +69,7 @@ class ModularVelocity:
         streams = tuple(LoopStream(*map(move, stream)) for stream in self.streams)
         form, variables = self.form._replace(leaves=tuple(leaves)), tuple(move(each) for each in self.variables)
         if len(self.parts) > 1:
-            variables = tuple({**moved, "t": own["t"]} for moved, own in zip(variables, self.variables, strict=True))
+            variables = tuple({**moved, "t": before["t"]} for moved, before in zip(variables, self.variables, strict=True))
         return replace(self, form=form, streams=streams, variables=variables)
 
     def predict(
@@ -89,7 +89,7 @@ class ModularVelocity:
         """
         networks = {part: Network(place_network(module, part), x.device, self.compute) for part in self.parts}
         sizes = host_values.read(cond[-1]).tolist()
-        steps = [(*self._step(found, level, x.device), level) for level, found in self._read_steps(sigma, timestep)]
+        steps = [(*self._step(numbers, level, x.device), level) for level, numbers in self._read_steps(sigma, timestep)]
 
         def enter(pair: int) -> dict[str, Any]:
             values = self.form.restore([row[pair] for row in cond[:-1]], sizes[pair], steps[pair][0])
@@ -117,18 +117,20 @@ class ModularVelocity:
         first = next(iter(networks.values()))
         network: Any = module if isinstance(module, Experts) else first
         for joined in self.joined:
-            given = list[list[Any]]()
+            leaves_of_half = list[list[Any]]()
             for pair, outputs in enumerate(made):
                 try:
                     run_step(self.pipe, self.blocks, enter(pair), variables[pair], _answer(networks, outputs))
                 except Wanted as wanted:
                     leaves, tree = optree.tree_flatten(wanted.inputs)
-                    given.append(leaves)
+                    leaves_of_half.append(leaves)
             several, kinds = list[Any](), iter(joined)
-            for leaf, *others in zip(*given, strict=True):
+            for leaf, *others in zip(*leaves_of_half, strict=True):
                 together = isinstance(leaf, VALUES) and next(kinds)
-                own = host_values.join(leaf, *others) if together else leaf
-                several.append(host_values.to_device(own, first.device) if together and network is module else own)
+                joined_leaf = host_values.join(leaf, *others) if together else leaf
+                several.append(
+                    host_values.to_device(joined_leaf, first.device) if together and network is module else joined_leaf
+                )
             args, kwargs = optree.tree_unflatten(tree, several)
             output = network(*args, **kwargs)
             for pair, outputs in enumerate(made):
@@ -146,10 +148,10 @@ class ModularVelocity:
             for level in first_row(host_values.read(sigma).float()):
                 yield float(level), torch.nonzero(levels == level).flatten().tolist()
 
-    def _step(self, found: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
+    def _step(self, numbers: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
         """Return the step of a level, and its variables; any step where time alone tells steps apart."""
-        if found:
-            return found[0], self.variables[found[0]]
+        if numbers:
+            return numbers[0], self.variables[numbers[0]]
         if self.time is None:
             raise ValueError(
                 f"{self.pipeline} has no step at sigma {level:g}, expected one of "
@@ -185,12 +187,7 @@ def _cut(leaf: Tensor, count: int, place: int) -> Tensor:
 
 
 def find_velocity(
-    pipe: Any,
-    blocks: Blocks,
-    entered: Entered,
-    parts: tuple[str, ...],
-    compute: torch.dtype,
-    others: Sequence[Entered] = (),
+    pipe: Any, blocks: Blocks, entered: Entered, parts: tuple[str, ...], compute: torch.dtype, others: Sequence[Entered] = ()
 ) -> ModularVelocity:
     """Return the velocity of a pipeline, found by probes with noise in place of its trained network.
 
@@ -255,15 +252,15 @@ def _find_joined(
     if [*map(len, one)] != [*map(len, both)]:
         return ()
     joined = tuple(tuple(a.shape != b.shape for a, b in zip(*pair, strict=True)) for pair in zip(one, both, strict=True))
-    for own, several, kinds in zip(one, both, joined, strict=True):
-        for a, b, together in zip(own, several, kinds, strict=True):
+    for ours, several, kinds in zip(one, both, joined, strict=True):
+        for a, b, together in zip(ours, several, kinds, strict=True):
             if together and (not a.ndim or b.shape != (2 * len(a), *a.shape[1:])):
                 return ()
             if not together and a.ndim > 1 and len(a) == 1:  # of one sample, as the image of HunyuanVideo 1.5
                 return ()
     for other in (*steps, *texts):
-        for call, (own, theirs) in enumerate(zip(one, other, strict=True)):
-            for a, b, together in zip(own, theirs, joined[call], strict=True):
+        for call, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+            for a, b, together in zip(ours, theirs, joined[call], strict=True):
                 if a.shape != b.shape or not (together or torch.equal(a, b)):
                     return ()
     return joined if all(map(any, joined)) else ()
@@ -345,7 +342,7 @@ def _check_others(pipeline: str, run: Any, inputs: list[list[Tensor]], entered: 
             return {name: change(one) for name, one in value.items()}
         return value
 
-    def moved(scheduler: Any) -> Any:
+    def move(scheduler: Any) -> Any:
         other = copy.copy(scheduler)
         for name in ("timesteps", "sigmas"):
             if isinstance(values := getattr(other, name, None), Tensor):
@@ -354,7 +351,7 @@ def _check_others(pipeline: str, run: Any, inputs: list[list[Tensor]], entered: 
 
     run(entered.values[0], entered.variables[0])
     before = [*inputs]
-    schedulers = {name: moved(part) for name, part in pipe.components.items() if hasattr(part, "set_timesteps")}
+    schedulers = {name: move(part) for name, part in pipe.components.items() if hasattr(part, "set_timesteps")}
     run(change(entered.values[0]), entered.variables[0], schedulers=schedulers)
     if not _equal(before, [*inputs]):
         raise refusal(pipeline, "its network is given the time of the next step, so that it is no velocity but a flow map")

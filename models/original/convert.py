@@ -31,14 +31,14 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
     Raises:
         ValueError: a tensor has no original name.
     """
-    found: dict[str, dict[int, Tensor]] = {}
+    pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         place = original.place(name)
         key = original.layout.prefix + place.name
-        found.setdefault(key, {})[place.part] = swap_halves(tensor) if place.swapped else tensor
+        pieces.setdefault(key, {})[place.part] = swap_halves(tensor) if place.swapped else tensor
     return {
         name: torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
-        for name, parts in found.items()
+        for name, parts in pieces.items()
     }
 
 
@@ -64,15 +64,15 @@ def from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Modu
     for name in expected:
         place = original.place(name)
         joined.setdefault(place.name, {})[place.part] = name
-    found = {}
+    converted = {}
     for key, parts in joined.items():
         if key not in held:
             raise ValueError(f"it lacks {key}, which is {parts[min(parts)]} of diffusers' {type(network).__name__}")
         names = [parts[part] for part in sorted(parts)]
         rows = held[key].split([len(expected[name]) for name in names]) if len(names) > 1 else [held[key]]
         for name, tensor in zip(names, rows, strict=True):
-            found[name] = swap_halves(tensor) if original.place(name).swapped else tensor.contiguous()
-    return found
+            converted[name] = swap_halves(tensor) if original.place(name).swapped else tensor.contiguous()
+    return converted
 
 
 def unpack_weights(file: Path, pipeline: str, network: nn.Module) -> Path:
@@ -122,7 +122,7 @@ def adapter_to_original(
     """
     groups, linear, kohya = _groups(original, network), linear_layers(network), original.layout.kohya
     endings = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for stem in dict.fromkeys(original.stem(layer).name for layer in factors):
         layers = groups[stem]
         a, b = next(factors[layer] for layer in layers if layer in factors)
@@ -132,12 +132,12 @@ def adapter_to_original(
         if original.stem(layers[0]).swapped:
             up = swap_halves(up)
         for ending, factor in zip(endings, (down, up), strict=True):
-            found[f"{stem}.{ending}"] = factor.contiguous()
-        found[f"{stem}.alpha"] = torch.tensor(float(alpha * len(layers)))
+            converted[f"{stem}.{ending}"] = factor.contiguous()
+        converted[f"{stem}.alpha"] = torch.tensor(float(alpha * len(layers)))
         if lengths is not None:
             scale = torch.cat([lengths[layer] for layer in layers])[:, None]
-            found[f"{stem}.dora_scale"] = swap_halves(scale) if original.stem(layers[0]).swapped else scale
-    return found
+            converted[f"{stem}.dora_scale"] = swap_halves(scale) if original.stem(layers[0]).swapped else scale
+    return converted
 
 
 def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor]], *, scale: float) -> dict[str, Tensor]:
@@ -154,14 +154,14 @@ def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor
     Raises:
         ValueError: a layer has no original name.
     """
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for layer, held in parts.items():
         place = original.stem(layer)
         alone = place.parts == 1 and not place.swapped
         stem = place.name if alone else f"{LYCORIS}{layer.replace('.', '_')}"
         for part, tensor in held.items():
-            found[f"{stem}.{part}"] = (tensor * scale if part == "lokr_w1" else tensor).contiguous()
-    return found
+            converted[f"{stem}.{part}"] = (tensor * scale if part == "lokr_w1" else tensor).contiguous()
+    return converted
 
 
 def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
@@ -182,11 +182,11 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
     original = Original(pipeline, config)
     groups, linear = _groups(original, network), linear_layers(network)
     stems: dict[str, dict[str, Tensor]] = {}
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         stem, _, kind = key.removesuffix(".weight").rpartition(".")
         if stem.startswith(LYCORIS):
-            found[key] = tensor
+            converted[key] = tensor
         elif stem not in groups or not (kind in KINDS or kind.startswith("lokr_")):
             raise ValueError(f"{key} is of no layer of {pipeline}")
         else:
@@ -195,7 +195,7 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
         if any(kind.startswith("lokr_") for kind in held):
             if len(groups[stem]) > 1 or original.stem(groups[stem][0]).swapped:
                 raise ValueError(f"{stem} is a LoKr of several layers, which is none of each")
-            found |= {f"{groups[stem][0]}.{kind}": tensor for kind, tensor in held.items()}
+            converted |= {f"{groups[stem][0]}.{kind}": tensor for kind, tensor in held.items()}
             continue
         if missing := {"A", "B"} - set(held):
             raise ValueError(f"{stem} has no factor {missing.pop()}")
@@ -207,15 +207,18 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
         apart = _have_own_factors(rows, len(down))
         for number, (layer, b) in enumerate(zip(layers, rows, strict=True)):
             share = len(down) // len(layers) if apart else len(down)
-            own = slice(number * share, (number + 1) * share) if apart else slice(None)
-            if len(layers) > 1 and not (down[own].any() or b[:, own].any()):
+            columns = slice(number * share, (number + 1) * share) if apart else slice(None)
+            if len(layers) > 1 and not (down[columns].any() or b[:, columns].any()):
                 continue  # a layer without an adapter among joined ones
-            found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"] = down[own], b[:, own].contiguous()
+            converted[f"{layer}.lora_A.weight"], converted[f"{layer}.lora_B.weight"] = (
+                down[columns],
+                b[:, columns].contiguous(),
+            )
             if "alpha" in held:
-                found[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
+                converted[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
             if lengths:
-                found[f"{layer}.{DORA_SCALE}"] = lengths[number]
-    return found
+                converted[f"{layer}.{DORA_SCALE}"] = lengths[number]
+    return converted
 
 
 def include_joined(original: Original, network: nn.Module, layers: Collection[str]) -> list[str]:

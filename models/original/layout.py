@@ -74,11 +74,11 @@ class Original:
             ValueError: the architecture has no such tensor.
         """
         layer, _, leaf = name.rpartition(".")
-        found = self._row(name)
-        if found is not None:
-            return found
-        if leaf in ("weight", "bias") and (found := self._row(layer)) is not None:
-            return found._replace(name=f"{found.name}.{leaf}")
+        entry = self._row(name)
+        if entry is not None:
+            return entry
+        if leaf in ("weight", "bias") and (entry := self._row(layer)) is not None:
+            return entry._replace(name=f"{entry.name}.{leaf}")
         if self.layout.same:
             return Place(name)
         raise ValueError(f"{name} has no original name")

@@ -101,8 +101,8 @@ def _read_network(kind: str, source: Path, tensors: dict[str, Tensor], dtype: to
     adapter = built_in()[kind]
     with torch.device("meta"):
         network = getattr(diffusers, adapter.network).from_config(read_settings(source / adapter.part / "config.json"))
-    found = from_original(kind, tensors, network)
-    network.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in found.items()}, assign=True)
+    converted = from_original(kind, tensors, network)
+    network.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in converted.items()}, assign=True)
     return {adapter.part: network}
 
 

@@ -461,9 +461,9 @@ class Pipeline:
         from diffusers import DiffusionPipeline
 
         options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": self.trust_remote_code}
-        given = {**read_processors(self.folder), **parts}
+        components = {**read_processors(self.folder), **parts}
         with quietly():
-            pipe = DiffusionPipeline.from_pretrained(self.folder, **given, torch_dtype=self.dtype, **options)
+            pipe = DiffusionPipeline.from_pretrained(self.folder, **components, torch_dtype=self.dtype, **options)
             add_tokenizers(pipe, self.folder, parts)
             return pipe
 
@@ -483,8 +483,8 @@ class Pipeline:
 
     def _compute_fingerprint(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
         """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
-        own = [describe_code(kind) for kind in type(self).__mro__[:-1] if not kind.__module__.startswith("fluvial.")]
-        settings = " ".join([settings, *own])  # an adapter outside fluvial is known by its source
+        code = [describe_code(kind) for kind in type(self).__mro__[:-1] if not kind.__module__.startswith("fluvial.")]
+        settings = " ".join([settings, *code])  # an adapter outside fluvial is known by its source
         parts = [name for name in self.parts if name.startswith(kinds)]
         every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]
         digests = {str(file.relative_to(self.folder)): digest_file(file) for file in every if file.is_file()}

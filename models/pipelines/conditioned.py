@@ -49,9 +49,9 @@ class Conditioned(Pipeline):
 
 def check_media(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] = ()) -> None:
     """Raise ValueError if a prompt lacks one of the images of some names, or has several but of those in `lists`."""
-    given = prompt.media if isinstance(prompt, MediaPrompt) else {}
+    media = prompt.media if isinstance(prompt, MediaPrompt) else {}
     for name in takes:
-        source, shown = given.get(name), get_text(prompt)[:40]
+        source, shown = media.get(name), get_text(prompt)[:40]
         if source is None:
             expected = "an image or a list of images" if name in lists else "an image"
             raise ValueError(f"prompt {shown!r} has no {name}: give its record a column {name} with {expected}")

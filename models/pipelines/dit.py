@@ -77,11 +77,11 @@ class DiT(StableDiffusion):
             return NULL
         if prompt.isascii() and prompt.isdigit() and int(prompt) < NULL:
             return int(prompt)
-        if (found := self.names.get(prompt)) is None:
+        if (number := self.names.get(prompt)) is None:
             close = get_close_matches(prompt, self.names, n=3, cutoff=0.4) or [*self.names][:3]
             hint = f", or a name, such as {', '.join(close)}" if close else f": {self.folder} has no id2label with names"
             raise ValueError(f"the prompt {prompt[:40]!r} is no class: expected a number from 0 to {NULL - 1}{hint}")
-        return found
+        return number
 
     def check_prompt(self, prompt: TextPrompt) -> None:
         """Raise ValueError if a prompt is no class, see `find_class`."""

@@ -186,8 +186,8 @@ def list_parts(
     Raises:
         ValueError: the folder holds another pipeline, or a part or file is missing.
     """
-    if (found := read_index(folder).get("_class_name")) != pipeline:
-        raise ValueError(f"{folder} holds a {found}, expected a {pipeline}")
+    if (class_name := read_index(folder).get("_class_name")) != pipeline:
+        raise ValueError(f"{folder} holds a {class_name}, expected a {pipeline}")
     parts = {name: kind for name, kind in entries(folder).items() if kind is not None}
     for name in (network, *others):
         if name not in parts:

@@ -39,8 +39,8 @@ def _qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
 def _edit_arguments(model: QwenImageEdit, cond: QwenEditCond, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of Qwen-Image-Edit; the latents of the images are none of them, and their sizes follow."""
     batch = cond._replace(image=cond.image[None], grid=None if cond.grid is None else cond.grid[None])
-    found = _qwen_arguments(cond, event)
-    return {**found, "img_shapes": [[*found["img_shapes"][0], *model.further_grids(batch)]]}
+    arguments = _qwen_arguments(cond, event)
+    return {**arguments, "img_shapes": [[*arguments["img_shapes"][0], *model.further_grids(batch)]]}
 
 
 def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def load_adapter(spec: str) -> DiffusionModel:
         ValueError: the module cannot be imported or lacks the name, the call fails, or the result is not a
             `DiffusionModel`; in one line.
     """
-    found = _import(spec, spec)
-    model = _call(found, spec) if isinstance(found, type) or not hasattr(found, "predict") else found
+    loaded = _import(spec, spec)
+    model = _call(loaded, spec) if isinstance(loaded, type) or not hasattr(loaded, "predict") else loaded
     check_model(model, spec)
     return model
 
@@ -115,12 +115,12 @@ def _import(spec: str, label: str) -> Any:
     if not module or not name:
         raise ValueError(f"adapter {label!r}: expected module:name")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (Exception, SystemExit) as error:  # the module is user-defined: it may raise anything
         raise ValueError(f"adapter {label!r} cannot be imported: {one_line(error)}") from error
-    return found
+    return target
 
 
 def _call(made: Any, label: str, *args: Any, **options: Any) -> Any:

@@ -91,12 +91,12 @@ class QwenImageEdit(Conditioned, QwenImage):
         latents = [
             self.encode_images(processor.preprocess(kept, *size)) for (_, kept), size in zip(views, sizes, strict=True)
         ]
-        found = {**self.pad(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
+        cond = {**self.pad(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
         if self.mixed:
-            pad = self._most_tokens() - found["image"].shape[1]
-            found["image"] = nn.functional.pad(found["image"], (0, 0, 0, pad))
-            found["grid"] = torch.tensor([[side // PATCH for side in latents[0].shape[-2:]]])
-        return found
+            pad = self._most_tokens() - cond["image"].shape[1]
+            cond["image"] = nn.functional.pad(cond["image"], (0, 0, 0, pad))
+            cond["grid"] = torch.tensor([[side // PATCH for side in latents[0].shape[-2:]]])
+        return cond
 
     def views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
         """Return the image as the text encoder sees it, and as the VAE does before it is scaled to height and width."""
@@ -125,13 +125,13 @@ class QwenImageEdit(Conditioned, QwenImage):
         """Return v `[B, *event]`, see `DiffusionModel.predict`; images of unlike shapes have a forward pass each."""
         if cond.grid is None:
             return super().predict(module, x, level, cond, timestep=timestep)
-        found = []
+        predictions = []
         for row, (height, width) in enumerate(read(cond.grid).tolist()):
             of_row = (x, level, timestep, cond)
-            one, at, time, given = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1], of_row)
-            own = given._replace(image=given.image[:, : height * width])
-            found.append(super().predict(module, one, at, own, timestep=time))
-        return torch.cat(found)
+            one, at, time, row_cond = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1], of_row)
+            size_cond = row_cond._replace(image=row_cond.image[:, : height * width])
+            predictions.append(super().predict(module, one, at, size_cond, timestep=time))
+        return torch.cat(predictions)
 
     def network_input(self, x: Tensor, cond: QwenEditCond) -> Tensor:
         """Return the tokens of the samples, and after them those of the images."""

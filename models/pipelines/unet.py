@@ -103,12 +103,12 @@ class StableDiffusion(Pipeline):
 
     def call(self, module: nn.Module, x: Tensor, timestep: Tensor, cond: Any) -> Tensor:
         """Return the network's output `[B, C, H, W]`."""
-        given = {"timestep": timestep, "encoder_hidden_states": cond.tokens.to(x.dtype), "return_dict": False}
+        arguments = {"timestep": timestep, "encoder_hidden_states": cond.tokens.to(x.dtype), "return_dict": False}
         if cond.pooled is not None:  # size of an uncropped image, as whole numbers, which no dtype rounds
             size = [self.vae_scale * side for side in x.shape[-2:]]
             sizes = to_device(torch.tensor([*size, 0, 0, *size]), x.device).expand(len(x), -1)
-            given["added_cond_kwargs"] = {"text_embeds": cond.pooled.to(x.dtype), "time_ids": sizes}
-        output: Tensor = module(self.network_input(x, cond), **given)[0]
+            arguments["added_cond_kwargs"] = {"text_embeds": cond.pooled.to(x.dtype), "time_ids": sizes}
+        output: Tensor = module(self.network_input(x, cond), **arguments)[0]
         return output
 
 

@@ -80,14 +80,14 @@ class FromImages(Conditioned):
 
     def read_images(self, prompt: TextPrompt) -> list[Image.Image]:
         """Return the images of a prompt; ValueError if one is missing or has another size."""
-        found, (height, width) = open_images(prompt, self.takes), self.size
-        for name, image in zip(self.takes, found, strict=True):
+        images, (height, width) = open_images(prompt, self.takes), self.size
+        for name, image in zip(self.takes, images, strict=True):
             if image.size != (width, height):
                 raise ValueError(
                     f"the {name} of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
                     f"{width}x{height}, the size of the samples"
                 )
-        return found
+        return images
 
     @abstractmethod
     def of_images(self, *images: Image.Image) -> Tensor:

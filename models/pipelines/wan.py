@@ -32,12 +32,12 @@ class Experts(nn.ModuleDict, Routed):
         super().__init__(networks)
         self.boundary = boundary
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **arguments: Any) -> tuple[Tensor]:
         """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
         low, on_host = timestep < self.boundary, read(timestep) < self.boundary
         unused = self.find_unused(torch.stack([on_host.all(), (~on_host).all()]))
         names = [name for name, rests in zip(EXPERTS, unused.tolist(), strict=True) if not rests]
-        outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **given)[0] for name in names]
+        outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **arguments)[0] for name in names]
         return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)
 
 
@@ -257,20 +257,20 @@ class WanImageToVideo(Conditioned, Wan):
         """Return tokens, channels of the images and their embeddings, see `ImageVideoCond`."""
         from diffusers.video_processor import VideoProcessor
 
-        given = open_images(prompt, self.takes)
-        found = super().text(encoders, prompt)
+        images = open_images(prompt, self.takes)
+        cond = super().text(encoders, prompt)
         if self.config.get("image_dim") is not None:
-            embeds = encoders.encode_image(given if len(given) > 1 else given[0], self.device)
-            found["embeds"] = embeds.unsqueeze(0)
+            embeds = encoders.encode_image(images if len(images) > 1 else images[0], self.device)
+            cond["embeds"] = embeds.unsqueeze(0)
         processor = VideoProcessor(vae_scale_factor=self.vae_scale, do_normalize=False)
-        return {**found, "image": self._channels([processor.preprocess(image, *self.size) for image in given])}
+        return {**cond, "image": self._channels([processor.preprocess(image, *self.size) for image in images])}
 
-    def _channels(self, given: Sequence[Tensor]) -> Tensor:
+    def _channels(self, images: Sequence[Tensor]) -> Tensor:
         """Return the latents of the given frames, each `[1, 3, H, W]` in [0, 1], with their mask."""
-        first, *last = (frame.unsqueeze(2) for frame in given)
+        first, *last = (frame.unsqueeze(2) for frame in images)
         if self.holds_frame:
             return self.encode_images(first)
-        rest = torch.full((1, 3, self.frames - len(given), *self.size), 0.5)  # 0 for the VAE
+        rest = torch.full((1, 3, self.frames - len(images), *self.size), 0.5)  # 0 for the VAE
         mean, std = self._moments(rest)
         video = torch.cat([first, rest, *last], dim=2)
         latents = (self.encode_with_vae(video) - mean) * (1 / std)  # the operations of diffusers' pipeline

@@ -181,11 +181,13 @@ class AnyPipeline(WithExperts):
         # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
         kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), tokenizers.components.items()
         named = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None]
-        if not found:
+        with_tokenizers = [
+            part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None
+        ]
+        if not with_tokenizers:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
-            tokenizer = max(found, key=lambda one: one.model_max_length)
+            tokenizer = max(with_tokenizers, key=lambda one: one.model_max_length)
             return tokenizer, min(tokenizer.model_max_length, self.text_tokens)
 
     def count_tokens(self, tokenizer: Any, prompt: str) -> int:
@@ -197,7 +199,7 @@ class AnyPipeline(WithExperts):
         """Raise a ValueError of one line if a prompt has too many tokens, see `Pipeline.check_prompt`."""
         super().check_prompt(get_text(prompt))
 
-    def given(self, prompts: Sequence[TextPrompt]) -> "AnyPipeline":
+    def adapt_to(self, prompts: Sequence[TextPrompt]) -> "AnyPipeline":
         """Return the model for the prompts of a run; inputs of unlike sizes are padded to those of the longest."""
         if self._tokenizers is None:
             self._tokenizers = self._load("tokenizer")
@@ -225,9 +227,9 @@ class AnyPipeline(WithExperts):
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {get_text(prompt)[:40]!r} than "
                 f"for others; samples of both cannot be in one batch{way_out}",
             )
-        found, cond, offset = run
+        captured, cond, offset = run
         start = {} if offset is None else {OFFSET: offset}
-        flat = [shape for rows in found.rows for shape in rows]
+        flat = [shape for rows in captured.rows for shape in rows]
         texts = start | {
             f"{recipe}.{row}": pad_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
@@ -412,7 +414,7 @@ class AnyPipeline(WithExperts):
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._load_pipeline()
-        own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
+        networks = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         calls = [call for recipe in self.known.model.recipes for call in recipe.calls]
@@ -433,7 +435,7 @@ class AnyPipeline(WithExperts):
             with quietly(), torch.no_grad():
                 return record(pipe, texts, key=start, steps=self._counts[0], sampler="ode", form="unscaled", **asked)
         finally:
-            for part, network in own.items():
+            for part, network in networks.items():
                 setattr(pipe, part, network)
 
     def _from_noise(self, run: Recording, prompts: Sequence[TextPrompt]) -> Recording:
@@ -469,12 +471,12 @@ class AnyPipeline(WithExperts):
             if same is None:
                 numbers = " and ".join(map(str, runs))
                 raise refusal(self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples")
-            found = runs[same]
+            chosen = runs[same]
             shortest = () if self.shortest == self.example else self._runs(pipe, self.shortest)
-            if pipe.transformer.unlike or (shortest and not any(run.known.alike(found) for _, run in shortest)):
-                found = self._dry(pipe, self.example, same, apart=True).known
-                found = found._replace(model=dataclasses.replace(found.model, ragged=True))
-            self._once = found
+            if pipe.transformer.unlike or (shortest and not any(run.known.alike(chosen) for _, run in shortest)):
+                chosen = self._dry(pipe, self.example, same, apart=True).known
+                chosen = chosen._replace(model=dataclasses.replace(chosen.model, ragged=True))
+            self._once = chosen
         return self._once
 
     @property
@@ -532,13 +534,13 @@ class AnyPipeline(WithExperts):
             errors = list[ValueError]()
             for copies in COPIES:
                 try:
-                    found = self._dry(pipe, prompt, copies, apart=apart, single=kind)
+                    run = self._dry(pipe, prompt, copies, apart=apart, single=kind)
                 except ValueError as error:
                     errors.append(error)
                     if len(errors) == 2 or not isinstance(error, ReplayError):
                         break
                 else:
-                    yield copies, found
+                    yield copies, run
             failed += errors if len(errors) == 2 or not all(isinstance(error, ReplayError) for error in errors) else []
         if failed:  # where the pipeline itself makes no several samples, what matters is why it cannot make one
             raise failed[0 if isinstance(failed[0], ReplayError) else -1]
@@ -563,24 +565,26 @@ class AnyPipeline(WithExperts):
             if tried[number].single is not single:
                 continue
             try:
-                found = dry_run(pipe, self.asked, tried[number], copies, **settings)
+                run = dry_run(pipe, self.asked, tried[number], copies, **settings)
             except ValueError as error:
                 errors.append(error)
             else:
                 self._form, self._single = number, single
-                return found
+                return run
         raise errors[0]
 
     @alone
     def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
         """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._load_pipeline()
-        own = pipe.scheduler
+        scheduler_before = pipe.scheduler
         once = {**self._forms(prompt, len(latents))[self._form].several, "output_type": "pt"}
-        once["num_inference_steps"] = least_steps(own.config, self._strength)
+        once["num_inference_steps"] = least_steps(scheduler_before.config, self._strength)
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = answering(own, *split_pieces(latents.to(self.device, self.known.dtype), self.known.pieces))
+                pipe.scheduler = answering(
+                    scheduler_before, *split_pieces(latents.to(self.device, self.known.dtype), self.known.pieces)
+                )
                 return split_output(pipe(**build_arguments(self.takes, {**self.asked, **once})))
         finally:
-            pipe.scheduler = own
+            pipe.scheduler = scheduler_before

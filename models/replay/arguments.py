@@ -160,17 +160,17 @@ def forms(
     """
     text, media = get_text(prompt), get_media(prompt)
     several = next((name for name in SEVERAL if name in takes), None)
-    found = []
-    for given, count in product(_as_tensors(media, rate), steps):
-        once = {**given, "num_inference_steps": count}
-        lists = once | {name: _repeat(_compress(value, crf), number) for name, value in given.items()}
+    call_forms = []
+    for media_arguments, count in product(_as_tensors(media, rate), steps):
+        once = {**media_arguments, "num_inference_steps": count}
+        lists = once | {name: _repeat(_compress(value, crf), number) for name, value in media_arguments.items()}
         lists |= {CRF: 0} if crf else {}
         values = [once, lists] if media else [once]
         asked = [{"prompt": text, several: number, **each} for each in values] if several else []
         asked += [{"prompt": [text] * number, **each} for each in values]
         alone = {"prompt": text, **once}
-        found += [*(CallForm(each, alone) for each in asked), CallForm(alone, alone, single=True)]
-    return sorted(found, key=lambda form: form.single)
+        call_forms += [*(CallForm(each, alone) for each in asked), CallForm(alone, alone, single=True)]
+    return sorted(call_forms, key=lambda form: form.single)
 
 
 def _as_tensors(media: Mapping[str, Any], rate: int | None) -> Iterator[dict[str, Any]]:
@@ -192,8 +192,8 @@ def compression(pipe: Any, asked: Mapping[str, Any]) -> int:
         return 0
     from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
 
-    given = asked.get(CRF)
-    return int(resolve_default_image_crf(pipe.text_encoder) if given is None else given)
+    number = asked.get(CRF)
+    return int(resolve_default_image_crf(pipe.text_encoder) if number is None else number)
 
 
 def _compress(value: Any, crf: int) -> Any:

@@ -36,7 +36,7 @@ SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines
 FURTHER_SCALES = ("guidance_scale_2",)  # of some of the steps, or of a part of the sample
 RESCALES = ("guidance_rescale", "audio_guidance_rescale")  # strengths of rescaled guidance
 
-Sought = tuple[int, tuple[Places, Tensor] | None]  # see `_sought`
+Sought = tuple[int, tuple[Places, Tensor] | None]  # see `_find_samples`
 
 
 class _Group(NamedTuple):
@@ -70,7 +70,7 @@ class Capture:
         single: bool = False,
         places: Sequence[Places] = (),
     ) -> None:
-        self.apart, self.sought = apart, partial(_sought, single=single, known=places)
+        self.apart, self.sought = apart, partial(_find_samples, single=single, known=places)
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
         self.frozen = frozen_networks(pipe)
         self.rescales = _numbers(pipe, asked, RESCALES)
@@ -86,7 +86,7 @@ class Capture:
     @contextmanager
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
-        own, self._levels = pipe.scheduler, lambda step: scheduler.sigmas[step]
+        scheduler_before, self._levels = pipe.scheduler, lambda step: scheduler.sigmas[step]
         networks = {name: pipe.components[name] for name in (*list_trained(pipe, self.component), *self.frozen)}
         handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks.values()]
         for name, module in networks.items():
@@ -96,7 +96,7 @@ class Capture:
         try:
             yield
         finally:
-            pipe.scheduler = own
+            pipe.scheduler = scheduler_before
             for handle in handles:
                 handle.remove()
 
@@ -121,12 +121,12 @@ class Capture:
         rows: list[Tensor] = []
         parts: list[Tensor] = []
         made: list[list[Tensor]] = []  # outputs of control networks that depend on the sample, by call
-        for component, given, output in seen:
+        for component, arguments, output in seen:
             gives_parts = component not in CONTROL
             returned = split_parts(output, x) if gives_parts else list_tensors(output)
             if not returned:
                 raise self._refusal(step, f"the {component} does not return one output per sample")
-            kinds, others, tree = _sources(given, x, made, self.apart, self.sought)
+            kinds, others, tree = _sources(arguments, x, made, self.apart, self.sought)
             if not any(isinstance(kind, Latent | Holds) for kind in kinds):
                 if not gives_parts:
                     continue  # what it returns depends on the prompt alone
@@ -245,7 +245,7 @@ def _whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[
     return known, known.join([places.gather(torch.cat([x, others[:, 0].to(x.dtype)], 1)) for places, others in held])
 
 
-def _sought(leaf: Any, x: Tensor, *, single: bool, known: Sequence[Places]) -> Sought:
+def _find_samples(leaf: Any, x: Tensor, *, single: bool, known: Sequence[Places]) -> Sought:
     """Return the number of copies of the sample that an input consists of, or where it has the sample among others."""
     count = _copies(leaf, x)
     if low := single and isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.finfo(leaf.dtype).bits < 32:
@@ -264,21 +264,21 @@ def _copies(leaf: Any, x: Tensor) -> int:
 
 
 def _sources(
-    given: Any, x: Tensor, made: list[list[Tensor]], apart: bool, sought: Callable[[Any, Tensor], Sought]
+    arguments: Any, x: Tensor, made: list[list[Tensor]], apart: bool, sought: Callable[[Any, Tensor], Sought]
 ) -> tuple[list[Leaf], list[Tensor], Any]:
     """Return the source of each input of a call, the inputs with one row per sample, and the pytree.
 
     Args:
-        given: (args, kwargs) of the call.
+        arguments: (args, kwargs) of the call.
         x: samples `[B, *event]`.
         made: tensors that each earlier call of the step returned, if it is a control network's.
         apart: see `Capture`.
-        sought: see `_sought`.
+        sought: see `_find_samples`.
     """
-    leaves, tree = optree.tree_flatten(given)
+    leaves, tree = optree.tree_flatten(arguments)
     copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     if listed := not any(copies) and all(inside is None for inside in held):
-        leaves, tree = optree.tree_flatten(stack_lists(given, len(x)))
+        leaves, tree = optree.tree_flatten(stack_lists(arguments, len(x)))
         copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     samples = [
         count or len(leaf) // len(x) for leaf, count, inside in zip(leaves, copies, held, strict=True) if count or inside
@@ -313,11 +313,11 @@ def frozen_networks(pipe: Any) -> dict[str, Any]:
     Raises:
         ReplayError: one shares layers with the transformer, as Z-Image's, and so would change as that is trained.
     """
-    found = {name: part for name in (*CONTROL, *UNGUIDED) if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    networks = {name: part for name in (*CONTROL, *UNGUIDED) if isinstance(part := getattr(pipe, name, None), nn.Module)}
     trained = {id(each) for each in getattr(pipe, "transformer", nn.Identity()).parameters()}
-    if any(id(each) in trained for network in found.values() for each in network.parameters()):
+    if any(id(each) in trained for network in networks.values() for each in network.parameters()):
         raise refusal(type(pipe).__name__, "a network beside the transformer shares layers with it, which are trained")
-    return found
+    return networks
 
 
 def _maker(leaf: Tensor, made: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
@@ -356,8 +356,8 @@ def _scales(pipe: Any, asked: dict[str, Any]) -> list[float]:
     """Return the scales of guidance among the arguments of a pipeline's call, defaults included."""
     # A part of the pipeline may guide instead of an argument.
     part = getattr(getattr(pipe, "guider", None), "guidance_scale", None)
-    given = _numbers(pipe, asked, (*SCALES, *FURTHER_SCALES))
-    return list(dict.fromkeys([*given, float(part)] if isinstance(part, int | float) else given))
+    scales = _numbers(pipe, asked, (*SCALES, *FURTHER_SCALES))
+    return list(dict.fromkeys([*scales, float(part)] if isinstance(part, int | float) else scales))
 
 
 def _numbers(pipe: Any, asked: dict[str, Any], names: Sequence[str]) -> list[float]:
@@ -367,5 +367,5 @@ def _numbers(pipe: Any, asked: dict[str, Any], names: Sequence[str]) -> list[flo
     except TypeError as error:
         raise ValueError(f"{type(pipe).__name__} cannot be called so: {error}") from error
     bound.apply_defaults()
-    given = (bound.arguments.get(name) for name in names)
-    return list(dict.fromkeys(float(number) for number in given if isinstance(number, int | float)))
+    values = (bound.arguments.get(name) for name in names)
+    return list(dict.fromkeys(float(number) for number in values if isinstance(number, int | float)))

@@ -147,23 +147,23 @@ def find_combinations(
         return _fitting(made, of, v, x, level)
 
     cut = tails(parts, v)
-    found = [known for made in _list_known(parts, v, scales) if (known := same(made, parts))]
-    if not found or any(len(part.shape) == 3 and part.shape != v.shape for part in parts):
+    combinations = [known for made in _list_known(parts, v, scales) if (known := same(made, parts))]
+    if not combinations or any(len(part.shape) == 3 and part.shape != v.shape for part in parts):
         of_cut = [made for made in _list_known(cut, v, scales) if made(cut, x, level).shape == v.shape]
-        found = [made for made in of_cut if same(made, cut)] or found
-    if found:  # the first half of the channels may be found as elements of the whole, too
-        return [made for made in found if made.first_half] or [*found]
+        combinations = [made for made in of_cut if same(made, cut)] or combinations
+    if combinations:  # the first half of the channels may be found as elements of the whole, too
+        return [made for made in combinations if made.first_half] or [*combinations]
     if not sizes:
         one = _fit_rescaled(cut, v, x, level, rescales) or _fit(cut, v, x, level)
         return [] if one is None else [one]
-    held, given = (None, x) if whole is None else whole
-    if sum(sizes) != given.shape[1] or any(part.shape != given.shape for part in parts):
+    held, whole_x = (None, x) if whole is None else whole
+    if sum(sizes) != whole_x.shape[1] or any(part.shape != whole_x.shape for part in parts):
         return []
-    own = (None,) * len(sizes) if held is None else held.at
+    place_parts = (None,) * len(sizes) if held is None else held.at
     velocities = v.split(sizes if held is None else [len(places.index) for places in held.at], dim=1)
     sums = list[Fitted | Rescaled]()
     for (*made, sample), velocity, at in zip(
-        zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, given)), strict=True), velocities, own, strict=True
+        zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, whole_x)), strict=True), velocities, place_parts, strict=True
     ):
         one = _fit_rescaled(made, velocity, sample, level, rescales, at) or _fit(made, velocity, sample, level, at)
         if one is None:
@@ -258,16 +258,18 @@ def _least_squares(columns: Sequence[Tensor], wanted: Tensor) -> list[float]:
     return solved
 
 
-def _best(found: Sequence[T], parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Places | None) -> T | None:
+def _best(
+    candidates: Sequence[T], parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Places | None
+) -> T | None:
     """Return the function of the fewest digits that gives v as well as that of the most; None if that misses it.
 
     The pipeline rounds each term of its sum, and those of estimates of the clean sample, which it divides by sigma.
     """
     size = float(v.double().norm())
-    made = _all_at(at, [each(parts, x, level) for each in found])
+    made = _all_at(at, [each(parts, x, level) for each in candidates])
     errors = [float((each.double() - v.double()).norm()) / size for each in made]
     # The fewest digits that fit as well, because scales have few, and rounding moves the last ones from prompt to prompt.
-    best = next(each for each, error in zip(found, errors, strict=True) if error <= 2 * errors[-1])
+    best = next(each for each, error in zip(candidates, errors, strict=True) if error <= 2 * errors[-1])
     terms = sum(abs(weight) * float(part.double().norm()) for weight, part in zip(best.weights, parts, strict=True))
     rounding = OPERATIONS * torch.finfo(v.dtype).eps * (terms + float((x.double() / per_sample(level.double(), x)).norm()))
     return best if errors[-1] <= min(ROUNDING[v.dtype], rounding / size) else None

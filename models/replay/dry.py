@@ -86,10 +86,10 @@ def dry_run(
         ValueError: it cannot be called so.
     """
     name, seeds = type(pipe).__name__, generators(fold_in(key(0), torch.arange(copies)))
-    given: list[Any] = seeds if form.single else [seeds]
+    noise: list[Any] = seeds if form.single else [seeds]
     seen = [
         _watch(pipe, build_arguments(takes, {**settings, **form.several, "generator": each}), settings, apart, form.single)
-        for each in given
+        for each in noise
     ]
     _, capture, recorder, timesteps = seen[0]
     initial = torch.cat([run.initial for _, run, *_ in seen if run.initial is not None])
@@ -111,16 +111,18 @@ def dry_run(
     recipes, cond = capture.recipes()
     for _, other, *_ in seen[1:]:
         same, rows = other.recipes()
-        if not same_steps(same, recipes) or [len(own) for own in rows] != [len(own) for own in cond]:
+        if not same_steps(same, recipes) or [len(levels_left) for levels_left in rows] != [
+            len(levels_left) for levels_left in cond
+        ]:
             raise refusal(name, f"its {COMPONENT} is given inputs of unlike kinds for different noise")
         cond = tuple(tuple(map(_both, *pair)) for pair in zip(cond, rows, strict=True))
     if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
         raise refusal(name, f"its {COMPONENT} is given something besides the sample that depends on it")
-    own, scale = (levels[first:] / levels[first], mixed[0].scale) if mixed else (levels, 1.0)
-    model = RecordedModel(name, own[:-1], recipes, ragged=form.single, frozen=frozen, scale=scale)
+    levels_left, scale = (levels[first:] / levels[first], mixed[0].scale) if mixed else (levels, 1.0)
+    model = RecordedModel(name, levels_left[:-1], recipes, ragged=form.single, frozen=frozen, scale=scale)
     last = recorder.trajectory().x_next
     shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
-    schedule = Schedule(own, timesteps[-steps:])
+    schedule = Schedule(levels_left, timesteps[-steps:])
     known = PromptFreeValues(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
     rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
     return Dry(known, rows_of_one, mixed[0].offset[:1] if mixed else None)

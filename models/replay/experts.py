@@ -29,14 +29,14 @@ class Through(nn.Module):
             experts: Any = super().__getattr__("experts")
             return getattr(experts[self.part], name)
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **arguments: Any) -> tuple[Tensor]:
         """Return what the network returns; ReplayError if the timesteps are the other one's."""
         if bool((host_values.read(timestep) < self.experts.boundary).any()) != (self.part == EXPERTS[1]):
             raise refusal(
                 "the pipeline", f"its {self.part} is called on the other side of the boundary between its networks"
             )
         timestep = host_values.to_device(timestep, hidden_states.device)
-        output: tuple[Tensor] = self.experts(hidden_states=hidden_states, timestep=timestep, **given)
+        output: tuple[Tensor] = self.experts(hidden_states=hidden_states, timestep=timestep, **arguments)
         return output
 
 

@@ -63,10 +63,10 @@ def read_video(file: File) -> list[Image.Image]:
         ValueError: it cannot be read as a video, or only with PyAV, which is missing; the message names it.
     """
     if isinstance(file, Path) and file.is_dir():
-        found = [read_image(one).convert("RGB") for one in list_frames(file)]
-        if not found:
+        frames = [read_image(one).convert("RGB") for one in list_frames(file)]
+        if not frames:
             raise ValueError(f"{file} is a folder without images, expected the frames of a video")
-        return found
+        return frames
     with _readable(file, "video"):
         if _begins(file, NUMPY):
             return [Image.fromarray(frame) for frame in _array(file)]
@@ -257,10 +257,10 @@ def _open(file: File, part: str) -> Iterator[tuple[Any, Any]]:
     import av
 
     with _stream(file) as stream, av.open(stream, options={"format_whitelist": DEMUXERS}) as container:
-        found = getattr(container.streams, part)
-        if not found:
+        streams = getattr(container.streams, part)
+        if not streams:
             raise ValueError(f"it has no {part}")
-        yield container, found[0]
+        yield container, streams[0]
 
 
 def list_frames(folder: Path) -> list[Path]:
@@ -284,12 +284,12 @@ def _frame(opened: ImageFile.ImageFile, number: int) -> Image.Image:
 
 def _array(file: File) -> Any:
     """Return the array of a file of numpy, `[F, H, W, 3]` uint8."""
-    found = np.load(_source(file), allow_pickle=False)
-    if found.ndim != 4 or found.shape[-1] != 3 or found.dtype != np.uint8 or not len(found):
+    frames = np.load(_source(file), allow_pickle=False)
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
         raise ValueError(
-            f"it is an array {list(found.shape)} of {found.dtype}, expected [frames, height, width, 3] of uint8"
+            f"it is an array {list(frames.shape)} of {frames.dtype}, expected [frames, height, width, 3] of uint8"
         )
-    return found
+    return frames
 
 
 def _wave(file: File) -> Sound:
@@ -297,12 +297,12 @@ def _wave(file: File) -> Sound:
     with _stream(file) as stream, wave.open(stream, "rb") as opened:
         width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
         data = opened.readframes(opened.getnframes())
-    found = np.frombuffer(data, dtype=np.uint8)
+    raw = np.frombuffer(data, dtype=np.uint8)
     if width == 1:  # without a sign
-        numbers = found.astype(np.int32) - 2**7
+        numbers = raw.astype(np.int32) - 2**7
     else:  # the highest bytes of 32 bits, in two's complement
-        wide = np.zeros((len(found) // width, 4), dtype=np.uint8)
-        wide[:, 4 - width :] = found[: len(found) // width * width].reshape(-1, width)
+        wide = np.zeros((len(raw) // width, 4), dtype=np.uint8)
+        wide[:, 4 - width :] = raw[: len(raw) // width * width].reshape(-1, width)
         numbers = wide.view("<i4")[:, 0] >> 8 * (4 - width)
     scaled = torch.from_numpy(np.ascontiguousarray(numbers)).float() / 2 ** (8 * width - 1)
     if not scaled.numel():

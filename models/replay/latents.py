@@ -58,9 +58,9 @@ def latent_layout(vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...],
         unit *= BASE
     layout = LatentLayout(place, scale, offset, tuple(zeros.shape))
     sample = torch.randn(count, generator=torch.Generator().manual_seed(0))
-    found = probe(sample).flatten()
+    probed = probe(sample).flatten()
     expected = scale * sample[place.clamp(max=count - 1)] + offset
-    if (found - expected).norm() > TOLERANCE * found.norm() or len(place.unique()) != count:
+    if (probed - expected).norm() > TOLERANCE * probed.norm() or len(place.unique()) != count:
         raise refusal(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
     return layout
 
@@ -86,7 +86,7 @@ def vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
         ValueError: the VAE is not called just once.
     """
     seen: list[Tensor] = []
-    decode, own = vae.decode, vars(vae).get("decode")
+    decode, decode_before = vae.decode, vars(vae).get("decode")
 
     def watch(z: Tensor, *args: Any, **options: Any) -> Any:
         seen.append(z)
@@ -97,8 +97,8 @@ def vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
         run()
     finally:
         del vae.decode
-        if own is not None:
-            vae.decode = own
+        if decode_before is not None:
+            vae.decode = decode_before
     if len(seen) != 1:
         raise refusal(pipeline, f"it calls its VAE {len(seen)} times to decode samples, expected once")
     return seen[0].float().cpu()

@@ -108,9 +108,9 @@ def find_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tupl
     expected = [places.index for places in known if places.shape == leaf.shape[1:]]
     for index in expected or [drop_coincidences(locate(rows[0], flat))]:
         inside = (index >= 0) & (index < flat.shape[1])
-        own = flat[:, index[inside].to(flat.device)]
+        inner = flat[:, index[inside].to(flat.device)]
         if len(index[inside].unique()) < max(least, 1) or any(
-            not torch.equal(each[:, inside.to(each.device)], own) for each in rows
+            not torch.equal(each[:, inside.to(each.device)], inner) for each in rows
         ):
             continue
         place = index.clone()
@@ -125,12 +125,12 @@ def blocks(shape: Sequence[int], event: Sequence[int]) -> Iterator[Places]:
     Args:
         shape, event: of the input and of the sample, without the batch.
     """
-    own = torch.arange(math.prod(event)).reshape(*event)
+    numbers = torch.arange(math.prod(event)).reshape(*event)
     for axis in range(len(event)):
         if len(shape) == len(event) and (*shape[:axis], *shape[axis + 1 :]) == (*event[:axis], *event[axis + 1 :]):
             for first in range(shape[axis] - event[axis] + 1):
                 index = torch.full((*shape,), -1)
-                index.narrow(axis, first, event[axis]).copy_(own)
+                index.narrow(axis, first, event[axis]).copy_(numbers)
                 yield Places(index.flatten(), tuple(shape))
 
 
@@ -159,10 +159,10 @@ def find_whole(inputs: Sequence[Places], outputs: Sequence[Tensor], count: int) 
             return None
         order.append(alike[0])
         index = inputs[alike[0]].index
-        own = torch.nonzero(index < count).flatten()
-        own = own[index[own].argsort()]  # in the sample's order
-        if not torch.equal(index[own], torch.arange(first, first + len(own))):
+        kept_index = torch.nonzero(index < count).flatten()
+        kept_index = kept_index[index[kept_index].argsort()]  # in the sample's order
+        if not torch.equal(index[kept_index], torch.arange(first, first + len(kept_index))):
             return None
-        at.append(Places(own, (len(own),)))
-        first += len(own)
+        at.append(Places(kept_index, (len(kept_index),)))
+        first += len(kept_index)
     return Whole(tuple(order), tuple(at)) if first == count else None

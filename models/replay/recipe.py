@@ -157,7 +157,7 @@ def split_parts(output: Any, x: Tensor) -> list[Tensor]:
     return list(first.chunk(copies)) if copies and not rest else []
 
 
-def stack_lists(given: Any, batch: int) -> Any:
+def stack_lists(arguments: Any, batch: int) -> Any:
     """Return inputs whose lists with one tensor per sample, or several times so many, are `Unbound`."""
 
     def is_list(node: Any) -> bool:
@@ -171,16 +171,16 @@ def stack_lists(given: Any, batch: int) -> Any:
             return node
         return Unbound(tuple(torch.stack(copy) for copy in copies))
 
-    return optree.tree_map(stack, given, is_leaf=is_list)
+    return optree.tree_map(stack, arguments, is_leaf=is_list)
 
 
-def unbound(given: Any) -> Any:
+def unbound(arguments: Any) -> Any:
     """Return inputs with lists of one tensor per sample, see `stack_lists`."""
 
     def unbind(node: Any) -> Any:
         return [one for stack in node.stacks for one in stack.unbind()] if isinstance(node, Unbound) else node
 
-    return optree.tree_map(unbind, given, is_leaf=lambda node: isinstance(node, Unbound))
+    return optree.tree_map(unbind, arguments, is_leaf=lambda node: isinstance(node, Unbound))
 
 
 def find_kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -108,14 +108,14 @@ class RecordedModel:
             pairs = [slice(pair, pair + 1) for pair in range(len(x))]
             return torch.cat(
                 [
-                    alike.predict(module, x[pair], sigma[pair], cut(optree.tree_map(itemgetter(pair), cond[:-1]), own))
-                    for pair, own in zip(pairs, sizes, strict=True)
+                    alike.predict(module, x[pair], sigma[pair], cut(optree.tree_map(itemgetter(pair), cond[:-1]), row_sizes))
+                    for pair, row_sizes in zip(pairs, sizes, strict=True)
                 ]
             )
         known = sigma.to(torch.float32)[:, None] == self.sigmas.to(sigma.device)
-        found, position = known.any(dim=1), known.int().argmax(dim=1)
-        if can_look(found) and not found.all():
-            got = sigma[~found][0]
+        is_matched, position = known.any(dim=1), known.int().argmax(dim=1)
+        if can_look(is_matched) and not is_matched.all():
+            got = sigma[~is_matched][0]
             raise ValueError(
                 f"the recording of {self.pipeline} has no step at sigma {got:g}, expected one of "
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
@@ -135,7 +135,7 @@ class RecordedModel:
                     parts.append(v[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
-        return torch.where(per_sample(found, v), v, torch.nan)
+        return torch.where(per_sample(is_matched, v), v, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,13 @@ def record(
     if asked.get("generator") is None and asked.get("latents") is None:
         asked["generator"] = generators(fold_in(keys, INITIAL))
 
-    own = pipe.scheduler
-    config = {**own.config, "_class_name": type(own).__name__}  # only a config loaded from a file names its class
+    scheduler_of_pipe = pipe.scheduler
+    config = {
+        **scheduler_of_pipe.config,
+        "_class_name": type(scheduler_of_pipe).__name__,
+    }  # only a config loaded from a file names its class
     scheduler = RecordingScheduler.from_config(config, sampler=sampler, eta=eta)
-    scheduler.set_shift(own.shift)  # it may have been changed after the scheduler was configured
+    scheduler.set_shift(scheduler_of_pipe.shift)  # it may have been changed after the scheduler was configured
     capture = Capture(pipe, component, asked, places=places)
     with (
         capture.watching(pipe, scheduler),

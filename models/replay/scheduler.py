@@ -324,14 +324,14 @@ def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, 
 
 def _check_config(config: dict[str, Any]) -> None:
     """Raise ValueError unless a config is that of an Euler scheduler of flows, without stochastic sampling."""
-    own = FlowMatchEulerDiscreteScheduler.__name__
+    expected = FlowMatchEulerDiscreteScheduler.__name__
     foreign = [name for name in config if not name.startswith("_") and name not in FlowMatchEulerDiscreteScheduler().config]
     # Only a config from a file names its class, and a file may hold more fields than the class has.
-    name = config.get("_class_name", f"a scheduler with {', '.join(foreign)}" if foreign else own)
-    if name not in (own, RecordingScheduler.__name__):
+    name = config.get("_class_name", f"a scheduler with {', '.join(foreign)}" if foreign else expected)
+    if name not in (expected, RecordingScheduler.__name__):
         flow = config.get("use_flow_sigmas") and "flow_shift" in config
-        way_out = f"; {own}(shift={config['flow_shift']}) steps through the same flow" if flow else ""
-        raise ValueError(f"RecordingScheduler: the config is of {name}, expected {own}'s{way_out}")
+        way_out = f"; {expected}(shift={config['flow_shift']}) steps through the same flow" if flow else ""
+        raise ValueError(f"RecordingScheduler: the config is of {name}, expected {expected}'s{way_out}")
     if config.get("stochastic_sampling"):
         raise ValueError(
             "RecordingScheduler: stochastic_sampling is on, whose steps have no density to record; pass "

@@ -88,21 +88,21 @@ class _Stopped(Exception):
 
 def first_samples(pipe: Any, asked: dict[str, Any]) -> Tensor:
     """Return the samples before the first step of a run of a pipeline whose noise is zero."""
-    found = list[Tensor]()
+    samples = list[Tensor]()
 
     class Stop(type(pipe.scheduler)):  # type: ignore[misc]
         def step(self, v: Tensor, t: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found.append(sample.detach().clone())
+            samples.append(sample.detach().clone())
             raise _Stopped
 
-    own = pipe.scheduler
-    pipe.scheduler = Stop.from_config(own.config)
+    scheduler_before = pipe.scheduler
+    pipe.scheduler = Stop.from_config(scheduler_before.config)
     try:
         with suppress(_Stopped), WithoutNoise():
             pipe(**asked)
     finally:
-        pipe.scheduler = own
-    return found[0]
+        pipe.scheduler = scheduler_before
+    return samples[0]
 
 
 def split_pieces(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -113,8 +113,8 @@ def split_pieces(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _signature(given: Any) -> Any:
-    leaves, tree = optree.tree_flatten(given)
+def _signature(arguments: Any) -> Any:
+    leaves, tree = optree.tree_flatten(arguments)
     return tree, tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 

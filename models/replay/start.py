@@ -96,15 +96,15 @@ def find_step_counts(steps: int, strength: float) -> tuple[int, ...]:
     Raises:
         ValueError: no number gives as many.
     """
-    found = [
+    counts = [
         next(
             (count for count in range(steps, 1000 * steps) if count - int(count - rounded(count * strength)) == steps), None
         )
         for rounded in (float, int)
     ]
-    if None in found:
+    if None in counts:
         raise ValueError(f"strength is {strength:g}, with which no schedule takes {steps} steps")
-    return tuple(dict.fromkeys(count for count in found if count is not None))
+    return tuple(dict.fromkeys(count for count in counts if count is not None))
 
 
 def least_steps(settings: Mapping[str, Any], strength: float) -> int:

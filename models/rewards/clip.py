@@ -49,8 +49,8 @@ class Towers(ModelReward):
 
         with torch.no_grad():
             inputs = {name: ids.to(self.where) for name, ids in self.tokenize(list(numbers)).items()}
-            found = map_batches(embed, torch.arange(len(numbers), device=self.where), self.batch)
-        return found[torch.tensor([numbers[prompt] for prompt in prompts], device=found.device)]
+            embeds = map_batches(embed, torch.arange(len(numbers), device=self.where), self.batch)
+        return embeds[torch.tensor([numbers[prompt] for prompt in prompts], device=embeds.device)]
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the input of the text tower, padded and cut to its length.

@@ -101,8 +101,8 @@ class EmbeddedColours:
             each = torch.nn.functional.normalize(self.texts(lines).float(), dim=-1)
             mean = each.unflatten(0, (len(COLOURS), len(TEMPLATES))).mean(1)
             self.known[name] = torch.nn.functional.normalize(mean, dim=-1)
-        found = torch.nn.functional.normalize(self.images(crops).float(), dim=-1)
-        return [COLOURS[number] for number in (found @ self.known[name].T.to(found.device)).argmax(-1).tolist()]
+        embeds = torch.nn.functional.normalize(self.images(crops).float(), dim=-1)
+        return [COLOURS[number] for number in (embeds @ self.known[name].T.to(embeds.device)).argmax(-1).tolist()]
 
 
 def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colours: ColourNamer | None = None) -> Verdict:
@@ -119,7 +119,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
         ValueError: the record has another form, or names a colour, and `colours` is None.
     """
     threshold = COUNTING_THRESHOLD if record.get("tag") == "counting" else THRESHOLD
-    found = {name: select_objects(detections, threshold) for name, detections in detector(image).items()}
+    selected = {name: select_objects(detections, threshold) for name, detections in detector(image).items()}
     wanted = record.get("include")
     if not isinstance(wanted, Sequence) or not wanted:
         raise ValueError("the prompt's metadata has no column include, expected the objects as in GenEval's files")
@@ -128,7 +128,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
     exact: list[list[Detection] | None] = []
     for number, entry in enumerate(wanted):
         name, count, colour, position = _entry(entry, number)
-        objects = found.get(name, [])
+        objects = selected.get(name, [])
         named = _name(image, objects, name, colours) if colour and len(objects) >= count else []
         # GenEval: the `count` most confident objects.
         first = objects[:count]
@@ -152,7 +152,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
         strict = strict and right
     for entry in record.get("exclude") or ():
         name, count, _, _ = _entry(entry, 0)
-        correct = correct and len(found.get(name, [])) < count
+        correct = correct and len(selected.get(name, [])) < count
     return Verdict(correct, strict, sum(parts) / len(parts))
 
 

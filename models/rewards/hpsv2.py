@@ -147,10 +147,10 @@ def _convert(key: str, value: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors of transformers, with their names, that a tensor of open_clip becomes."""
     if key == "attn_mask":  # the causal mask, which older versions saved
         return []
-    if not (found := re.match(rf"(visual\.)?{BLOCK}(.+)", key)):
+    if not (match := re.match(rf"(visual\.)?{BLOCK}(.+)", key)):
         return [(rename(key, NAMES), value.T if key in TRANSPOSED else value)]
-    tower = "vision_model" if found[1] else "text_model"
-    prefix, rest = f"{tower}.encoder.layers.{found[2]}.", found[3]
+    tower = "vision_model" if match[1] else "text_model"
+    prefix, rest = f"{tower}.encoder.layers.{match[2]}.", match[3]
     if not rest.startswith("attn.in_proj_"):
         return [(prefix + rename(rest, BLOCKS), value)]
     part = rest.removeprefix("attn.in_proj_")

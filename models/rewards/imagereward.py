@@ -63,8 +63,8 @@ class ImageReward(ModelReward):
         file = loading.hub_file(self.weights, FILE, commit)
         tensors = loading.read_tensors(file)
         parts = {prefix: _below(tensors, prefix) for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")}
-        for prefix, found in parts.items():
-            if not found:
+        for prefix, part in parts.items():
+            if not part:
                 raise LoadingError(f"the weights {file} have no tensor {prefix}*, expected those of ImageReward")
         vision = vision_model(parts["blip.visual_encoder."], self.heads[0], file)
         text = text_model(parts["blip.text_encoder."], self.heads[1], file)
@@ -141,8 +141,8 @@ def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
 
 def _vision_name(name: str) -> str:
     """Return the name in transformers of a tensor of the vision model."""
-    if found := re.match(r"blocks\.(\d+)\.(.+)", name):
-        return f"encoder.layers.{found[1]}.{rename(found[2], BLOCKS)}"
+    if match := re.match(r"blocks\.(\d+)\.(.+)", name):
+        return f"encoder.layers.{match[1]}.{rename(match[2], BLOCKS)}"
     return rename(name, VISION)
 
 

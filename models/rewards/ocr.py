@@ -65,6 +65,6 @@ class Ocr(TextReward):
         """Return the text in each of the images `[N, H, W, 3]` in uint8, line by line from the top."""
         texts = []
         for image in images.cpu().numpy():
-            found = self.engine(image[:, :, ::-1].copy(), use_det=self.detect, use_cls=False, use_rec=True)  # BGR
-            texts.append("\n".join(found.txts or ()))
+            result = self.engine(image[:, :, ::-1].copy(), use_det=self.detect, use_cls=False, use_rec=True)  # BGR
+            texts.append("\n".join(result.txts or ()))
         return texts

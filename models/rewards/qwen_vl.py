@@ -297,9 +297,10 @@ class VideoReward(QwenVl):
         size = fitting(*videos.shape[-2:], least=LEAST_VIDEO_AREA, most=self.most_pixels)
         media = [[resize_as_tensor(as_bytes(video), size)] for video in chosen]
         texts = [request("videoreward", prompt) for prompt in prompts]
-        found = self.run_heads(videos, media, texts, self.heads[0])[..., 0]
+        win_scores = self.run_heads(videos, media, texts, self.heads[0])[..., 0]
         scores = {
-            part: (found[:, i] - mean) / std for i, (part, (mean, std)) in enumerate(zip(self.parts, self.norm, strict=True))
+            part: (win_scores[:, i] - mean) / std
+            for i, (part, (mean, std)) in enumerate(zip(self.parts, self.norm, strict=True))
         }
         overall = torch.stack(list(scores.values())).sum(0)
         return {"score": scores.get(self.score, overall), **scores}
@@ -334,12 +335,12 @@ def through(layers: Layers, x: Tensor) -> Tensor:
 def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Return the weights of a PEFT model by the names of the model within, with W + scale B A in place of each W."""
     plain = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
-    found = {name.replace(".base_layer.", "."): value for name, value in plain.items() if ".lora_" not in name}
+    merged = {name.replace(".base_layer.", "."): value for name, value in plain.items() if ".lora_" not in name}
     for name, down in plain.items():
         if ".lora_A." in name:
             target, up = f"{name.split('.lora_A.')[0]}.weight", plain[name.replace(".lora_A.", ".lora_B.")]
-            found[target] = (found[target].float() + scale * up.float() @ down.float()).to(found[target].dtype)
-    return found
+            merged[target] = (merged[target].float() + scale * up.float() @ down.float()).to(merged[target].dtype)
+    return merged
 
 
 def resize_image(image: Tensor) -> Tensor:

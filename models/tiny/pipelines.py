@@ -254,12 +254,12 @@ def find_call(name: str) -> TinyCall:
     return TinyCall(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
 
 
-def build(name: str, /, **given: Any) -> Any:
+def build(name: str, /, **arguments: Any) -> Any:
     """Return a tiny random pipeline of a class of diffusers.
 
     Args:
         name: the class.
-        given: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
+        arguments: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
 
     Raises:
         UnknownPart: no tiny part of one of its classes is known.
@@ -268,12 +268,14 @@ def build(name: str, /, **given: Any) -> Any:
 
     kind = getattr(diffusers, name)
     parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
-    own = {**OWN.get(name, {}), **given}
+    chosen = {**OWN.get(name, {}), **arguments}
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
-        if part in own:
-            parts[part] = own[part]() if inspect.isroutine(own[part]) or isinstance(own[part], partial) else own[part]
+        if part in chosen:
+            parts[part] = (
+                chosen[part]() if inspect.isroutine(chosen[part]) or isinstance(chosen[part], partial) else chosen[part]
+            )
         elif part in (*NEEDED.get(name, ()), "transformer", "scheduler"):
             parts[part] = _part(part, hints[part], name, hints)
         elif missing:
@@ -311,13 +313,13 @@ def surroundings(name: str, size: int) -> Iterator[None]:
     if is_modular(name):  # whose blocks are beside it
         beside = f"{kind.__module__.rpartition('.')[0]}.encoders"
         module = importlib.import_module(beside) if importlib.util.find_spec(beside) else module
-    own: dict[str, Any] = {
+    replaced: dict[str, Any] = {
         one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
     }
-    if (scaled := own.get("calculate_dimensions")) is not None:
+    if (scaled := replaced.get("calculate_dimensions")) is not None:
         rest = scaled(1024 * 1024, 1.0)[2:]
         module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
-    if "CosmosSafetyChecker" in own:
+    if "CosmosSafetyChecker" in replaced:
         module.CosmosSafetyChecker = _Unchecked  # type: ignore[attr-defined]
     before = vars(kind).get("resolutions")
     if name in LISTED:
@@ -325,7 +327,7 @@ def surroundings(name: str, size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(module).update(own)
+        vars(module).update(replaced)
         if before is not None:
             kind.resolutions = before
         elif name in LISTED:
@@ -500,16 +502,16 @@ def _scheduler(names: list[str], pipeline: str) -> Any:
     """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
     import diffusers
 
-    own = "FlowMatchEulerDiscreteScheduler"
-    name = own if own in names or not names else names[0]
+    euler = "FlowMatchEulerDiscreteScheduler"
+    name = euler if euler in names or not names else names[0]
     kind = getattr(diffusers, name, None) or diffusers.FlowMatchEulerDiscreteScheduler
     if name in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler"):
         return kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     if pipeline in UNGUIDED:
         return kind(num_train_timesteps=1)
-    if name == own and pipeline.startswith("StableAudio3"):
+    if name == euler and pipeline.startswith("StableAudio3"):
         return kind(shift=1.0)
-    if name == own:
+    if name == euler:
         return kind(shift=1.0, invert_sigmas=True) if pipeline in INVERTED else kind(shift=3.0)
     return (
         kind() if inspect.isclass(kind) and hasattr(kind, "step") else diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)

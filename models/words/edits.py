@@ -86,15 +86,15 @@ def read_pixels(prompt: TextPrompt) -> Tensor:
 @cache
 def misspelt_images(split: Literal["train", "heldout"]) -> Mapping[str, bytes]:
     """Return an image of each word of a split with one wrong letter, as a PNG file: the word decides which, and where."""
-    found = {}
+    images = {}
     for word in words(split):
         choice = random.Random(word)
         place = choice.randrange(len(word))
         wrong = choice.choice(LETTERS[1:].replace(word[place], ""))
         file = io.BytesIO()
         Image.fromarray(draw(word[:place] + wrong + word[place + 1 :], *choice.choice(MOVES))).save(file, "PNG")
-        found[word] = file.getvalue()
-    return found
+        images[word] = file.getvalue()
+    return images
 
 
 def correct(prompts: Sequence[MediaPrompt]) -> Tensor:
@@ -116,8 +116,8 @@ def unchanged(images: Tensor, prompts: Sequence[str], condition_images: Sequence
         condition_images: image before the edit c of each, `[C, 24, 96]` in [0, 1].
     """
     scores = []
-    for image, word, given in zip(images.detach().float().cpu(), prompts, condition_images, strict=True):
-        before = given.float().cpu().mean(0, keepdim=True)
+    for image, word, before_images in zip(images.detach().float().cpu(), prompts, condition_images, strict=True):
+        before = before_images.float().cpu().mean(0, keepdim=True)
         columns = comparison(word, 2 * before - 1).columns
         change, ink = (image - before).abs(), 1 - before
         change[..., columns] = ink[..., columns] = 0

@@ -128,10 +128,10 @@ class Words(PixelTransformer):
 
         The shipped weights were not trained with the empty prompt, so guidance does not help them.
         """
-        given = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
+        is_conditional = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
         drawn = [prompt or "abc" for prompt in prompts]
-        letters = nn.functional.one_hot(as_letters(drawn), len(LETTERS)) * given
-        place = nn.functional.one_hot(places(drawn) + 1, PLACES + 1)[..., 1:] * given
+        letters = nn.functional.one_hot(as_letters(drawn), len(LETTERS)) * is_conditional
+        place = nn.functional.one_hot(places(drawn) + 1, PLACES + 1)[..., 1:] * is_conditional
         tokens = torch.cat([letters, place], dim=-1).to(torch.float32)
         return CodeCond(ONE_HOT * tokens, ONE_HOT * letters.flatten(1).to(torch.float32))
 

@@ -112,8 +112,8 @@ def line() -> Callable[[np.ndarray], tuple[str, float]]:
     engine = rapidocr().engine
 
     def read(image: np.ndarray) -> tuple[str, float]:
-        found = engine(image[..., None].repeat(3, -1), use_det=False, use_cls=False, use_rec=True)
-        return (found.txts or [""])[0], float((found.scores or [0.0])[0])
+        result = engine(image[..., None].repeat(3, -1), use_det=False, use_cls=False, use_rec=True)
+        return (result.txts or [""])[0], float((result.scores or [0.0])[0])
 
     return read
 

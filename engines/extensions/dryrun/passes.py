@@ -51,13 +51,13 @@ class Repeated:
             call = partial(predict, module, x, level, cond, **options)
             if torch.is_grad_enabled():
                 return call()
-            given = [leaf for leaf in optree.tree_leaves(cond) if isinstance(leaf, Tensor)]
-            again = bool(given) and given[0] in self._conditions
-            if given:
-                self._conditions[given[0]] = True
-            shapes = tuple(tuple(leaf.shape) for leaf in given)
-            found: Tensor = self._of((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, again), call)
-            return found
+            cond_leaves = [leaf for leaf in optree.tree_leaves(cond) if isinstance(leaf, Tensor)]
+            again = bool(cond_leaves) and cond_leaves[0] in self._conditions
+            if cond_leaves:
+                self._conditions[cond_leaves[0]] = True
+            shapes = tuple(tuple(leaf.shape) for leaf in cond_leaves)
+            traced: Tensor = self._of((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, again), call)
+            return traced
 
         return predict_traced
 

@@ -145,16 +145,16 @@ class Report:
         notes: Sequence[str], error: str | None, stored: int, micro_batches: int, layout: CheckpointLayout | None,
     ) -> "Report":  # fmt: skip
         """Return the report of a simulation."""
-        mode, found = simulation.mode, simulation.phases.found
-        ran = [name for name in ORDER if name in found]
+        mode, phase_of = simulation.mode, simulation.phases.by_name
+        ran = [name for name in ORDER if name in phase_of]
         phases = tuple(_phase(name, simulation, stored if name in HOLDING else 0) for name in ran)
         highest = max(phases, key=lambda phase: phase.peak)
-        lines = [line for line, _ in mode.ledger.find_holders(found[highest.name].peak_entry).lines.items()][:LINES]
+        lines = [line for line, _ in mode.ledger.find_holders(phase_of[highest.name].peak_entry).lines.items()][:LINES]
         concurrent = 0
         if config.rollout.ahead:
             rollout = next((phase for phase in phases if phase.name == "rollout"), None)
             concurrent = 0 if rollout is None else max(0, rollout.peak - rollout.before)
-        marks = sorted((span[0], name) for name, phase in found.items() for span in phase.spans if span[1] > span[0])
+        marks = sorted((span[0], name) for name, phase in phase_of.items() for span in phase.spans if span[1] > span[0])
         return cls(
             ranks, accelerator, reserve, phases, micro_batches, concurrent, layout, error, (*notes, *NOT_SIMULATED),
             mode.ledger.curves(lines), tuple((name, entry) for entry, name in marks),
@@ -230,11 +230,11 @@ class Report:
         if self.concurrent:
             more = f"{self.concurrent / unit:.2f} {name}"
             said.append(f"Rollouts ahead of the updates run beside them, which adds up to {more}.")
-        found = find_peaks(self.accelerator.name)
-        if found is not None:  # fractions of a second are of inputs
-            copies = {each.name: each.copied / found.link for each in self.phases if each.copied >= GIB}
+        peaks = find_peaks(self.accelerator.name)
+        if peaks is not None:  # fractions of a second are of inputs
+            copies = {each.name: each.copied / peaks.link for each in self.phases if each.copied >= GIB}
             listed = ", ".join(f"{seconds:.3g} s in the phase {name}" for name, seconds in copies.items())
-            said += [f"Copies from the host take, at {found.link / 1e9:g} GB/s: {listed}."] if copies else []
+            said += [f"Copies from the host take, at {peaks.link / 1e9:g} GB/s: {listed}."] if copies else []
         room = f"{self.accelerator.memory / GIB:.0f} GiB with {self.reserve / GIB:g} GiB kept free"
         verdict = f"{'It fits' if self.fits else 'It does not fit'} into {room}: {self.peak / unit:.2f} {name}."
         said.append(verdict if self.error is None else f"The run ended in the phase {self.error}")
@@ -255,13 +255,13 @@ def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) 
 
 
 def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
-    mode, found = simulation.mode, simulation.phases.found[name]
-    held = mode.ledger.find_holders(found.peak_entry) if found.peak else None
+    mode, phase = simulation.mode, simulation.phases.by_name[name]
+    held = mode.ledger.find_holders(phase.peak_entry) if phase.peak else None
     lines = tuple(Line(line, size) for line, size in (held.lines if held else {}).items())[:LINES]
     calls = [(kind, count) for kind, count in mode.calls.most_common() if kind.phase == name]
     waits = [(wait, times) for wait, times in mode.waits.most_common() if wait.phase == name]
     return PhaseReport(
-        name, found.before, found.peak + stored, found.after, stored, lines,
+        name, phase.before, phase.peak + stored, phase.after, stored, lines,
         tuple(Communication(kind.name, kind.ranks, kind.line, count, mode.sent[kind]) for kind, count in calls),
         tuple(HostWait(wait.kind, wait.operation, wait.line, times) for wait, times in waits),
         mode.flops[name], mode.operations[name], mode.copied[name],

@@ -203,12 +203,12 @@ def _layout(trainer: Trainer) -> CheckpointLayout:
     """Return what a checkpoint holds, and gather the weights as the export at the end does."""
     state = trainer.saver.state()
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
-    own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
+    share = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0
     for _, tensor in trainer.engine.weights(merge=trainer.config.train == "lora"):
         exported += tensor.numel() * tensor.itemsize
         largest = max(largest, tensor.numel() * tensor.itemsize)
-    return CheckpointLayout(len(state), own, whole, exported, largest)
+    return CheckpointLayout(len(state), share, whole, exported, largest)
 
 
 @dataclass(frozen=True)

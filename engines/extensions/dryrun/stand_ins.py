@@ -36,16 +36,16 @@ class SpreadReward:
         self.__signature__ = inspect.signature(reward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        samples, found = args[0], None
+        samples, score = args[0], None
         try:
             with self.phase():
-                found = self.reward(*args, **kwargs)
+                score = self.reward(*args, **kwargs)
         except (ValueError, LookupError) as error:
             if self.refused is None:
                 raise
             self.refused(error)
-        if found is not None and isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
-            return found
+        if score is not None and isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
+            return score
         return [float(next(self._next) % 7) for _ in range(len(samples))]
 
 
@@ -72,11 +72,11 @@ def with_rewards(
 
     for name in (config.rewards or tuple(job.rewards)[:1]) if config.method.is_scored else ():
         try:
-            found = select(job.rewards, (name,))
+            selected = select(job.rewards, (name,))
         except FluvialError as error:
             notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
-            found = {name.partition(":")[0].partition("=")[0]: (lambda images, prompts: images.flatten(1).mean(1), 1.0)}
-        rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
+            selected = {name.partition(":")[0].partition("=")[0]: (lambda images, prompts: images.flatten(1).mean(1), 1.0)}
+        rewards.update({key: spread(key, reward) for key, (reward, _) in selected.items()})
     evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
     return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
 

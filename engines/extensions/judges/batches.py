@@ -27,11 +27,11 @@ def frames(sample: Tensor) -> list[Tensor]:
 
 def spread(sample: Tensor, most: int) -> list[Tensor]:
     """Return at most `most` evenly spaced frames of a sample, the first and the last among them."""
-    found = frames(sample)
-    if len(found) <= most:
-        return found
+    every_frame = frames(sample)
+    if len(every_frame) <= most:
+        return every_frame
     steps = max(most - 1, 1)
-    return [found[round(number * (len(found) - 1) / steps)] for number in range(most)]
+    return [every_frame[round(number * (len(every_frame) - 1) / steps)] for number in range(most)]
 
 
 def png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
@@ -103,10 +103,10 @@ def in_batches(
         lost = sum(parts[place].stop - parts[place].start for place in failures)
         warnings.warn(f"{lost} of {count} samples have no score: {failures[min(failures)]}", RuntimeWarning, stacklevel=2)
     shape = next((tensor.shape[1:] for tensor in scores.values()), ())
-    found = torch.full((count, *shape), torch.nan)
+    table = torch.full((count, *shape), torch.nan)
     for place, tensor in scores.items():
-        found[parts[place]] = tensor
-    return found
+        table[parts[place]] = tensor
+    return table
 
 
 def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
@@ -135,12 +135,12 @@ def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
     Raises:
         RunError: it is no list of that many values, or holds no numbers.
     """
-    found: list[Any] = field(reply, name, list[Any], where=where)
-    if len(found) != count:
-        raise RunError(f"{where}: {name} has {len(found)} values, expected {count}, one per sample")
-    if read_numbers(found) is None:
-        raise RunError(f"{where} answered with another form: {name} is {describe(found)}, expected numbers")
-    return [score(value) for value in found]
+    values: list[Any] = field(reply, name, list[Any], where=where)
+    if len(values) != count:
+        raise RunError(f"{where}: {name} has {len(values)} values, expected {count}, one per sample")
+    if read_numbers(values) is None:
+        raise RunError(f"{where} answered with another form: {name} is {describe(values)}, expected numbers")
+    return [score(value) for value in values]
 
 
 def score(value: Any) -> float:

@@ -221,10 +221,10 @@ class UniRL:
             ]
             return self._read(self.server.post("/score", {"requests": requests}), len(requests))
 
-        found = in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        scores = in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
         if len(self.rewards) == 1:
-            return found[:, 0]
-        return {"score": found.sum(1), **dict(zip(self.rewards, found.unbind(1), strict=True))}
+            return scores[:, 0]
+        return {"score": scores.sum(1), **dict(zip(self.rewards, scores.unbind(1), strict=True))}
 
     def _read(self, answer: Any, count: int) -> list[list[float]]:
         """Return the score of each reward for each sample of a reply, NaN for one that is missing."""
@@ -234,7 +234,7 @@ class UniRL:
         problems = [_mapping(problem) for problem in errors]
         if len(results) != count:
             raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
-        found = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
+        scores = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
         said = [
             f"{name}: {format_reply(str(problem[name]))}"
             for problem in problems
@@ -242,9 +242,9 @@ class UniRL:
             if problem.get(name)
         ]
         missing = any(name not in result for result in results for name in self.rewards)
-        if missing and all(any(map(math.isnan, values)) for values in found):
+        if missing and all(any(map(math.isnan, values)) for values in scores):
             raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
-        return found
+        return scores
 
     def _value(self, metrics: Mapping[str, Any]) -> float:
         """Return the score among the numbers of one reward, NaN if there are none."""

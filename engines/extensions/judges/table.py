@@ -28,13 +28,13 @@ HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option se
 def maker(name: str) -> Callable[..., Any]:
     """Return the function that makes a client, whose arguments are those of `HttpClient` and of the client's class."""
     kind = CLIENTS[name]
-    server, own = _parameters(HttpClient), _parameters(kind)
+    server, of_format = _parameters(HttpClient), _parameters(kind)
 
     def make(**values: Any) -> Any:
         of_server = {key: value for key, value in values.items() if key in server}
-        return kind(HttpClient(**of_server), **{key: value for key, value in values.items() if key in own})
+        return kind(HttpClient(**of_server), **{key: value for key, value in values.items() if key in of_format})
 
-    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**server, **own}.values()]
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**server, **of_format}.values()]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     hints = typing.get_type_hints(HttpClient.__init__) | typing.get_type_hints(kind.__init__)  # type: ignore[misc]
     make.__annotations__ = {key: hint for key, hint in hints.items() if key not in HIDDEN}
@@ -42,7 +42,7 @@ def maker(name: str) -> Callable[..., Any]:
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    return {name: found for name, found in inspect.signature(kind).parameters.items() if name not in HIDDEN}
+    return {name: parameter for name, parameter in inspect.signature(kind).parameters.items() if name not in HIDDEN}
 
 
 MAKERS = {name: maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`

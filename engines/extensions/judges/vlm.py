@@ -277,8 +277,8 @@ class UnifiedReward:
 
         def ask_number(files: list[bytes], number: int) -> float:
             text = self.question.replace(PLACE, str(prompts[number]))
-            found = FINAL_SCORE.search(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
-            rating = float(found[1]) if found else math.nan
+            match = FINAL_SCORE.search(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
+            rating = float(match[1]) if match else math.nan
             return rating / 5 if rating <= 5 else math.nan
 
         return _each_sample(images, prompts, self.chat, ask_number, size=self.size)
@@ -326,9 +326,9 @@ class UnifiedReward2:
             }
             return [[said.get(axis, math.nan) / 5 for axis in AXES]]
 
-        found = in_batches(images, prompts, score_part, server=self.chat.server, batch=1)
-        columns = {axis: found[..., i] for i, axis in enumerate(AXES)}
-        return {"score": columns.get(self.score, found.mean(-1)), **columns}
+        answers = in_batches(images, prompts, score_part, server=self.chat.server, batch=1)
+        columns = {axis: answers[..., i] for i, axis in enumerate(AXES)}
+        return {"score": columns.get(self.score, answers.mean(-1)), **columns}
 
 
 class Questions:
@@ -373,8 +373,8 @@ class Questions:
         def ask_number(files: list[bytes], number: int) -> float:
             values = []
             for question, expected in lists[number]:
-                (found,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
-                values.append(min(found, 1.0))
+                (probability,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
+                values.append(min(probability, 1.0))
             if self.mean == "arithmetic":
                 return math.fsum(values) / len(values)
             return math.prod(value ** (1 / len(values)) for value in values)
@@ -496,8 +496,8 @@ def verdict(text: str, kind: str) -> float:
     Args:
         kind: how the samples are named, see `KINDS`. Edits may be judged without <answer> tags.
     """
-    found, is_edit = ANSWER.search(text), kind == KINDS["pairwise_edit"]
-    for said in ([found[1]] if found else []) + ([text] if is_edit else []):
+    match, is_edit = ANSWER.search(text), kind == KINDS["pairwise_edit"]
+    for said in ([match[1]] if match else []) + ([text] if is_edit else []):
         for place, value in (("1", 1.0), ("2", 0.0)):
             if f"{kind} {place} is better".lower() in said.lower():
                 return value

@@ -74,10 +74,10 @@ class Votes:
             "images": [as_text(png(image, colour=False)) for image in images.detach().cpu().float()],
         }
         state, asked = self.server.post("/groups", body), WaitingGroup(body, Future())
-        found = field(state, "group", str, where=self._where)
+        group_name = field(state, "group", str, where=self._where)
         if not self._settle(state, asked):
             with self._lock:
-                self._waiting[found] = asked
+                self._waiting[group_name] = asked
                 if not self._asking:
                     self._asking = True
                     threading.Thread(target=self._ask, name="votes", daemon=True).start()

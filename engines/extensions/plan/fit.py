@@ -64,12 +64,12 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
 
 def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
-    unit = unit_of(max(found.need for _, found in steps))
+    unit = unit_of(max(best.need for _, best in steps))
     rows, before = dict[str, tuple[str, ...]](), None
-    for flags, found in steps:
-        saved = "" if before is None else unit.of(max(0, before - found.need))
-        rows[flags] = (unit.of(found.update.total), unit.of(found.rollout.total), saved)
-        before = found.need
+    for flags, best in steps:
+        saved = "" if before is None else unit.of(max(0, before - best.need))
+        rows[flags] = (unit.of(best.update.total), unit.of(best.rollout.total), saved)
+        before = best.need
     return table(f"{name}: {unit.name} on each GPU", ("update", "rollout", "saves"), rows)
 
 
@@ -98,8 +98,8 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     half = config.engine.compute_dtype(device).itemsize == 2
     sizes = {} if name in MODELS else _text_sizes(config, name, half=half)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
-    found = steps[-1][1].config
-    micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
+    planned = steps[-1][1].config
+    micro_batch = config.engine.micro_batch if planned.micro_batch == asked.micro_batch else planned.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
     if name not in MODELS:
         if pipeline.text_cache is None:
@@ -109,8 +109,8 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
         )
-    engine = {**asdict(found.engine), "fit": None, "compute": config.engine.compute, "micro_batch": micro_batch}
-    if found.micro_batch != asked.micro_batch:
+    engine = {**asdict(planned.engine), "fit": None, "compute": config.engine.compute, "micro_batch": micro_batch}
+    if planned.micro_batch != asked.micro_batch:
         engine["update_micro_batch"] = "rollout"
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 

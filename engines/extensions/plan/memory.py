@@ -169,9 +169,9 @@ def account(
         if engine.comm == "keep":
             return compute * sum(sizes)
         *inside, rest = sizes
-        own = inside[stretch.unit] if stretch.unit < len(inside) else 0
-        other = own if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
-        return compute * (rest + own + (other if shards > 1 else 0))
+        of_block = inside[stretch.unit] if stretch.unit < len(inside) else 0
+        other = of_block if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
+        return compute * (rest + of_block + (other if shards > 1 else 0))
 
     def measure_communication(number: int, stretch: Stretch) -> int:
         if whole:
@@ -188,11 +188,11 @@ def account(
             more = max(more, stretch.after + computed + each * trainable[stretch.unit] - stretch.peak)
         return max(0, more)
 
-    found = [
+    estimates = [
         (measure_gathered(stretch), measure_communication(number, stretch), stretch.peak)
         for number, stretch in enumerate(activations)
     ]
-    parts = dict(zip(("gathered", "communication", "activations"), max(found, key=sum), strict=True))
+    parts = dict(zip(("gathered", "communication", "activations"), max(estimates, key=sum), strict=True))
     return Accounting(
         **here,
         **parts,
@@ -251,14 +251,14 @@ def activations(
             out.float().square().sum().backward()
         stretches.end()
     split = engine.context_parallel
-    return tuple(each._replace(peak=each.peak // split, after=each.after // split) for each in stretches.found)
+    return tuple(each._replace(peak=each.peak // split, after=each.after // split) for each in stretches.recorded)
 
 
 class _Stretches:
     """The stretches of a pass, found by hooks. Each gradient is dropped as it arrives."""
 
     def __init__(self, live: LiveStorages, units: list[list[nn.Parameter]], blocks: list[nn.Module]) -> None:
-        self.live, self.found = live, list[Stretch]()
+        self.live, self.recorded = live, list[Stretch]()
         self.unit = self.rest = len(blocks)
         self.backward = False
         for number, block in enumerate(blocks):
@@ -276,7 +276,7 @@ class _Stretches:
 
     def end(self, *, reduces: bool = False) -> None:
         """End the present stretch."""
-        self.found.append(Stretch(self.unit, self.live.peak, self.live.now, self.backward, reduces))
+        self.recorded.append(Stretch(self.unit, self.live.peak, self.live.now, self.backward, reduces))
         self.live.peak = self.live.now
 
     def _forward(self, number: int, *_: Any) -> None:

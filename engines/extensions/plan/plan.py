@@ -168,12 +168,12 @@ class MemoryPlan(NamedTuple):
         """Bytes and seconds that a pass copies of blocks on the host, in a line; no line without such blocks."""
         if not self.update.copied:
             return []
-        found = find_peaks(self.config.gpu)
+        peaks = find_peaks(self.config.gpu)
         costs = []
         for kind in (self.rollout, self.update):
-            seconds = "" if found is None else f" ({kind.copied / found.link:.2f} s)"
+            seconds = "" if peaks is None else f" ({kind.copied / peaks.link:.2f} s)"
             costs.append(f"{kind.copied / GIB:.2f} GiB{seconds}")
-        link = "a link that is not known" if found is None else f"{found.link / 1e9:g} GB/s"
+        link = "a link that is not known" if peaks is None else f"{peaks.link / 1e9:g} GB/s"
         return [
             f"Blocks on the host: a pass of the rollout copies {costs[0]} to the GPU, a forward and backward pass of the "
             f"update {costs[1]}, over {link} of {self.config.gpu}, beside the computation."
@@ -311,8 +311,8 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
 
     Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
     """
-    turned, found = turns_to_fit(name, config, knobs)
-    return " ".join(flags for flags, _ in turned), found
+    turned, planned = turns_to_fit(name, config, knobs)
+    return " ".join(flags for flags, _ in turned), planned
 
 
 Turned = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
@@ -336,25 +336,25 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[T
             candidates.append(knobs[flags](candidates[-1]))
         if any(before == after for before, after in pairwise(candidates)):
             continue  # a setting that has no effect beside another one
-        steps, found = [*zip(turned, candidates[1:], strict=True)], plan(name, candidates[-1])
-        if found.fits:
-            return _swap_fewest(name, steps, found)
-        if least is None or found.need <= least[1].need:
-            least = steps, found
+        steps, planned = [*zip(turned, candidates[1:], strict=True)], plan(name, candidates[-1])
+        if planned.fits:
+            return _swap_fewest(name, steps, planned)
+        if least is None or planned.need <= least[1].need:
+            least = steps, planned
     assert least is not None
     return least
 
 
-def _swap_fewest(name: str, steps: Turned, found: MemoryPlan) -> tuple[Turned, MemoryPlan]:
+def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned, MemoryPlan]:
     """Return settings that fit with the fewest blocks on the host, if SWAP is among them."""
     if SWAP not in [flags for flags, _ in steps]:
-        return steps, found
+        return steps, planned
 
     def swap(config: PlanConfig, number: int) -> PlanConfig:
         swaps = config.engine.swaps_blocks
         return replace(config, engine=replace(config.engine, offload=number)) if swaps else config
 
-    config = found.config
+    config = planned.config
     number = bisect_left(
         range(1, len(blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
         True,
@@ -368,9 +368,9 @@ def _swap_fewest(name: str, steps: Turned, found: MemoryPlan) -> tuple[Turned, M
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the plan of a configuration, and the flags that make it fit if it does not."""
-    found = plan(name, config)
-    unit = unit_of(found.need)
-    phases = found.phases
+    planned = plan(name, config)
+    unit = unit_of(planned.need)
+    phases = planned.phases
     rows = {
         kind.replace("_", " "): tuple(map(unit.of, sizes))
         for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
@@ -384,15 +384,15 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
     console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
     room = config.room_in_words
-    if found.fits:
+    if planned.fits:
         line = f"It fits into {room}."
     else:
         flags, mended = first_to_fit(name, config)
         need = f"{unit.of(mended.need)} {unit.name}"
         line = f"It does not fit into {room}. "
         line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
-        found = mended
-    for each in (*found.copies_in_words, line):
+        planned = mended
+    for each in (*planned.copies_in_words, line):
         console.print(each, highlight=False, soft_wrap=True)
 
 
@@ -403,10 +403,10 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     degree = math.lcm(replicas, config.engine.context_parallel)
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
     settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
-    found = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
-    unit = unit_of(max(best.need for _, best in found))
+    plans = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
+    unit = unit_of(max(best.need for _, best in plans))
     rows = {}
-    for flags, best in found:
+    for flags, best in plans:
         says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
         phases = best.phases.values()
         rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
@@ -416,7 +416,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
         )
     room = config.room_in_words
     console.print(f"{name}: flags with which it fits into {room}", highlight=False)
-    console.print(table(f"{unit.name} on each GPU", ("flags", *found[0][1].phases, "host"), rows), highlight=False)
+    console.print(table(f"{unit.name} on each GPU", ("flags", *plans[0][1].phases, "host"), rows), highlight=False)
 
 
 class Unit(NamedTuple):
@@ -438,10 +438,10 @@ def unit_of(largest: int) -> Unit:
 def find_transformer(name: str) -> ModelShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
     with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
-        found = model_shape(name)
-    if found is None:
+        shape = model_shape(name)
+    if shape is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
-    return found
+    return shape
 
 
 @cache

@@ -224,8 +224,8 @@ def best_split(config: AheadConfig, total: int) -> Split:
 
 def show(config: AheadConfig, *, console: Console) -> None:
     """Print which K and how many servers keep the trainer busy, and the best division of up to `most_gpus` GPUs."""
-    found = least(config)
-    most = config.servers or (found[0] if found else config.samples)
+    fewest = least(config)
+    most = config.servers or (fewest[0] if fewest else config.samples)
     counts = [*(() if config.servers else (2**power for power in range(most.bit_length()) if 2**power < most)), most]
     rows = {
         _servers(count): tuple(f"{run_of(config, servers=count, ahead=ahead).idle:.1%}" for ahead in range(config.ahead + 1))
@@ -234,14 +234,14 @@ def show(config: AheadConfig, *, console: Console) -> None:
     heads = tuple(f"K = {ahead}" for ahead in range(config.ahead + 1))
     gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
     console.print(table(f"time that a trainer on {gpus} waits, by updates ahead", heads, rows), highlight=False)
-    if found is None:
+    if fewest is None:
         who = _servers(config.servers) if config.servers else "no number of servers"
         verb = "do not keep" if config.servers and config.servers > 1 else "does not keep" if config.servers else "keeps"
         line = f"With K up to {config.ahead}, {who} {verb} the trainer busy ({config.idle:.0%} idle at most)."
     else:
-        run = run_of(config, servers=found[0], ahead=found[1])
+        run = run_of(config, servers=fewest[0], ahead=fewest[1])
         line = (
-            f"{_servers(found[0])} and K = {found[1]} keep the trainer busy: it waits {run.idle:.1%} of the time, and a "
+            f"{_servers(fewest[0])} and K = {fewest[1]} keep the trainer busy: it waits {run.idle:.1%} of the time, and a "
             f"rollout takes {run.seconds_per_rollout:.3g} s."
         )
     console.print(line, highlight=False, soft_wrap=True)

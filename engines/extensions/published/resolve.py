@@ -39,7 +39,7 @@ def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
     A setting that no source states is assumed, whatever its value.
     """
     ours = {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
-    stated = {name for name, found in run.settings.items() if found.source is not None}
+    stated = {name for name, setting in run.settings.items() if setting.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
         value = next(
@@ -60,9 +60,9 @@ def format_value(value: Any) -> str:
 
 def _format_setting(run: PublishedRun, name: str, ours: str) -> ComparedSetting:
     """Return the row of a setting that a source states, or that differs."""
-    found, deviation = run.settings.get(name), run.deviations.get(name)
-    source = None if found is None else found.source
-    published = run.published.get(name, "not stated" if source is None or found is None else found.value)
+    setting, deviation = run.settings.get(name), run.deviations.get(name)
+    source = None if setting is None else setting.source
+    published = run.published.get(name, "not stated" if source is None or setting is None else setting.value)
     if deviation is None:
         return ComparedSetting(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published

@@ -66,7 +66,7 @@ class PublishedRun:
     @property
     def sources(self) -> list[Citation]:
         """Where the settings were read."""
-        return list(dict.fromkeys(found.source for found in self.settings.values() if found.source is not None))
+        return list(dict.fromkeys(setting.source for setting in self.settings.values() if setting.source is not None))
 
     @property
     def fixed(self) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ class PublishedRun:
         from fluvial.engines.scoring.advantages import AdvantageConfig
 
         without = {"advantage": AdvantageConfig(), "kl": KLConfig()}  # what a method does that has no such settings
-        kind, found, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _names_of_run()
+        kind, values, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _names_of_run()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
             if (parents or [last])[0] in of_run or has_field(kind, name.split(".")):
@@ -87,8 +87,8 @@ class PublishedRun:
             for parent in parents:
                 owner = getattr(owner, parent, None) or without.get(parent)
             if getattr(owner, last, None) == setting.value:
-                found[name] = setting.value
-        return found
+                values[name] = setting.value
+        return values
 
     def overlay(self) -> dict[str, Any]:
         """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
@@ -123,8 +123,8 @@ def load_published() -> Mapping[str, PublishedRun]:
 @cache
 def always() -> Mapping[str, Any]:
     """Return what every run of fluvial has, whatever its configuration, by the names under which runs state it."""
-    found: dict[str, Any] = _read(COMMON)["always"]
-    return found
+    always: dict[str, Any] = _read(COMMON)["always"]
+    return always
 
 
 def find(name: str) -> PublishedRun:
@@ -169,11 +169,12 @@ def _rename(run: PublishedRun) -> PublishedRun:
     """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
     stated = run.settings.get("objective.name")
     method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
-    settings = {as_flag(rename(name, method)): found for name, found in run.settings.items()}
+    settings = {as_flag(rename(name, method)): setting for name, setting in run.settings.items()}
     if stated is not None:
         settings["method.name"] = Setting(method, stated.source)
     published, deviations = (
-        {as_flag(rename(name, method)): found for name, found in table.items()} for table in (run.published, run.deviations)
+        {as_flag(rename(name, method)): setting for name, setting in table.items()}
+        for table in (run.published, run.deviations)
     )
     return replace(run, settings=settings, published=published, deviations=deviations)
 
@@ -202,9 +203,9 @@ def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None)
             union, _, last = path.rpartition(".")
             if last in ("kind", "name") and path in settings and settings[path].value != value:
                 # Another variant of a union has other fields.
-                settings = {other: found for other, found in settings.items() if not other.startswith(f"{union}.")}
+                settings = {other: setting for other, setting in settings.items() if not other.startswith(f"{union}.")}
             settings[path] = Setting(value, origin)
-    deviations = {path: Deviation(**found) for path, found in part.get("deviations", {}).items()}
+    deviations = {path: Deviation(**setting) for path, setting in part.get("deviations", {}).items()}
     return replace(
         run,
         settings=settings,

@@ -18,15 +18,15 @@ PARTS: tuple[tuple["Part", str], ...] = (("train", "to train on"), ("heldout", "
 
 def to_bring(run: PublishedRun) -> list[str]:
     """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts as it is."""
-    settings = {name: found.value for name, found in run.settings.items()}
+    settings = {name: flags.value for name, flags in run.settings.items()}
     offline = any(name.startswith("preferences") for name in settings) or settings.get("method.name") == "dpo"
     prompts, rewards = settings.get("prompts", ()), settings.get("rewards", ())
-    found = ["--preferences"] if offline and not rewards and not prompts else []
-    if not found:
-        found += [] if prompts else ["--prompts"]
-        found += [] if rewards else ["--rewards"]
-    found += ["a reward server"] if any(SERVER in reward for reward in rewards) else []
-    return found + (["a model with an adapter"] if "model" in run.deviations else [])
+    flags = ["--preferences"] if offline and not rewards and not prompts else []
+    if not flags:
+        flags += [] if prompts else ["--prompts"]
+        flags += [] if rewards else ["--rewards"]
+    flags += ["a reward server"] if any(SERVER in reward for reward in rewards) else []
+    return flags + (["a model with an adapter"] if "model" in run.deviations else [])
 
 
 def choose_accumulation(config: "TrainConfig", *, published: int, gpus: int) -> str:

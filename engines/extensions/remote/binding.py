@@ -139,13 +139,13 @@ class AdapterProbe:
         Args:
             predict: returns the numbers of the holder's prediction that are compared, `[D]` float64.
         """
-        found, whole = dict[str, Tensor](), predict()
+        effects, whole = dict[str, Tensor](), predict()
         for name in self.layers:
             factor = f"{name}.lora_B.weight"
             self.write({factor: torch.zeros_like(self.values[factor])})
-            found[name] = whole - predict()
+            effects[name] = whole - predict()
             self.write({factor: self.values[factor]})
-        return found
+        return effects
 
     def equalize(self, effects: Mapping[str, Tensor], *, noise: float, norm: float) -> None:
         """Scale the factors so that all modules have equal effects.

@@ -45,17 +45,19 @@ class PushFolder:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        own = find_shared_folder() if parent is None else parent.absolute()
-        with convert_errors(RunError, OSError, says=f"`rollout.servers.weights_folder` is {own}, which cannot be written"):
-            own.mkdir(parents=True, exist_ok=True)
-            for other in own.glob(f"{PREFIX}*"):
+        parent = find_shared_folder() if parent is None else parent.absolute()
+        with convert_errors(
+            RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"
+        ):
+            parent.mkdir(parents=True, exist_ok=True)
+            for other in parent.glob(f"{PREFIX}*"):
                 _remove_if_left(other)
             name = uuid.uuid4().hex[:16]
-            made = own / f".{name}"  # gets its name when it is locked, so that nobody takes it for one that was left
+            made = parent / f".{name}"  # gets its name when it is locked, so that nobody takes it for one that was left
             made.mkdir()
             self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self.path = made.rename(own / f"{PREFIX}{name}")
+            self.path = made.rename(parent / f"{PREFIX}{name}")
 
     def finish(self, name: str) -> Path:
         """Give the folder `.name` the name `name`, and return it. What had the name before is removed.

@@ -21,7 +21,7 @@ class PushSums:
 
     Args:
         layouts: tensors of each network, which are sent in the order of their names.
-        own: names of those that a server's checksum is of.
+        names: names of those that a server's checksum is of.
         dtypes: dtypes of the servers.
         most_bytes: bytes of tensors that wait to be hashed, at most, beyond the last one.
         files: whether there is a checksum of kind `FILES`.
@@ -30,16 +30,16 @@ class PushSums:
     def __init__(
         self,
         layouts: Mapping[str, Mapping[str, Tensor]],
-        own: Mapping[str, Collection[str]],
+        names: Mapping[str, Collection[str]],
         dtypes: Collection[Dtype],
         most_bytes: int,
         *,
         files: bool = False,
     ) -> None:
-        self._own, self._most, self._sums = own, most_bytes, dict[tuple[str, Dtype | Literal["files"]], Checksum]()
+        self._own, self._most, self._sums = names, most_bytes, dict[tuple[str, Dtype | Literal["files"]], Checksum]()
         for part, tensors in layouts.items():
             whole, held = Checksum(), {tensor.dtype for tensor in tensors.values()}
-            is_plain = len(held) == 1 and tensors.keys() == {*own[part]}
+            is_plain = len(held) == 1 and tensors.keys() == {*names[part]}
             for dtype in dtypes:
                 self._sums[part, dtype] = whole if is_plain and dtype in (None, *held) else Checksum(dtype)
             if files:

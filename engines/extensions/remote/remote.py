@@ -100,7 +100,7 @@ class Remote(RolloutSource):
         guided = sampling.guidance.is_guided(self.model)
         orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
         expected = Expected(self.kind, self.model, sampling, max(self.version, 0), self.rollout.servers.most_mb)
-        steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
+        steps = {number: row for order in orders for number, row in zip(order.ids, order.recorded, strict=True)}
         self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
         self._seen[requests.key] = set()
 
@@ -123,7 +123,7 @@ class Remote(RolloutSource):
                     self._check_new(made, requests.key)
                     known |= made
                 ids, prompts = requests.ids[part], requests.prompts[part]
-                yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
+                yield self._chunk([known[number] for number in ids], [steps[number] for number in ids], prompts, sampling)
 
     def push(self, engine: Holder, version: int) -> None:
         """Give the current weights to the servers that answer, see `RolloutSource`.
@@ -178,17 +178,17 @@ class Remote(RolloutSource):
         """
         if not has_probe(engine.module):
             return {}
-        found, alone = dict[str, Binding](), engine.world.size < self.world.size  # a copy is whole on each rank
+        bindings, alone = dict[str, Binding](), engine.world.size < self.world.size  # a copy is whole on each rank
         with self.world.agreed() if alone else nullcontext():
             if not alone or self.world.is_main:
-                found = self._probe(engine, requests, sampling)
-        found = self.world.gather_items(found)[0]
-        if wrong := [f"{address}: {binding.problem}" for address, binding in found.items() if binding.problem]:
+                bindings = self._probe(engine, requests, sampling)
+        bindings = self.world.gather_items(bindings)[0]
+        if wrong := [f"{address}: {binding.problem}" for address, binding in bindings.items() if binding.problem]:
             raise RunError(
                 f"{'; '.join(wrong)}. Such a server samples with another policy than the one that learns: compare its names "
                 "of layers with those of the adapter's file, and its scale with alpha / rank"
             )
-        return found
+        return bindings
 
     def _probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> dict[str, Binding]:
         adapter, modules = self.adapter(self.version), len(lora_layers(engine.module))
@@ -204,7 +204,7 @@ class Remote(RolloutSource):
         stochastic = StochasticSteps(bound, tuple(window), keep_velocity=True)
         sampling = replace(sampling, solver="euler", eta=0.0, stochastic=stochastic, prefix=None, after=Tail(), final=False)
         asking, place = replace(self.asking, sampler=name, eta=ETA), list(dict.fromkeys(requests.ids))[:rows]
-        prompts = [requests.prompts[requests.ids.index(own)] for own in place]
+        prompts = [requests.prompts[requests.ids.index(sample_id)] for sample_id in place]
         requests = Requests(prompts, place, requests.key)
         chosen = torch.randperm(rows * len(window) * event, generator=torch.Generator().manual_seed(0))
         chosen, cond = chosen[: NUMBERS * modules], sampling.encode(self.model, prompts)
@@ -259,7 +259,7 @@ class Remote(RolloutSource):
         """Return what every server that gets requests makes of the same samples; RunError if one fails."""
         guided = sampling.guidance.is_guided(self.model)
         orders = asking.orders(requests, sampling, micro_batch=len(requests.ids), guided=guided)
-        expected, found = Expected(self.kind, self.model, sampling, self.version, self.rollout.servers.most_mb), {}
+        expected, steps_of = Expected(self.kind, self.model, sampling, self.version, self.rollout.servers.most_mb), {}
         for server in self.pool.live:
             samples = list[ServedSample]()
             for order in orders:
@@ -270,8 +270,8 @@ class Remote(RolloutSource):
                 with convert_errors(RunError, WireError, says=f"{server.address} sent a reply that cannot be used"):
                     samples += read_samples(reply, order, expected, server.address)
             velocity = [sample.velocity for sample in samples if sample.velocity is not None]
-            found[server.address] = ServedSteps(torch.stack([sample.x for sample in samples]), torch.stack(velocity))
-        return found
+            steps_of[server.address] = ServedSteps(torch.stack([sample.x for sample in samples]), torch.stack(velocity))
+        return steps_of
 
     def leave_out(self, addresses: Collection[str]) -> bool:
         """Ask servers for nothing more, see `RolloutSource`."""
@@ -319,31 +319,31 @@ class Remote(RolloutSource):
 
     def _check_new(self, made: Mapping[int, ServedSample], key: Key) -> None:
         """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
-        for own, sample in made.items():
+        for number, sample in made.items():
             last = sample.x_next[-1] if len(sample.x_next) else sample.final
             name = last.contiguous().numpy().tobytes()[-4096:]
             if any(name in seen for seen in self._seen.values()):
                 raise RunError(
-                    f"a server sent the same sample twice, the second time as sample {own}: its noise does not depend on "
+                    f"a server sent the same sample twice, the second time as sample {number}: its noise does not depend on "
                     "what was asked for"
                 )
             self._seen[key].add(name)
 
     def _kind(self) -> Kind:
         """Return what the servers are; raise UsageError if they differ, or predict something else than the model."""
-        found: dict[str, ServerInfo] = {}
+        infos: dict[str, ServerInfo] = {}
         for server in self.pool.servers:
             try:
-                found[server.address] = convert(server.control.get(INFO), ServerInfo)
+                infos[server.address] = convert(server.control.get(INFO), ServerInfo)
             except (RunError, WireError) as error:
                 says = f"{server.address} has no {INFO}: fluvial serve and sglang have it, vLLM-omni makes images alone"
                 self.pool.drop(server, says if "answered 404" in str(error) else str(error))
-        if not found:
+        if not infos:
             raise RunError(f"rollout.source: {'; '.join(server.problem for server in self.pool.servers)}")
-        kinds = {address: info.kind for address, info in found.items()}
+        kinds = {address: info.kind for address, info in infos.items()}
         if len(set(kinds.values())) > 1:
             raise UsageError(f"`rollout.source` names servers of different programs: {kinds}")
-        for address, info in found.items():
+        for address, info in infos.items():
             if info.prediction not in (None, self.model.prediction):
                 raise UsageError(
                     f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "

@@ -70,25 +70,25 @@ def read_samples(reply: Reply, order: RequestOrder, expected: Expected, server: 
         WireError: the reply breaks the schema, or holds something else than what was asked for.
     """
     media_type = reply.headers.get("content-type", MSGPACK)
-    found = read_response(reply.body, most_bytes=expected.most_mb * 1_000_000, media_type=media_type)
-    if len(found) != len(order.ids):
-        raise WireError(f"{len(found)} samples came, expected {len(order.ids)}")
-    samples = [_sample(sample, order, row, expected, server) for row, sample in enumerate(found)]
+    samples_read = read_response(reply.body, most_bytes=expected.most_mb * 1_000_000, media_type=media_type)
+    if len(samples_read) != len(order.ids):
+        raise WireError(f"{len(samples_read)} samples came, expected {len(order.ids)}")
+    samples = [_sample(sample, order, row, expected, server) for row, sample in enumerate(samples_read)]
     if len({(sample.image.shape, sample.x.dtype) for sample in samples}) > 1:
         raise WireError("samples of one request have different shapes")
     return samples
 
 
-def _sample(found: RolloutSample, order: RequestOrder, row: int, expected: Expected, server: str) -> ServedSample:
+def _sample(sample: RolloutSample, order: RequestOrder, row: int, expected: Expected, server: str) -> ServedSample:
     where, recorded = f"sample {row}", order.recorded[row]
-    if found.prompt != order.prompt:
-        raise WireError(f"{where} is of the prompt {found.prompt[:60]!r}, expected {order.prompt[:60]!r}")
-    version = found.weight_version
+    if sample.prompt != order.prompt:
+        raise WireError(f"{where} is of the prompt {sample.prompt[:60]!r}, expected {order.prompt[:60]!r}")
+    version = sample.weight_version
     if version is None and expected.kind == "fluvial":
         raise WireError(f"{where} does not say which weights made it, expected those of version {expected.version}")
     if version is not None and version != expected.version:
         raise WireError(f"{where} was made by weights of version {version}, expected {expected.version}")
-    trajectory = found.dit_trajectory
+    trajectory = sample.dit_trajectory
     if trajectory is None:
         raise WireError(f"{where} has no dit_trajectory")
     steps = len(expected.sampling.schedule.timesteps)
@@ -102,9 +102,9 @@ def _sample(found: RolloutSample, order: RequestOrder, row: int, expected: Expec
     x, x_next = (latents[[places[step + more] for step in recorded]] for more in (0, 1))
     log_prob, velocity = torch.zeros(0), None
     if recorded:
-        log_prob = _of_steps(found.rollout_log_probs, recorded, (steps,), "log-probabilities", where)
+        log_prob = _of_steps(sample.rollout_log_probs, recorded, (steps,), "log-probabilities", where)
     if expected.keeps_velocity:
-        outputs = (found.rollout_debug_tensors or {}).get(OUTPUTS)
+        outputs = (sample.rollout_debug_tensors or {}).get(OUTPUTS)
         outputs = outputs if outputs is None else _events(outputs, expected, OUTPUTS, where)
         velocity = _of_steps(outputs, recorded, (steps, *expected.sampling.shape), OUTPUTS, where)
     return ServedSample(
@@ -113,7 +113,7 @@ def _sample(found: RolloutSample, order: RequestOrder, row: int, expected: Expec
         log_prob,
         velocity,
         latents[places[steps]] if last else latents.new_zeros(0),
-        _image(found.generated_output, expected, where),
+        _image(sample.generated_output, expected, where),
         expected.version if version is None else version,
         server,
     )
@@ -136,14 +136,14 @@ def check_schedule(trajectory: DitTrajectory, boundaries: Sequence[int], expecte
         )
     if timesteps is None:
         return
-    given = timesteps.float()
+    sent = timesteps.float()
     whole = TIMESTEPS * sigmas if expected.kind == "sglang" else torch.cat([ours, ours.new_zeros(1)])
-    same = [meant for meant in (whole[[*boundaries]], whole, whole[:-1]) if len(meant) == len(given)]
+    same = [meant for meant in (whole[[*boundaries]], whole, whole[:-1]) if len(meant) == len(sent)]
     if not same:
-        raise WireError(f"{where} has {len(given)} timesteps, expected {len(boundaries)}, one per boundary")
-    if all(_far(given, meant, NEAR_TIMESTEP) is not None for meant in same):
-        farthest = int((given - same[0]).abs().nan_to_num(math.inf).argmax())
-        raise WireError(f"{where} has timestep {float(given[farthest]):.6g}, expected {float(same[0][farthest]):.6g}")
+        raise WireError(f"{where} has {len(sent)} timesteps, expected {len(boundaries)}, one per boundary")
+    if all(_far(sent, meant, NEAR_TIMESTEP) is not None for meant in same):
+        farthest = int((sent - same[0]).abs().nan_to_num(math.inf).argmax())
+        raise WireError(f"{where} has timestep {float(sent[farthest]):.6g}, expected {float(same[0][farthest]):.6g}")
 
 
 def _far(values: Tensor, expected: Tensor, most: float) -> int | None:
@@ -165,8 +165,8 @@ def _places(trajectory: DitTrajectory, order: RequestOrder, last: set[int], step
 def _of_steps(tensor: Tensor | None, recorded: tuple[int, ...], shape: tuple[int, ...], what: str, where: str) -> Tensor:
     """Return the rows of the recorded steps of a tensor with a row per step."""
     if tensor is None or tuple(tensor.shape) != shape:
-        given = "none" if tensor is None else list(tensor.shape)
-        raise WireError(f"{where} has {what} of shape {given}, expected {list(shape)}")
+        shape_sent = "none" if tensor is None else list(tensor.shape)
+        raise WireError(f"{where} has {what} of shape {shape_sent}, expected {list(shape)}")
     return _finite(tensor.float()[list(recorded)], f"{where}'s {what}")
 
 

@@ -72,7 +72,7 @@ class Asking:
         Args:
             guided: whether they are given a negative prompt.
         """
-        found, known = list[RequestOrder](), set[int]()
+        orders, known = list[RequestOrder](), set[int]()
         for start in range(0, len(requests.ids), micro_batch):
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
@@ -81,7 +81,7 @@ class Asking:
             apart = [row if self.kind == "sglang" and prompt.media else 0 for row, prompt in enumerate(prompts)]
             inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, apart, strict=True)]
             windows, recorded = self.steps(sampling, ids)
-            new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]
+            new = [row for row, number in enumerate(ids) if number not in known and number not in ids[:row]]
             known.update(ids)
             for (_, negative, _), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
                 rows = list(same)
@@ -89,8 +89,8 @@ class Asking:
                 first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
                 steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
                 own_ids = tuple(ids[row] for row in rows)
-                found.append(RequestOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
-        return found
+                orders.append(RequestOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
+        return orders
 
     def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return the stochastic and the recorded steps of each sample of a chunk."""
@@ -119,7 +119,7 @@ class Asking:
         extra = NO_EXTRA
         windows = order.windows[0] if len(set(order.windows)) == 1 else None
         if self.kind == "fluvial":
-            own = FluvialOptions(
+            options = FluvialOptions(
                 key=(int(key.low), int(key.high)),
                 ids=order.ids,
                 initial_ids=order.initial_ids,
@@ -140,7 +140,7 @@ class Asking:
                 version=version,
                 media=tuple(name for name, _ in order.files) or None,
             )
-            extra = ExtraParams(own)
+            extra = ExtraParams(options)
         return RolloutRequest(
             prompt=order.prompt,
             negative_prompt=order.negative,

@@ -102,10 +102,10 @@ class ServerPool:
             try:
                 reply, problem = server.client.attempt(path, body)
                 if reply is not None and is_success(reply):
-                    found = read(reply, server.address)
+                    answer = read(reply, server.address)
                     with self._news:
                         self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
-                    return found
+                    return answer
             except WireError as error:
                 problem = f"{server.address}{path} sent a reply that cannot be used: {error}"
             except RunError as error:  # too large

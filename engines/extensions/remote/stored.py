@@ -115,40 +115,40 @@ class Replayed(RolloutSource):
         rows, opened = self._rows(requests, sampling), lru_cache(maxsize=4)(_open)
         for start in range(0, len(requests.ids), micro_batch):
             part = slice(start, start + micro_batch)
-            found = [rows[number] for number in requests.ids[part]]
-            if [row.chunk.windows[row.row] for row in found] != _windows(requests, sampling, part):
+            stored = [rows[number] for number in requests.ids[part]]
+            if [row.chunk.windows[row.row] for row in stored] != _windows(requests, sampling, part):
                 raise RunError(
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
                     "window of the run that stored them, and its `engine.micro_batch` where the window is drawn per call"
                 )
-            tensors = {name: _stack(name, found, opened) for name in FIELDS}
-            _check_shapes(self.folder, tensors, sampling, len(found))
+            tensors = {name: _stack(name, stored, opened) for name in FIELDS}
+            _check_shapes(self.folder, tensors, sampling, len(stored))
             cond = sampling.encode(self.model, requests.prompts[part])
             placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
             images = placed.pop("images")
             assert images is not None
             trajectory = Trajectory(**placed, debug=None)  # type: ignore[arg-type]  # only velocity may be None
-            yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.chunk.version for row in found))
+            yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.chunk.version for row in stored))
 
     def _rows(self, requests: Requests, sampling: Sampling) -> dict[int, "_StoredSample"]:
         """Return where the requested samples are, by id."""
-        name, found = name_of(requests.key), dict[int, _StoredSample]()
+        name, samples_read = name_of(requests.key), dict[int, _StoredSample]()
         for path in sorted(self.folder.glob(f"{name}-*.json")):
             index = _index(path)
             if wrong := _difference(index.sampling, _describe_sampling(sampling)):
                 raise RunError(f"{path} was sampled in another way than this run asks for: its {wrong}")
             for number, chunk in enumerate(index.chunks):
-                for row, own in enumerate(chunk.ids):
-                    found.setdefault(own, _StoredSample(path.with_suffix(".safetensors"), index, number, row))
-        if not found:
+                for row, sample_id in enumerate(chunk.ids):
+                    samples_read.setdefault(sample_id, _StoredSample(path.with_suffix(".safetensors"), index, number, row))
+        if not samples_read:
             raise RunError(
                 f"`rollout.source` is replayed:{self.folder}, which has no rollout of key {name}: use the seed, the "
                 "prompts and the updates per rollout of the run that stored them, and no more updates"
             )
         for number, prompt in zip(requests.ids, requests.prompts, strict=True):
-            if number not in found:
+            if number not in samples_read:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            kept, place = found[number].chunk, found[number].row
+            kept, place = samples_read[number].chunk, samples_read[number].row
             pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (kept.prompts[place], prompt.text)}
             if kept.negatives is not None:
                 pairs["negative prompt"] = kept.negatives[place], prompt.negative
@@ -158,7 +158,7 @@ class Replayed(RolloutSource):
                         f"{self.folder}: sample {number} of rollout {name} is of the {kind} {stored!r}, expected "
                         f"{asked!r}: use the prompts of the run that stored it"
                     )
-        return found
+        return samples_read
 
 
 def name_of(key: Key) -> str:
@@ -178,12 +178,14 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
     """
     tensors, listed, start = dict[str, Tensor](), list[StoredChunk](), 0
     for number, chunk in enumerate(chunks):
-        given = {**chunk.trajectory._asdict(), "images": chunk.images}
-        tensors |= {f"{number}.{name}": given[name].contiguous() for name in FIELDS if given[name] is not None}
-        own = slice(start, start + len(chunk.prompts))
-        prompts, windows = texts(chunk.prompts), _windows(requests, sampling, own)
+        tensors_of_chunk = {**chunk.trajectory._asdict(), "images": chunk.images}
+        tensors |= {
+            f"{number}.{name}": tensors_of_chunk[name].contiguous() for name in FIELDS if tensors_of_chunk[name] is not None
+        }
+        written = slice(start, start + len(chunk.prompts))
+        prompts, windows = texts(chunk.prompts), _windows(requests, sampling, written)
         negatives = [prompt.negative for prompt in chunk.prompts]
-        listed.append(StoredChunk(chunk.version, list(requests.ids[own]), prompts, windows, negatives))
+        listed.append(StoredChunk(chunk.version, list(requests.ids[written]), prompts, windows, negatives))
         start += len(prompts)
     stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
     file, index = folder / f"{stem}.safetensors", folder / f"{stem}.json"
@@ -308,8 +310,8 @@ def _numbers(tensor: Tensor) -> list[Any]:
 def _windows(requests: Requests, sampling: Sampling, part: slice) -> list[list[int]]:
     """Return the stochastic steps of each sample of a chunk, none where there are none."""
     ids = requests.ids[part]
-    found = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
-    return found.tolist() if isinstance(found, Tensor) else [sorted(found)] * len(ids)
+    steps = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
+    return steps.tolist() if isinstance(steps, Tensor) else [sorted(steps)] * len(ids)
 
 
 def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str | None:

@@ -241,8 +241,8 @@ class WeightSync:
     def _check_base(self, peer: HttpClient) -> None:
         """Raise RunError unless a server has the trainer's base weights."""
         expected = self._base.get(self._dtypes[peer.address], {})
-        found = _checksums(peer, expected) if self.verify else expected
-        if (self.verify and not expected) or found != expected:
+        sums = _checksums(peer, expected) if self.verify else expected
+        if (self.verify and not expected) or sums != expected:
             raise RunError(f"{peer.address} has other base weights than the trainer")
         with self._lock:
             self._based.add(peer.address)
@@ -280,12 +280,12 @@ class WeightSync:
         adapters = self._sums_for(peer, pushed)
         problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
         expected = policy_checksums(self._base[dtype], adapters)
-        found = _checksums(peer, expected)
-        if all(found[name + FACTORS] == UNKNOWN for name in adapters):  # of sglang, whose adapted layers have other names
+        sums = _checksums(peer, expected)
+        if all(sums[name + FACTORS] == UNKNOWN for name in adapters):  # of sglang, whose adapted layers have other names
             listed = json.dumps(peer.get("/v1/list_loras"))
             if not all(json.dumps(path) in listed for path in paths):
                 raise RunError(f"{problem} does not list it")
-        elif found != expected:
+        elif sums != expected:
             raise RunError(f"{problem} has another checksum")
 
     # All weights
@@ -349,8 +349,8 @@ class WeightSync:
         pushed = Pushed(push.version, self.path, tuple(self._parameters), sums.hex())
 
         def check(peer: HttpClient) -> None:
-            found = self._sums_for(peer, pushed)
-            base, adapters = (found, None) if factors is None else (self._base[self._dtypes[peer.address]], found)
+            sums = self._sums_for(peer, pushed)
+            base, adapters = (sums, None) if factors is None else (self._base[self._dtypes[peer.address]], sums)
             self._check_sums(peer, push.version, base, adapters)
 
         self._each(push.peers, push.failed, check)
@@ -548,8 +548,8 @@ def _post_change(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
 def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
     """Return the checksums that a server reports; "not_found" for what it does not know."""
     answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
-    found = {name: _find_value(answer, name) for name in names}
-    return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
+    answers = {name: _find_value(answer, name) for name in names}
+    return {name: value if isinstance(value, str) else UNKNOWN for name, value in answers.items()}
 
 
 def _find_value(value: Any, key: str) -> Any:
@@ -559,5 +559,5 @@ def _find_value(value: Any, key: str) -> Any:
             return value[key]
         value = list(value.values())
     if isinstance(value, list):
-        return next((found for each in value if (found := _find_value(each, key)) is not None), None)
+        return next((value_of for each in value if (value_of := _find_value(each, key)) is not None), None)
     return None

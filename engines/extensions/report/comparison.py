@@ -53,8 +53,8 @@ class ComparedRun(NamedTuple):
     @property
     def rewards(self) -> list[float]:
         """Mean reward of each rollout."""
-        found = ((record.get("reward") or {}).get("mean") for record in self.records)
-        return [value for value in found if value is not None]
+        means = ((record.get("reward") or {}).get("mean") for record in self.records)
+        return [value for value in means if value is not None]
 
 
 def is_run(folder: Path) -> bool:
@@ -74,13 +74,13 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
             raise UsageError(f"there is no folder {folder}: name folders of runs, such as runs/*")
         below = [folder] if is_run(folder) else sorted(path.parent for path in folder.glob("*/config.json"))
         inside[folder] = [*filter(is_run, below)]
-    found = list(dict.fromkeys(each for runs in inside.values() for each in runs))
-    if not found:
+    run_folders = list(dict.fromkeys(each for runs in inside.values() for each in runs))
+    if not run_folders:
         raise UsageError(f"{' '.join(map(str, folders))} holds no run: name folders with a config.json and metrics.jsonl")
     if empty := [str(folder) for folder, runs in inside.items() if folder.is_dir() and not runs]:
         print(f"fluvial: left out, without a run: {', '.join(empty)}", file=sys.stderr)
-    common = Path(os.path.commonpath([str(path.absolute().parent) for path in found]))
-    return [_read(path, str(path.absolute().relative_to(common))) for path in found]
+    common = Path(os.path.commonpath([str(path.absolute().parent) for path in run_folders]))
+    return [_read(path, str(path.absolute().relative_to(common))) for path in run_folders]
 
 
 def _read(out: Path, name: str) -> ComparedRun:
@@ -181,8 +181,8 @@ def list_samples(runs: Sequence[ComparedRun]) -> list[PromptSamples]:
     """Return samples of the same prompts of the last evaluations, those first that most runs have."""
     sheets = list[dict[str, page.SheetSample]]()
     for run in runs:
-        found = page.read_sheet(run.out / "samples", "after") or page.read_sheet(run.out / "samples", "before")
-        sheets.append({sample.prompt: sample for sample in reversed(found)})
+        last_sheet = page.read_sheet(run.out / "samples", "after") or page.read_sheet(run.out / "samples", "before")
+        sheets.append({sample.prompt: sample for sample in reversed(last_sheet)})
     prompts = dict.fromkeys(prompt for sheet in sheets for prompt in reversed(sheet))
     shown = [PromptSamples(prompt, [sheet.get(prompt) for sheet in sheets]) for prompt in prompts]
     return sorted(shown, key=lambda each: each.samples.count(None))[:PROMPTS]

@@ -57,12 +57,12 @@ def finish(out: Path) -> Path:
 def damage(out: Path) -> list[str]:
     """Return what a report of a run folder leaves out, because it cannot be read: one line per file."""
     metrics, summary = out / "metrics.jsonl", out / "summary.json"
-    found = []
+    lines_of = []
     lines = len(metrics.read_text(encoding="utf-8", errors="replace").splitlines()) if metrics.is_file() else 0
     if left_out := lines - sum(1 for _ in read_records(metrics)):
-        found.append(f"{metrics}, line {lines - left_out + 1} is damaged: the report leaves out it and all after it")
+        lines_of.append(f"{metrics}, line {lines - left_out + 1} is damaged: the report leaves out it and all after it")
     files = [file for file in (summary, *sorted((out / "samples").glob("*.json"))) if file.is_file()]
-    return [*found, *(f"{file} is damaged: the report leaves it out" for file in files if read_json(file) is None)]
+    return [*lines_of, *(f"{file} is damaged: the report leaves it out" for file in files if read_json(file) is None)]
 
 
 def page(out: Path) -> str:
@@ -181,8 +181,8 @@ def cards(records: Sequence[Record], summary: Record) -> Iterator[tuple[str, str
 def list_evaluation(summary: Record) -> list[Record]:
     """Return the rows of the last evaluation in a summary, None in columns that they lack; none where there are none."""
     rows = summary.get(EVALUATION)
-    found = [row for row in rows if isinstance(row, Mapping) and "evaluator" in row] if isinstance(rows, list) else []
-    return [{**dict.fromkeys(COLUMNS), **row} for row in found]
+    evaluators = [row for row in rows if isinstance(row, Mapping) and "evaluator" in row] if isinstance(rows, list) else []
+    return [{**dict.fromkeys(COLUMNS), **row} for row in evaluators]
 
 
 def left_over(summary: Record, evaluation: Sequence[Record]) -> Record:

@@ -77,14 +77,14 @@ def details(records: Sequence[Record]) -> Iterator[LineChart]:
 
 def points(records: Sequence[Record], *path: str) -> list[tuple[float, float]]:
     """Return the numbers at a path in the records, over updates; records without one are left out."""
-    found = []
+    pairs = []
     for record in records:
         value: Any = record
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         if isinstance(value, int | float):
-            found.append((float(record["update"]), float(value)))
-    return found
+            pairs.append((float(record["update"]), float(value)))
+    return pairs
 
 
 def lines(records: Sequence[Record], name: str, inner: str | None = None) -> dict[str, list[tuple[float, float]]]:
@@ -106,9 +106,9 @@ def by_step(updates: Sequence[Record], name: str) -> dict[str, list[tuple[float,
     }
 
 
-def moving(found: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Sequence[tuple[float, float]]]:
+def moving(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Sequence[tuple[float, float]]]:
     """Return the lines that are not 0 throughout, as a KL is that a run does not have."""
-    return {label: line for label, line in found.items() if any(y for _, y in line)}
+    return {label: line for label, line in curves.items() if any(y for _, y in line)}
 
 
 def histograms(updates: Sequence[Record]) -> dict[str, dict[str, float]]:

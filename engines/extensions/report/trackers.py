@@ -154,8 +154,8 @@ class Mlflow:
                 mlflow.create_experiment(PROJECT, artifact_location=(folder / "mlflow").as_uri())
         mlflow.set_experiment(PROJECT)
         # MLflow makes the ids of runs itself.
-        found = mlflow.search_runs(filter_string=f"tags.{PROJECT} = '{run.id}'", output_format="list")
-        known = {"run_id": found[0].info.run_id} if found else {"run_name": run.folder.name}
+        known_runs = mlflow.search_runs(filter_string=f"tags.{PROJECT} = '{run.id}'", output_format="list")
+        known = {"run_id": known_runs[0].info.run_id} if known_runs else {"run_name": run.folder.name}
         mlflow.start_run(**known, tags={PROJECT: run.id})
         mlflow.log_dict(dict(run.config), "config.json")
 
@@ -174,12 +174,12 @@ class Mlflow:
 
 def read_histograms(numbers: Mapping[str, float]) -> dict[str, tuple[list[float], list[float]]]:
     """Return the heights and the edges of each histogram among numbers; outer bins, which have no end, get the width 1."""
-    found = dict[str, dict[float, float]]()
+    histograms = dict[str, dict[float, float]]()
     for name, height in numbers.items():
         of, is_bin, edge = name.partition(HISTOGRAM)
         if is_bin:
-            found.setdefault(f"{of}{HISTOGRAM}".rstrip("/"), {})[-math.inf if edge == "below" else float(edge)] = height
-    every = {name: (sorted(bins)[1:], [bins[edge] for edge in sorted(bins)]) for name, bins in found.items()}
+            histograms.setdefault(f"{of}{HISTOGRAM}".rstrip("/"), {})[-math.inf if edge == "below" else float(edge)] = height
+    every = {name: (sorted(bins)[1:], [bins[edge] for edge in sorted(bins)]) for name, bins in histograms.items()}
     return {name: (heights, [edges[0] - 1, *edges, edges[-1] + 1]) for name, (edges, heights) in every.items()}
 
 

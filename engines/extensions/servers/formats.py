@@ -94,8 +94,8 @@ def flow_factory(body: Compute, limits: Limits) -> list[SampleToScore]:
         raise RequestError(f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected as many of each")
     decoder = _Decoder(limits.most_pixels)
     samples = []
-    for number, (text, frames, given) in enumerate(zip(body.prompt, files, conditions, strict=True)):
-        condition = decoder.check(given[0], f"condition_images[{number}]") if given else None
+    for number, (text, frames, condition_files) in enumerate(zip(body.prompt, files, conditions, strict=True)):
+        condition = decoder.check(condition_files[0], f"condition_images[{number}]") if condition_files else None
         decoded = [decoder.decode_image(frame, f"{name}[{number}]") for frame in frames]
         if not decoded or len({frame.shape for frame in decoded}) > 1:
             raise RequestError(f"{name}[{number}] has no frames, or frames of several sizes")
@@ -111,7 +111,7 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
         RequestError: a sample has no image or no text, or the images have too many pixels.
     """
     decoder = _Decoder(limits.most_pixels)
-    found = []
+    requests = []
     for number, request in enumerate(body.requests):
         turn, where = request.history[-1], f"requests[{number}].history[-1]"
         if turn.video_b64 is not None or turn.video_path is not None:
@@ -120,8 +120,8 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
             raise RequestError(f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
         image = decoder.decode_image(turn.image_b64, f"{where}.image_b64")
         rewards = tuple(dict.fromkeys(request.required_rewards))
-        found.append(ScoreRequest(SampleToScore(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
-    return found
+        requests.append(ScoreRequest(SampleToScore(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
+    return requests
 
 
 def batch_of(samples: Sequence[SampleToScore]) -> tuple[Tensor, list[Prompt]]:

@@ -176,17 +176,17 @@ def _outcomes(name: str, reward: Reward, samples: Sequence[SampleToScore]) -> li
     try:
         with torch.no_grad():
             returned = signature_of(reward).call(reward, Samples(images, prompts))
-            found = read_scores(returned, texts(prompts), label=f"reward {name!r}")
+            scored = read_scores(returned, texts(prompts), label=f"reward {name!r}")
     except BaseException as error:  # also a reward that calls sys.exit: the server goes on
         if len(samples) > 1:
             return [outcome for sample in samples for outcome in _outcomes(name, reward, [sample])]
         return [Outcome(math.nan, {}, f"raised {type(error).__name__} ({one_line(error)})", raised=True)]
-    problems = iter(found.problems)  # one for each score that is NaN
+    problems = iter(scored.problems)  # one for each score that is NaN
     return [
         Outcome(
             score,
-            {part: float(values[number]) for part, values in found.parts.items()},
+            {part: float(values[number]) for part, values in scored.parts.items()},
             next(problems) if math.isnan(score) else "",
         )
-        for number, score in enumerate(found.scores.tolist())
+        for number, score in enumerate(scored.scores.tolist())
     ]

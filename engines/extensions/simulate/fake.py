@@ -157,7 +157,7 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
     ):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    found = list[FakeResult]()
+    outputs = list[FakeResult]()
     for result in results:
         same = next((number for number, tensor in enumerate(tensors) if tensor is result), None)
         storage = result.untyped_storage()
@@ -166,8 +166,8 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
         if same is None and viewed is None and storage.nbytes() != (size * result.itemsize if result.numel() else 0):
             return None
         shape = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.fake_device
-        found.append(FakeResult(viewed if same is None else same, viewed is not None, *shape))
-    return OperationResult(tuple(found), structure, flops)
+        outputs.append(FakeResult(viewed if same is None else same, viewed is not None, *shape))
+    return OperationResult(tuple(outputs), structure, flops)
 
 
 aten = torch.ops.aten

@@ -111,7 +111,7 @@ class Ledger:
         numbers = {self._lines[line]: line for line in lines}
         sums, rest, total = dict.fromkeys(lines, 0), 0, 0
         width = max(1, -(-self.entries // points))
-        at, found = list[int](), {line: list[int]() for line in [*lines, "others"]}
+        at, sizes = list[int](), {line: list[int]() for line in [*lines, "others"]}
         highest: tuple[int, int, dict[str, int], int] | None = None
         for entry, (number, change) in enumerate(zip(self._line_of, self._change, strict=True), start=1):
             total += change
@@ -124,10 +124,10 @@ class Ledger:
             if entry % width == 0 or entry == self.entries:
                 at.append(highest[1])
                 for line, size in highest[2].items():
-                    found[line].append(size)
-                found["others"].append(highest[3])
+                    sizes[line].append(size)
+                sizes["others"].append(highest[3])
                 highest = None
-        return at, found
+        return at, sizes
 
     def _forget(self, key: int) -> None:
         _, size, number = self._storages.pop(key)

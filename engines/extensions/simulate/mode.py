@@ -41,8 +41,8 @@ def _name_file(file: str) -> tuple[str, bool] | None:
         return None
     if file.startswith(ROOT + "/"):
         inside = file.removeprefix(ROOT + "/")
-        own = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests")
-        if own:
+        is_ours = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests")
+        if is_ours:
             return inside, True
     name = file.rpartition("site-packages/")[2] if "site-packages/" in file else file
     if name.startswith("torch/"):
@@ -62,9 +62,9 @@ def place(depth: int = 2) -> str:
     while frame is not None:
         named = _name_file(frame.f_code.co_filename)
         if named is not None:
-            name, own = named
+            name, is_ours = named
             line = f"{name}:{frame.f_lineno}"
-            if own:
+            if is_ours:
                 line += f" {frame.f_code.co_qualname.replace('.<locals>', '')}"
                 return f"{inner} < {line}" if inner else line
             inner = inner or line
@@ -127,8 +127,8 @@ def same_values(function: Any, args: tuple) -> None:
     """Give the results of a gather on the device the values of its input, where they are known."""
     name = function._schema.name
     if name == "c10d::allgather_":
-        for output, given in zip(args[0], args[1], strict=True):
-            if (value := getattr(given, "fluvial_value", None)) is not None:
+        for output, source in zip(args[0], args[1], strict=True):
+            if (value := getattr(source, "fluvial_value", None)) is not None:
                 for each in output:
                     each.fluvial_value = value
     if name not in ("c10d::_allgather_base_", "c10d::alltoall_base_"):
@@ -144,15 +144,15 @@ def same_everywhere(function: Any, args: tuple) -> None:
     name = function._schema.name.partition("::")[2]
     if name == "allgather_":
         outputs, inputs = args[0], args[1]
-        for output, given in zip(outputs, inputs, strict=True):
+        for output, source in zip(outputs, inputs, strict=True):
             for each in output:
-                each.copy_(given)
+                each.copy_(source)
     elif name == "_allgather_base_":
         args[0].view(-1).copy_(args[1].reshape(-1).repeat(args[0].numel() // args[1].numel()))
     elif name == "alltoall_base_":
-        output, given = args[0], args[1]
-        if len(given):  # as many rows as arrive, of those that are sent
-            output.copy_(given[torch.arange(len(output)) % len(given)])
+        output, source = args[0], args[1]
+        if len(source):  # as many rows as arrive, of those that are sent
+            output.copy_(source[torch.arange(len(output)) % len(source)])
         else:
             output.zero_()
     elif name == "allreduce_":

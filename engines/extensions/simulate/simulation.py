@@ -35,7 +35,7 @@ class Phases:
 
     def __init__(self, mode: SimulatedMode) -> None:
         self.mode = mode
-        self.found: dict[str, Phase] = {}
+        self.by_name: dict[str, Phase] = {}
         self._start = 0  # entry at which the present phase began
 
     @contextlib.contextmanager
@@ -57,15 +57,15 @@ class Phases:
         ledger = self.mode.ledger
         self.mode.phase, self._start = name, ledger.entries
         ledger.reset_peak()
-        if name and name not in self.found:
-            self.found[name] = Phase(ledger.now, 0, ledger.now, ledger.entries, ())
+        if name and name not in self.by_name:
+            self.by_name[name] = Phase(ledger.now, 0, ledger.now, ledger.entries, ())
 
     def _end(self, name: str) -> None:
-        ledger, known = self.mode.ledger, self.found.get(name)
+        ledger, known = self.mode.ledger, self.by_name.get(name)
         if known is None:
             return
         higher = ledger.peak > known.peak
-        self.found[name] = known._replace(
+        self.by_name[name] = known._replace(
             peak=ledger.peak if higher else known.peak,
             peak_entry=ledger.peak_entry if higher else known.peak_entry,
             after=ledger.now,

@@ -42,10 +42,10 @@ def find_layers(module: nn.Module, targets: Targets) -> tuple[str, ...]:
     config = peft.LoraConfig(target_modules=".*" if every else listed, exclude_modules=excluded or None)
     names = [name for name in (linear if every else layers) if name and check_target_module_exists(config, name)]
     for each in targets.parameters:
-        found = [name for name, _ in module.named_parameters() if f".{name}".endswith(f".{each}")]
-        if not found:
+        parameters = [name for name, _ in module.named_parameters() if f".{name}".endswith(f".{each}")]
+        if not parameters:
             raise UsageError(f"model.target_parameters: no parameter's name ends in {each}")
-        names += [name.removesuffix(".weight") for name in found]
+        names += [name.removesuffix(".weight") for name in parameters]
     if wrong := next((name for name in names if name not in linear), None):
         kind = type(layers[wrong]).__name__ if wrong in layers else "parameter"
         raise UsageError(f"model.target_modules or target_parameters name {wrong}, a {kind}, expected linear layers")
@@ -74,16 +74,16 @@ def add_adapters(
     Raises:
         UsageError, ValueError: the layers or the file do not fit the network, or the file is no LoRA.
     """
-    found = None if lora.weights is None else read_lora(lora.weights, module)
-    if found is None:
+    adapter = None if lora.weights is None else read_lora(lora.weights, module)
+    if adapter is None:
         add_lora(module, lora, find_layers(module, targets), adapters=adapters, seed=seed)
     else:
-        if not isinstance(found.form, LowRank):
-            raise UsageError(f"model.lora_adapter_path is {lora.weights}, a {found.form.kind}, expected a LoRA")
-        own = replace(lora, rank=found.rank, alpha=found.alpha, weights=None)
-        add_lora(module, own, found.layers, adapters=adapters, seed=seed)
+        if not isinstance(adapter.form, LowRank):
+            raise UsageError(f"model.lora_adapter_path is {lora.weights}, a {adapter.form.kind}, expected a LoRA")
+        settings = replace(lora, rank=adapter.rank, alpha=adapter.alpha, weights=None)
+        add_lora(module, settings, adapter.layers, adapters=adapters, seed=seed)
         for name in adapters:
-            load_lora(module, found.tensors, name)
+            load_lora(module, adapter.tensors, name)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[dtype])

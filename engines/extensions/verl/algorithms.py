@@ -62,7 +62,7 @@ def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     shape, samples = denoiser.shape(fields), fields.samples
     timesteps = fields.tensor("all_timesteps", (samples, None), what="one timestep per sample and step")
     count = timesteps.shape[1]
-    found = step_by_step(denoiser.steps(timesteps, shape))
+    places = step_by_step(denoiser.steps(timesteps, shape))
     if fields.has("all_next_latents"):
         x = denoiser.latents(fields, "all_latents", shape, samples, count)
         x_next = denoiser.latents(fields, "all_next_latents", shape, samples, count)
@@ -73,16 +73,16 @@ def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     items = {
         "x": step_by_step(x),
         "x_next": step_by_step(x_next),
-        "level": schedule.levels[found].to(device),
-        "level_next": schedule.levels[found + 1].to(device),
-        "timestep": schedule.timesteps[found].to(device),
+        "level": schedule.levels[places].to(device),
+        "level_next": schedule.levels[places + 1].to(device),
+        "timestep": schedule.timesteps[places].to(device),
         "sample": torch.arange(samples, device=device).repeat(count),
     }
-    given = {}
+    numbers = {}
     if loss:
-        given = {name: fields.by_item(name, count, exact=True) for name in NUMBERS}
-        given.update({name: fields.by_item(name, count) for name in PER_STEP if fields.has(name)})
-    return ItemBatch(samples, count, items, denoiser.cond(fields), given)
+        numbers = {name: fields.by_item(name, count, exact=True) for name in NUMBERS}
+        numbers.update({name: fields.by_item(name, count) for name in PER_STEP if fields.has(name)})
+    return ItemBatch(samples, count, items, denoiser.cond(fields), numbers)
 
 
 def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
@@ -120,8 +120,8 @@ def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
     else:
         noise = torch.randn_like(clean)
     items = denoiser.add_noise(fields, clean, noise, step_by_step(timesteps))
-    given = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
-    return ItemBatch(samples, count, items, denoiser.cond(fields), given)
+    numbers = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
+    return ItemBatch(samples, count, items, denoiser.cond(fields), numbers)
 
 
 def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
@@ -167,16 +167,16 @@ def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
         drawn = torch.sigmoid(torch.randn(samples // 2))
         timesteps = known[(drawn * len(known)).long()].repeat_interleave(2).to(x0.device)
     items = denoiser.add_noise(fields, x0, noise, timesteps)
-    given, uid = {}, None
+    numbers, uid = {}, None
     if loss:
-        given["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")
+        numbers["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")
         layout = 1 + len(denoiser.layout(shape))
         for name in PER_SAMPLE:
             if fields.has(name):
                 value = fields.tensor(name, (samples,))
-                given[name] = value[:, 0] if value.ndim == layout + 1 and value.shape[1] == 1 else value
+                numbers[name] = value[:, 0] if value.ndim == layout + 1 and value.shape[1] == 1 else value
         uid = fields.plain("uid")
-    return ItemBatch(samples, 1, items, denoiser.cond(fields), given, None if uid is None else list(uid), width=2)
+    return ItemBatch(samples, 1, items, denoiser.cond(fields), numbers, None if uid is None else list(uid), width=2)
 
 
 def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:

@@ -21,7 +21,7 @@ class ItemBatch(NamedTuple):
     steps: int  # T
     items: dict[str, Tensor]  # [N, ...], what a forward pass takes: x, level, timestep, sample (its row of `cond`) and more
     cond: Cond  # conditioning of each sample, a pytree of tensors `[B, ...]`
-    given: dict[str, Tensor]  # [N, ...], fields that the loss function reads
+    numbers: dict[str, Tensor]  # [N, ...], fields that the loss function reads
     uid: list[Any] | None = None  # [N], the prompt's group of each item
     width: int = 1  # number of neighbouring items that belong together
 
@@ -67,7 +67,7 @@ class Fields:
             raise UsageError(f"the batch has no tensor {name}: it holds {held or 'none'}")
         shape = tuple(value.shape[: len(expected)]) if not value.is_nested else (value.shape[0],)
         known = tuple(expected) if not value.is_nested else tuple(expected[:1])
-        if len(shape) < len(known) or any(size not in (None, own) for size, own in zip(known, shape, strict=True)):
+        if len(shape) < len(known) or any(size not in (None, width) for size, width in zip(known, shape, strict=True)):
             wanted = ", ".join("*" if size is None else str(size) for size in expected)
             raise UsageError(f"{name} has shape {list(value.shape)}, expected [{wanted}, ...]{what and f': {what}'}")
         return value
@@ -81,16 +81,16 @@ class Fields:
         Raises:
             UsageError: there are none, or an image is neither a file, nor bytes, nor an image of PIL.
         """
-        given, opposed = (self.plain(f"raw_{name}") for name in ("prompt", "negative_prompt"))
-        if not isinstance(given, list) or len(given) != self.samples:
-            held = type(given).__name__ if not isinstance(given, list) else f"{len(given)} values"
+        texts, opposed = (self.plain(f"raw_{name}") for name in ("prompt", "negative_prompt"))
+        if not isinstance(texts, list) or len(texts) != self.samples:
+            held = type(texts).__name__ if not isinstance(texts, list) else f"{len(texts)} values"
             raise UsageError(f"raw_prompt is {held}, expected one prompt per sample, which this model encodes itself")
-        found = []
-        for prompt, negative in zip(given, opposed or [None] * self.samples, strict=True):
+        prompts = []
+        for prompt, negative in zip(texts, opposed or [None] * self.samples, strict=True):
             text, images = read_messages(prompt)
             media: Any = {argument: images[0] if len(images) == 1 else tuple(images)} if images else {}
-            found.append(Prompt(text, None if negative is None else read_messages(negative)[0], media=media))
-        return found
+            prompts.append(Prompt(text, None if negative is None else read_messages(negative)[0], media=media))
+        return prompts
 
     def by_item(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
         """Return a field `[B, T, ...]` as one value per item, `[T B, ...]`; with `exact` that is a finite number.
@@ -124,11 +124,11 @@ class Fields:
         return pad_sequence(list(value.unbind()), batch_first=True)
 
 
-def read_messages(given: Any) -> tuple[str, list[Path | bytes]]:
+def read_messages(content: Any) -> tuple[str, list[Path | bytes]]:
     """Return the text and the images of a prompt: of a text as it is, of a chat those of its user's messages."""
-    if isinstance(given, str):
-        return given, []
-    contents = [message["content"] for message in given if message["role"] == "user"]
+    if isinstance(content, str):
+        return content, []
+    contents = [message["content"] for message in content if message["role"] == "user"]
     texts = [
         each if isinstance(each, str) else "".join(part["text"] for part in each if part["type"] == "text").strip()
         for each in contents
@@ -137,17 +137,17 @@ def read_messages(given: Any) -> tuple[str, list[Path | bytes]]:
     return "\n".join(texts), [_read_image(part["image"]) for part in parts]
 
 
-def _read_image(given: Any) -> Path | bytes:
+def _read_image(image: Any) -> Path | bytes:
     from PIL.Image import Image
 
-    given = given.get("bytes") or given.get("path") if isinstance(given, dict) else given
-    if isinstance(given, Image):
+    image = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
+    if isinstance(image, Image):
         with io.BytesIO() as file:
-            given.save(file, "PNG")
+            image.save(file, "PNG")
             return file.getvalue()
-    if not isinstance(given, str | bytes):
-        raise UsageError(f"raw_prompt has an image of type {type(given).__name__}, expected a path, bytes or a PIL image")
-    return given if isinstance(given, bytes) else Path(given.removeprefix("file://"))
+    if not isinstance(image, str | bytes):
+        raise UsageError(f"raw_prompt has an image of type {type(image).__name__}, expected a path, bytes or a PIL image")
+    return image if isinstance(image, bytes) else Path(image.removeprefix("file://"))
 
 
 def lengths_of(value: Tensor) -> list[int]:

@@ -114,7 +114,7 @@ class Denoiser:
             raise UsageError(f"the batch has a raw_negative_prompt, and {self.settings.model} has its own: leave it out")
         other = copy.copy(self)
         with convert_errors(UsageError, ValueError, says="model"):
-            other.model = self._open(*opposed).given(model_inputs(prompts))
+            other.model = self._open(*opposed).adapt_to(model_inputs(prompts))
         other.schedule = cache(other._schedule)
         return other
 
@@ -128,8 +128,8 @@ class Denoiser:
         """diffusers' scheduler: that of verl-omni's adapter, else of the model, else of a flow without a shift."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        own = getattr(self.model, "scheduler", FlowMatchEulerDiscreteScheduler)
-        return self._scheduler or own()
+        default = getattr(self.model, "scheduler", FlowMatchEulerDiscreteScheduler)
+        return self._scheduler or default()
 
     def network_name(self, name: str) -> str:
         """Return the name of a tensor in a pipeline's rollout engine: the folder of its network comes first."""
@@ -144,7 +144,7 @@ class Denoiser:
     def shape(self, fields: Fields) -> Shape:
         """Return the shape of a sample, such as (C, H, W). UsageError if the model does not support that size."""
         names = ("height", "width", "num_frames")
-        size = (int(fields.plain(name, own)) for name, own in zip(names, self.settings.size, strict=True))
+        size = (int(fields.plain(name, length)) for name, length in zip(names, self.settings.size, strict=True))
         with convert_errors(UsageError, ValueError, says="model.pipeline"):
             return tuple(self.model.latent_shape(*size))
 
@@ -174,7 +174,7 @@ class Denoiser:
     def steps(self, timesteps: Tensor, shape: Shape) -> Tensor:
         """Return the index in the schedule of each timestep of a rollout, int64. UsageError if it has no such timestep."""
         known = self.schedule(shape).timesteps
-        away, found = (timesteps.float().cpu()[..., None] - known).abs().min(-1)
+        away, nearest = (timesteps.float().cpu()[..., None] - known).abs().min(-1)
         if bool((away > NEAR).any()):
             wrong = float(timesteps.flatten()[int(away.argmax())])
             raise UsageError(
@@ -182,7 +182,7 @@ class Denoiser:
                 f"({float(known[0]):g} to {float(known[-1]):g}): set model.pipeline.num_inference_steps, height and width "
                 "as in the rollout"
             )
-        return found
+        return nearest
 
     def cond(self, fields: Fields) -> Cond:
         """Return the conditioning of each sample on the device, with that of the negative prompt where there is guidance.
@@ -229,9 +229,9 @@ class Denoiser:
 
     def _read(self, fields: Fields, names: list[str], prefix: str) -> Cond:
         """Return the conditioning that a batch holds; the numbers of padding tokens are 0, whatever the batch has there."""
-        found = dict(zip([name for name in names if name not in MASKS], self._name(names, prefix), strict=True))
+        fields_of = dict(zip([name for name in names if name not in MASKS], self._name(names, prefix), strict=True))
         masked = trims_padding(self.model)
-        tensors = {name: fields.dense(full, masked=masked).float() for name, full in found.items()}
+        tensors = {name: fields.dense(full, masked=masked).float() for name, full in fields_of.items()}
         full, tokens = prefix + TEXT["mask"], tensors["tokens"]
         if fields.has(full):
             mask = fields.dense(full, masked=True).bool()
@@ -251,8 +251,10 @@ class Denoiser:
 
         Guidance makes two forward passes, so that a pass has as many samples as verl's setting says.
         """
-        own: Any = optree.tree_map(lambda table: table[items["sample"]], cond)
-        v = guided_velocity(self.model, module, items["x"], items["level"], own, timestep=items["timestep"], forwards="two")
+        rows_of_cond: Any = optree.tree_map(lambda table: table[items["sample"]], cond)
+        v = guided_velocity(
+            self.model, module, items["x"], items["level"], rows_of_cond, timestep=items["timestep"], forwards="two"
+        )
         return v.float()
 
     @property

@@ -372,11 +372,11 @@ class VerlEngine:
         _check_remote(hdfs_path)
         with self._onload(optimizer=True):
             with world.agreed():
-                found = checkpoint.list_checkpoints(path, recover=False)
-                if not found:
+                checkpoints = checkpoint.list_checkpoints(path, recover=False)
+                if not checkpoints:
                     raise UsageError(f"{path} holds no checkpoint of fluvial")
             state = engine.state()
-            meta = checkpoint.load(found[-1], state, fingerprint=self.settings.fingerprint(), world=world)
+            meta = checkpoint.load(checkpoints[-1], state, fingerprint=self.settings.fingerprint(), world=world)
             engine.restore(state, meta)
         self.rounds = int(meta["rounds"])
         world.gather_items(None)  # every rank has read it

@@ -100,8 +100,8 @@ class BatchPasses:
         if self.loss_function is None:
             return total
         for part in self._steps(rows):
-            own = {name: value[part.start - rows.start : part.stop - rows.start] for name, value in outputs.items()}
-            total = total + self._step_loss(own, self._data(part, device))
+            part_outputs = {name: value[part.start - rows.start : part.stop - rows.start] for name, value in outputs.items()}
+            total = total + self._step_loss(part_outputs, self._data(part, device))
         return total
 
     def _steps(self, rows: slice) -> Iterator[slice]:
@@ -135,8 +135,8 @@ class BatchPasses:
         from tensordict.tensorclass import NonTensorData, NonTensorStack
 
         size, count = rows.stop - rows.start, self.batch.size
-        given = {name: tensor[rows].to(device, non_blocking=True) for name, tensor in self.batch.given.items()}
-        data: Any = TensorDict(given, batch_size=[size])
+        numbers = {name: tensor[rows].to(device, non_blocking=True) for name, tensor in self.batch.numbers.items()}
+        data: Any = TensorDict(numbers, batch_size=[size])
         data["gradient_accumulation_steps"] = NonTensorData(count // size if count % size == 0 else count / size)
         data["sp_size"] = NonTensorData(1)  # the engine itself sums over ranks that share a sample
         if self.batch.uid is not None:

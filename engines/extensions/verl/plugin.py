@@ -59,20 +59,20 @@ def differences(base: type) -> list[str]:
 
     A method of `VerlEngine` accepts the arguments of verl's of the same name, and no abstract one is missing.
     """
-    found = []
+    differences = []
     for name, method in vars(base).items():
-        own = getattr(VerlEngine, name, None)
-        if own is None and getattr(method, "__isabstractmethod__", False):
-            found.append(f"{name} is new")
-        if name.startswith("_") or own is None or not callable(method):
+        ours = getattr(VerlEngine, name, None)
+        if ours is None and getattr(method, "__isabstractmethod__", False):
+            differences.append(f"{name} is new")
+        if name.startswith("_") or ours is None or not callable(method):
             continue
-        given = [p.name for p in _parameters(method) if p.kind is not p.VAR_KEYWORD]
-        if rest := [p.name for p in _parameters(own) if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
-            found += [f"{name} has no {each}" for each in rest if each not in given]
-        known = {p.name for p in _parameters(own)}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(own))
-        found += [f"{name} has {each}" for each in given if each not in known and not takes_all]
-    return found
+        arguments = [p.name for p in _parameters(method) if p.kind is not p.VAR_KEYWORD]
+        if rest := [p.name for p in _parameters(ours) if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
+            differences += [f"{name} has no {each}" for each in rest if each not in arguments]
+        known = {p.name for p in _parameters(ours)}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(ours))
+        differences += [f"{name} has {each}" for each in arguments if each not in known and not takes_all]
+    return differences
 
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -293,8 +293,8 @@ def _adapters(model: Any) -> Sequence[str]:
     return names
 
 
-def _texts(given: Any) -> str | tuple[str, ...]:
-    return given if isinstance(given, str) else tuple(map(str, given or ()))
+def _texts(names: Any) -> str | tuple[str, ...]:
+    return names if isinstance(names, str) else tuple(map(str, names or ()))
 
 
 def _as_json(value: str | tuple[str, ...]) -> str | list[str]:
@@ -302,9 +302,9 @@ def _as_json(value: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
-    found = DTYPES.get(str(value))
-    if found not in known:
+    dtype = DTYPES.get(str(value))
+    if dtype not in known:
         raise UsageError(
             f"{field} is {value!r}, expected one of {', '.join(n for n, kind in DTYPES.items() if kind in known)}"
         )
-    return found
+    return dtype

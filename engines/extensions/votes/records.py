@@ -119,7 +119,7 @@ class VoteFolder:
         if not self.file.exists():
             return []
         whole, newline, rest = self.file.read_bytes().rpartition(b"\n")
-        found = []
+        lines = []
         for number, text in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
                 line = json.loads(text)
@@ -128,10 +128,10 @@ class VoteFolder:
                 raise UsageError(
                     f"{self.file}, line {number} is not a vote: choose a folder of votes, or a new one"
                 ) from error
-            found.append(line)
+            lines.append(line)
         if rest:
             os.truncate(self.file, len(whole) + len(newline))
-        return found
+        return lines
 
     def _write(self, path: Path, content: bytes) -> None:
         """Write a file so that it is there as a whole or not at all."""

@@ -259,13 +259,13 @@ def comparisons(size: int, rounds: int, seed: str) -> list[Pair]:
     random.Random(seed).shuffle(ring)
     if size == 2:
         return [(0, 1)] * rounds
-    found = []
+    pairs = []
     for number in range(rounds):
         distance = number % (size // 2) + 1
         for place in range(size):
             first, second = ring[place], ring[(place + distance) % size]
-            found.append((min(first, second), max(first, second)))
-    return found
+            pairs.append((min(first, second), max(first, second)))
+    return pairs
 
 
 def application(service: VoteService, *, key: str) -> ASGIApp:
@@ -284,7 +284,7 @@ def application(service: VoteService, *, key: str) -> ASGIApp:
 
 def _images(texts: list[str]) -> list[bytes]:
     """Return PNG files; RequestError if one is no PNG, they have several sizes, or too many pixels."""
-    found, sizes = [], set()
+    images, sizes = [], set()
     for text in texts:
         # A damaged file raises many kinds.
         with convert_errors(RequestError, Exception, says="an image is not a PNG file as base64"):
@@ -292,10 +292,10 @@ def _images(texts: list[str]) -> list[bytes]:
             with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 sizes.add(image.size)
                 image.verify()
-        found.append(data)
+        images.append(data)
     if len(sizes) > 1:
         raise RequestError(f"the images have the sizes {sorted(sizes)}, expected one size")
     width, height = sizes.pop()
     if width * height * len(texts) > MOST_PIXELS:
         raise RequestError(f"the images have more than {MOST_PIXELS // 1_000_000} million pixels", 413)
-    return found
+    return images

@@ -195,8 +195,8 @@ class HttpClient:
         """Return the server's own words: `detail` of a JSON object, or else the body, without the key if it repeats that."""
         said: bytes | str = reply.body[:MOST_ERROR]
         with suppress(ValueError, RecursionError):
-            found = json.loads(reply.body) if len(reply.body) <= MOST_ERROR else None
-            detail = found.get("detail") if isinstance(found, dict) else None
+            answer = json.loads(reply.body) if len(reply.body) <= MOST_ERROR else None
+            detail = answer.get("detail") if isinstance(answer, dict) else None
             said = detail if isinstance(detail, str) else said
         key = self._key.get("Authorization", "").removeprefix("Bearer ")
         text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said

@@ -231,19 +231,19 @@ def _with_extra(value: Any) -> Any:
     extra = value.get("extra_sampling_params") if isinstance(value, dict) else None
     if not isinstance(extra, dict):
         return value
-    own = {name: item for name, item in extra.items() if name == "fluvial"}
-    after = own["fluvial"].get("after") if isinstance(own.get("fluvial"), dict) else None
+    kept = {name: item for name, item in extra.items() if name == "fluvial"}
+    after = kept["fluvial"].get("after") if isinstance(kept.get("fluvial"), dict) else None
     if isinstance(after, dict) and (unknown := sorted({*after} - {each.name for each in fields(Tail)})):
         raise WireError(
             f"extra_sampling_params.fluvial.after: {unknown[0][:60]} is unknown, expected fields of the steps after"
         )
-    others = {name: item for name, item in extra.items() if name not in own and item is not None}
+    others = {name: item for name, item in extra.items() if name not in kept and item is not None}
     for name in others:
         if name not in RolloutRequest.__struct_fields__ or name == "extra_sampling_params":
             raise WireError(f"extra_sampling_params: {name[:60]} is set, which this server lacks: leave it out")
     if others.get("rollout", value.get("rollout", True)) != value.get("rollout", True):
         raise WireError("extra_sampling_params: rollout differs from that of the request, which sglang takes: leave it out")
-    return {**value, **others, "extra_sampling_params": own}
+    return {**value, **others, "extra_sampling_params": kept}
 
 
 def write_request(request: RolloutRequest) -> dict[str, Any]:
@@ -270,9 +270,9 @@ def check_steps(request: RolloutRequest, steps: int) -> None:
 
 def _check(request: RolloutRequest) -> None:
     """Raise WireError for values that do not go together."""
-    own, eta = request.fluvial, request.rollout_noise_level
-    if own.sampler is not None and own.sampler not in SAMPLERS:
-        raise WireError(f"sampler is {own.sampler[:60]!r}, expected one of {', '.join(SAMPLERS)}")
+    options, eta = request.fluvial, request.rollout_noise_level
+    if options.sampler is not None and options.sampler not in SAMPLERS:
+        raise WireError(f"sampler is {options.sampler[:60]!r}, expected one of {', '.join(SAMPLERS)}")
     stochastic = request.sampler != "ode"
     if request.rollout and not stochastic and request.form != "unscaled":
         raise WireError(
@@ -291,25 +291,25 @@ def _check(request: RolloutRequest) -> None:
     for name, indices in (
         ("rollout_sde_step_indices", request.rollout_sde_step_indices),
         ("rollout_return_step_indices", request.rollout_return_step_indices),
-        *((f"windows[{number}]", row) for number, row in enumerate(own.windows or ())),
+        *((f"windows[{number}]", row) for number, row in enumerate(options.windows or ())),
     ):
         _check_rising(name, indices)
     if request.num_inference_steps is not None:
         check_steps(request, request.num_inference_steps)
-    for name, ids in (("ids", own.ids), ("initial_ids", own.initial_ids), ("windows", own.windows)):
+    for name, ids in (("ids", options.ids), ("initial_ids", options.initial_ids), ("windows", options.windows)):
         if ids is not None and len(ids) != request.outputs:
             raise WireError(f"{name} has {len(ids)} items, expected {request.outputs}, one per sample")
-    if (own.key is None) != (own.ids is None) or (own.initial_ids is not None and own.ids is None):
+    if (options.key is None) != (options.ids is None) or (options.initial_ids is not None and options.ids is None):
         raise WireError("key, ids and initial_ids name the noise together, and one is missing: set key and ids, or a seed")
-    if own.media is not None and len(own.media) != len(request.image_path or ()):
-        raise WireError(f"media is {', '.join(own.media)}, expected one argument for each image of image_path")
-    if own.windows is not None and len({len(row) for row in own.windows}) > 1:
+    if options.media is not None and len(options.media) != len(request.image_path or ()):
+        raise WireError(f"media is {', '.join(options.media)}, expected one argument for each image of image_path")
+    if options.windows is not None and len({len(row) for row in options.windows}) > 1:
         raise WireError("windows have different numbers of steps, expected as many for each sample")
-    if own.windows is not None and request.rollout_sde_step_indices is not None:
+    if options.windows is not None and request.rollout_sde_step_indices is not None:
         raise WireError("windows and rollout_sde_step_indices are both set, expected one of them")
-    if request.rollout and own.solver != "euler":
-        raise WireError(f"solver is {own.solver}, which takes no stochastic steps: expected euler, or rollout false")
-    if own.prefix is not None and own.initial_ids is None:
+    if request.rollout and options.solver != "euler":
+        raise WireError(f"solver is {options.solver}, which takes no stochastic steps: expected euler, or rollout false")
+    if options.prefix is not None and options.initial_ids is None:
         raise WireError("prefix is set, and initial_ids say which samples share it: set them")
 
 

@@ -62,9 +62,9 @@ class Checksum:
 
 def checksum(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> str:
     """Return the `Checksum` of (name, tensor) in the order of the names. One tensor at a time is held."""
-    found = Checksum(dtype)
-    found.add_all(tensors)
-    return found.hex()
+    total = Checksum(dtype)
+    total.add_all(tensors)
+    return total.hex()
 
 
 def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: torch.dtype | None = None) -> str:
@@ -74,10 +74,10 @@ def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: to
         factors: tensors by `layer.lora_A.weight` and `layer.lora_B.weight`.
         scaling: alpha / rank, times the strength.
     """
-    found = Checksum(dtype)
-    found.add_all(sorted(factors.items()))
-    found.add_scaling(scaling)
-    return found.hex()
+    total = Checksum(dtype)
+    total.add_all(sorted(factors.items()))
+    total.add_scaling(scaling)
+    return total.hex()
 
 
 def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -117,15 +117,15 @@ def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Bucke
     Args:
         layout: tensors by name, in the order in which they will be sent. Their values are not read.
     """
-    found: list[list[BucketPlace]] = []
+    parts: list[list[BucketPlace]] = []
     for name, tensor in layout.items():
-        size, last = tensor.numel() * tensor.element_size(), found[-1][-1] if found else None
+        size, last = tensor.numel() * tensor.element_size(), parts[-1][-1] if parts else None
         if last is None or last.dtype != tensor.dtype or last.end_idx + size > most_bytes:
-            found.append([])
+            parts.append([])
             last = None
         start = 0 if last is None else last.end_idx
-        found[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
-    return found
+        parts[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
+    return parts
 
 
 def flatten(places: Iterable[BucketPlace], tensors: Iterable[Tensor]) -> Tensor:

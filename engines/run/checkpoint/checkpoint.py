@@ -156,15 +156,15 @@ def save_async(
 def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
     with world.agreed():
-        found = verify(path, share=slice(0))
-    return found["fingerprint"], found["meta"]["run"]
+        record = verify(path, share=slice(0))
+    return record["fingerprint"], record["meta"]["run"]
 
 
 def meta(path: Path | str, name: str, *, world: World) -> Any:
     """Return an entry of a checkpoint's meta data; every rank must take part, and the errors are those of `load`."""
     with world.agreed():
-        found = verify(path, share=slice(0))["meta"].get(name)
-    return found
+        value = verify(path, share=slice(0))["meta"].get(name)
+    return value
 
 
 @collective
@@ -269,8 +269,8 @@ def list_checkpoints(folder: Folder, *, recover: bool = True) -> list[Folder]:
 
 def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
     """Return the finished checkpoints of several folders, newest first; of one update, that of the first folder first."""
-    found = [(path, int(locate(path)[1])) for folder in folders for path in list_checkpoints(folder, recover=recover)]
-    return [path for path, _ in sorted(found, key=lambda one: -one[1])]
+    numbered = [(path, int(locate(path)[1])) for folder in folders for path in list_checkpoints(folder, recover=recover)]
+    return [path for path, _ in sorted(numbered, key=lambda one: -one[1])]
 
 
 @collective
@@ -288,16 +288,16 @@ def newest_whole(
     """
     with world.agreed():
         mine = newest_first(folders) if world.is_main else []
-    found = world.gather_items(mine)[0]
-    for path in found:
+    candidates = world.gather_items(mine)[0]
+    for path in candidates:
         with world.agreed():
             problem = damage(path, share=slice(world.rank, None, world.size))
         problems = [one for one in world.gather_items(problem) if one is not None]
         if not problems:
             return path
         skipped(f"skipped: checkpoint {path} is damaged ({problems[0]})")
-    if found:
-        raise RunError(f"checkpoint {found[0]} is damaged, and there is no other whole one")
+    if candidates:
+        raise RunError(f"checkpoint {candidates[0]} is damaged, and there is no other whole one")
     return None
 
 

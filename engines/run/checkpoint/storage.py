@@ -64,8 +64,8 @@ class CheckpointStore(ABC):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each file of a checkpoint or a draft, at any depth."""
         start = self._at(folder)
-        found = self._ask(self.fs.find, start, detail=True)
-        return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in found.items()}
+        infos = self._ask(self.fs.find, start, detail=True)
+        return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in infos.items()}
 
     def open(self, name: str, file: str) -> io.BufferedIOBase:
         """Open a file of a checkpoint for reading."""
@@ -127,8 +127,8 @@ class LocalStore(CheckpointStore):
     def names(self, *, recover: bool = True) -> list[str]:
         if recover:
             self._recover()
-        found = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
-        return sorted((name for name in found if NAME.fullmatch(name)), key=int)
+        names = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
+        return sorted((name for name in names if NAME.fullmatch(name)), key=int)
 
     def draft(self, name: str) -> Draft:
         root = Path(self.path)
@@ -254,10 +254,10 @@ class RemoteStore(CheckpointStore):
 
     def _list_numbered(self) -> list[str]:
         try:
-            found = self._ask(self.fs.ls, self.path, detail=True)
+            entries = self._ask(self.fs.ls, self.path, detail=True)
         except FileNotFoundError:
             return []
-        names = (info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory")
+        names = (info["name"].rstrip("/").rpartition("/")[2] for info in entries if info["type"] == "directory")
         return [name for name in names if NAME.fullmatch(name)]
 
     def _delete(self, name: str) -> None:

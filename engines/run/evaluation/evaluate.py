@@ -172,13 +172,13 @@ def evaluate(
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
         with world.agreed():
-            found = [concatenate(runner.results()) for runner in runners]
+            scored = [concatenate(runner.results()) for runner in runners]
     finally:
         for runner in runners:
             runner.close()
-    local = torch.stack([each.scores for each in found], dim=1) if found else torch.zeros(len(mine), 0)
+    local = torch.stack([each.scores for each in scored], dim=1) if scored else torch.zeros(len(mine), 0)
     table = world.gather_data(local)[:total]
-    problems = [line for each in found for line in each.problems]
+    problems = [line for each in scored for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
     images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
     shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
@@ -190,7 +190,7 @@ def evaluate(
         samples=len(keeps),
         prompts=asked[: len(images)],
         images=images,
-        images_score=table[: len(images), -1] if found else None,
+        images_score=table[: len(images), -1] if scored else None,
         scores=Scores(names, sampled, asked, table),
         split=split(table, asked, names),
         sounds=None if rate is None else Sounds(_sounds_of_all_ranks(heard, world)[shows], rate),
@@ -211,6 +211,6 @@ def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
         return torch.cat([*images])
     # As a sheet shows them: in 8 bits, and of a video only some frames.
     shown = [batch[:, :, pick_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
-    own = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
-    by_rank = world.gather_items(own)[:: world.sequence]
+    pictures = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
+    by_rank = world.gather_items(pictures)[:: world.sequence]
     return torch.cat([batch for part in by_rank for batch in part]).float() / 255

@@ -62,7 +62,7 @@ class EvaluationFolder:
 
     def finish(
         self,
-        found: Sequence[ScoreRow],
+        rows: Sequence[ScoreRow],
         ours: Evaluation,
         base: Evaluation | None,
         *,
@@ -79,13 +79,13 @@ class EvaluationFolder:
         if not self.world.is_main:
             return
         write_scores(self.out / "scores.csv", ours.scores, None if base is None else base.scores)
-        write_rows(self.out / "table.csv", found)
+        write_rows(self.out / "table.csv", rows)
         for folder, part in ((IMAGES, ours), (BASE, base)):
             if part is not None and part.sounds is not None:
                 for name, wave in zip(part.scores.names, part.sounds.waves, strict=False):
                     write_wave(self.out / folder / f"{name}.wav", wave, part.sounds.rate)
         contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
-        record = {"model": title, "settings": settings, "rows": as_records(found)}
+        record = {"model": title, "settings": settings, "rows": as_records(rows)}
         (self.out / TABLE).write_text(
             json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )  # last: it says that all is there
@@ -154,11 +154,11 @@ def find(name: str) -> SuiteConfig:
     if Path(name).suffix in FORMATS:
         return _from_file(Path(name))
 
-    def check(found: Any) -> str | None:
-        return None if isinstance(found, SuiteConfig) else f"is {type_of(found)}, expected a SuiteConfig or a .toml file"
+    def check(value: Any) -> str | None:
+        return None if isinstance(value, SuiteConfig) else f"is {type_of(value)}, expected a SuiteConfig or a .toml file"
 
-    found: SuiteConfig = plugins.load(name, "suites", check, table=SUITES)
-    return _whole(found, f"`suite` {name!r}")
+    suite: SuiteConfig = plugins.load(name, "suites", check, table=SUITES)
+    return _whole(suite, f"`suite` {name!r}")
 
 
 def _from_file(path: Path) -> SuiteConfig:

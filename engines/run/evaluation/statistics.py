@@ -70,15 +70,15 @@ def bootstrap_interval(
     Raises:
         ValueError: there are no values, or `level` is not in (0, 1).
     """
-    given = _numbers("values", values)
+    numbers = _numbers("values", values)
     if not 0 < level < 1:
         raise ValueError(f"bootstrap_interval: level is {level}, expected a number in (0, 1)")
     if resamples < 1:
         raise ValueError(f"bootstrap_interval: resamples is {resamples}, expected at least 1")
-    places = np.arange(len(given)) if clusters is None else _places(clusters)
-    if len(places) != len(given):
-        raise ValueError(f"bootstrap_interval: got {len(places)} clusters of {len(given)} values, expected one per value")
-    sums, counts = np.bincount(places, weights=given), np.bincount(places)
+    places = np.arange(len(numbers)) if clusters is None else _places(clusters)
+    if len(places) != len(numbers):
+        raise ValueError(f"bootstrap_interval: got {len(places)} clusters of {len(numbers)} values, expected one per value")
+    sums, counts = np.bincount(places, weights=numbers), np.bincount(places)
     draws, means = np.random.default_rng(seed), list[np.ndarray]()
     for first in range(0, resamples, AT_ONCE):  # not all at once: N can be large
         drawn = draws.integers(len(sums), size=(min(AT_ONCE, resamples - first), len(sums)))
@@ -101,8 +101,8 @@ def compare(scores: ArrayLike, base: ArrayLike, clusters: Sequence[object] | Non
 
 def is_pass_fail(scores: ArrayLike) -> bool:
     """Return whether all scores are 0 or 1, as those of a test that a sample passes or fails."""
-    given = _numbers("scores", scores)
-    return bool(np.isin(given, (0.0, 1.0)).all())
+    numbers = _numbers("scores", scores)
+    return bool(np.isin(numbers, (0.0, 1.0)).all())
 
 
 def pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[str]) -> PassRates:
@@ -116,15 +116,15 @@ def pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[
         tags: tag of each sample's prompt, `[N]`; samples without one are not in the mean over tags.
         prompts: prompt of each sample, `[N]`.
     """
-    given = _numbers("passed", passed)
+    numbers = _numbers("passed", passed)
     by_tag = {
-        tag: float(given[[place for place, other in enumerate(tags) if other == tag]].mean())
+        tag: float(numbers[[place for place, other in enumerate(tags) if other == tag]].mean())
         for tag in dict.fromkeys(tag for tag in tags if tag is not None)
     }
     best: dict[str, float] = {}
-    for prompt, value in zip(prompts, given.tolist(), strict=True):
+    for prompt, value in zip(prompts, numbers.tolist(), strict=True):
         best[prompt] = max(best.get(prompt, 0.0), value)
-    everything = float(given.mean())
+    everything = float(numbers.mean())
     overall = float(np.mean([*by_tag.values()])) if by_tag else everything
     return PassRates(by_tag, overall, everything, float(np.mean([*best.values()])))
 
@@ -138,10 +138,10 @@ def _pair(scores: ArrayLike, base: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 def _numbers(name: str, values: ArrayLike) -> np.ndarray:
     """Return numbers `[N]` in float64."""
-    given = np.asarray(values, dtype=np.float64)
-    if given.ndim != 1 or not len(given):
-        raise ValueError(f"{name} has shape {list(given.shape)}, expected [N] with at least one number")
-    return given
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.ndim != 1 or not len(numbers):
+        raise ValueError(f"{name} has shape {list(numbers.shape)}, expected [N] with at least one number")
+    return numbers
 
 
 def _places(clusters: Sequence[object]) -> np.ndarray:

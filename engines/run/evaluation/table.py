@@ -72,7 +72,7 @@ def same_samples(scores: Scores, other: Scores) -> bool:
     return (
         tuple(scores.evaluators) == tuple(other.evaluators)
         and 2 * len(shared) > max(len(scores.names), len(other.names))
-        and all(own == its for own, its in shared)
+        and all(value == its for value, its in shared)
     )
 
 
@@ -106,11 +106,12 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[S
     name, prompts = scores.evaluators[place], scores.prompts
     sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
     parts: list[tuple[Part, str, list[int]]] = [("all", "", list(range(len(prompts))))]
-    found = split(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
+    kinds = split(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
     labels: tuple[tuple[Part, str, Sequence[str | None]], ...] = (("source", "sources", sources), ("tag", "tags", tags))
-    for part, kind, given in labels:
+    for part, kind, labels_of_kind in labels:
         parts += [
-            (part, label, [number for number, other in enumerate(given) if other == label]) for label in found.get(kind, {})
+            (part, label, [number for number, other in enumerate(labels_of_kind) if other == label])
+            for label in kinds.get(kind, {})
         ]
     for part, label, numbers in parts:
         values = scores.values[torch.tensor(numbers)]
@@ -152,17 +153,17 @@ def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[
         yield ScoreRow(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
 
 
-def format_tables(title: str, found: Sequence[ScoreRow]) -> list[rich.table.Table]:
+def format_tables(title: str, rows: Sequence[ScoreRow]) -> list[rich.table.Table]:
     """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
-    exact = any(row.exact for row in found)
+    exact = any(row.exact for row in rows)
     scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
-    for row in found:
+    for row in rows:
         cells = (str(row.samples), _mean(row), _number(row.std), *([_number(row.exact)] if exact else []))
         scores.add_row(row.evaluator, _part(row), *cells)
-    if all(row.base_mean is None for row in found):
+    if all(row.base_mean is None for row in rows):
         return [scores]
     compared = _table("against the base on the same noise", ("base", "win rate", "difference [95 %]"))
-    for row in found:
+    for row in rows:
         compared.add_row(row.evaluator, _part(row), _number(row.base_mean), _number(row.win_rate), _difference(row))
     return [scores, compared]
 
@@ -195,17 +196,17 @@ def _difference(row: ScoreRow) -> str:
     return f"{row.difference:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]")
 
 
-def as_records(found: Sequence[ScoreRow]) -> list[dict[str, Any]]:
+def as_records(rows: Sequence[ScoreRow]) -> list[dict[str, Any]]:
     """Return rows as JSON holds them, without what there is no number of."""
-    return [{name: value for name, value in asdict(row).items() if value is not None} for row in found]
+    return [{name: value for name, value in asdict(row).items() if value is not None} for row in rows]
 
 
-def write_rows(path: Path, found: Sequence[ScoreRow]) -> None:
+def write_rows(path: Path, rows: Sequence[ScoreRow]) -> None:
     """Write rows as CSV."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([field.name for field in fields(ScoreRow)])
-        writer.writerows(["" if value is None else value for value in asdict(row).values()] for row in found)
+        writer.writerows(["" if value is None else value for value in asdict(row).values()] for row in rows)
 
 
 def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None:

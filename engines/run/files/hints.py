@@ -55,10 +55,10 @@ class Foreign(NamedTuple):
 def load_foreign() -> dict[str, list[Foreign]]:
     """Return the settings of other trainers by their name; one name may mean several of ours."""
     text = files(__package__).joinpath("names.csv").read_text(encoding="utf-8")
-    found = dict[str, list[Foreign]]()
+    names = dict[str, list[Foreign]]()
     for row in csv.DictReader(text.splitlines()):
-        found.setdefault(row["name"], []).append(Foreign(**row))
-    return found
+        names.setdefault(row["name"], []).append(Foreign(**row))
+    return names
 
 
 def explain_unknown(

@@ -29,14 +29,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        found = _parse(text, path.suffix)
+        settings = _parse(text, path.suffix)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{path} is not {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"{path} holds {type(found).__name__}, expected a table of settings such as optimizer.lr: 1e-4")
-    return found
+    if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
+        raise UsageError(f"{path} holds {type(settings).__name__}, expected a table of settings such as optimizer.lr: 1e-4")
+    return settings
 
 
 def _parse(text: str, suffix: str) -> Any:
@@ -100,10 +100,10 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
                 hint = f"this run has the method {config.method.method_name}; `recipe` names another one"
                 raise UsageError(f"method.name is {value!r}: {hint}")
             continue
-        found = _find(config, plain, names)
-        if found in values and values[found] != value:
-            raise UsageError(f"{name} is set twice, to {values[found]!r} and {value!r}")
-        values[found] = value
+        key = _find(config, plain, names)
+        if key in values and values[key] != value:
+            raise UsageError(f"{name} is set twice, to {values[key]!r} and {value!r}")
+        values[key] = value
     record = as_record(config)
     for name in sorted(values, key=lambda name: name.count(".")):  # a kind comes before its fields
         *parents, last = _place(config, name)
@@ -149,7 +149,7 @@ def _value(config: Any, name: str) -> Any:
     return config
 
 
-def _declared(config: Any, name: str) -> Any:
+def _find_type(config: Any, name: str) -> Any:
     """Return the declared type of a setting; None where it cannot be told, as of a field of another kind."""
     *parents, last = _place(config, name)
     for parent in parents:
@@ -183,20 +183,20 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
             raise UsageError(f"{name} is an empty list, expected a value, or several for a sweep")
     lasts = [name.rpartition(".")[2] for name in swept]
     short = {name: last if lasts.count(last) == 1 else name for name, last in zip(swept, lasts, strict=True)}
-    found = list[tuple[str, dict[str, Any]]]()
+    runs = list[tuple[str, dict[str, Any]]]()
     for combination in itertools.product(*swept.values()):
         chosen = dict(zip(swept, combination, strict=True))
-        found.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
-    if len({name for name, _ in found}) < len(found):
+        runs.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
+    if len({name for name, _ in runs}) < len(runs):
         raise UsageError("the file names the same run twice: each value of a list is one run")
-    return found
+    return runs
 
 
 def _is_sweep(config: TrainConfig, name: str, values: list[Any], names: Sequence[str]) -> bool:
     if name == RECIPE:
         raise UsageError("recipe is a list, expected one: compare the runs of several by fluvial report runs/*")
     plain = _find(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
-    declared = _declared(config, plain)
+    declared = _find_type(config, plain)
     if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in _members(declared)):
         return bool(values) and all(isinstance(value, list) for value in values)
     return True

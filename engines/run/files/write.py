@@ -33,16 +33,16 @@ def list_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str
 def differences(config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
     """Return the settings, by dotted names, that differ from those of another run; with a new kind all of its fields."""
     before = {name: value for name, value, _ in list_settings(base)}
-    found = dict[str, Any]()
+    changed = dict[str, Any]()
     for name, value, _ in list_settings(config):
         parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
         if (
             name not in before
             or value != before[name]
-            or any(before.get(each) != found.get(each, before.get(each)) for each in parents)
+            or any(before.get(each) != changed.get(each, before.get(each)) for each in parents)
         ):
-            found[name] = value
-    return found
+            changed[name] = value
+    return changed
 
 
 def write_differences(recipe: str | None, config: TrainConfig, base: TrainConfig) -> str:
@@ -50,9 +50,9 @@ def write_differences(recipe: str | None, config: TrainConfig, base: TrainConfig
     if recipe is None:
         entries = [_entry(name, value, None, config) for name, value, _ in list_settings(config)]
         return "\n".join([_first(None, config), *filter(None, entries)]) + "\n"
-    found = differences(config, base) | {"model": config.model}
-    entries = [_entry(name, found[name], recipe, config) for name in sorted(found, key=lambda name: name != "model")]
-    if [*found] == ["model"]:
+    changed = differences(config, base) | {"model": config.model}
+    entries = [_entry(name, changed[name], recipe, config) for name in sorted(changed, key=lambda name: name != "model")]
+    if [*changed] == ["model"]:
         entries.append("# Nothing differs from the recipe. fluvial config --all prints every setting with its help.")
     return "\n".join([_first(recipe, config), *filter(None, entries)]) + "\n"
 

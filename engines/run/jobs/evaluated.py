@@ -19,7 +19,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_rewards, select
-from fluvial.models import decoded, is_recorded
+from fluvial.models import decode_samples, is_recorded
 
 
 def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
@@ -60,7 +60,7 @@ def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
     if (has_one_size(job.model) and only_shape(job.model) == job.shape) or _makes(job, *pipeline.size, pipeline.frames):
         return pipeline
     with torch.no_grad():
-        made = decoded(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
+        made = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
     frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
     if not (is_recorded(job.model) or _makes(job, height, width, frames)):
         raise UsageError(
@@ -91,9 +91,9 @@ def evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -
             f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "
             "the weight"
         )
-    found = {name: reward for name, (reward, _) in selected.items()}
-    check_rewards(found, label="evaluator")
-    return with_audio(found, job.model)
+    rewards = {name: reward for name, (reward, _) in selected.items()}
+    check_rewards(rewards, label="evaluator")
+    return with_audio(rewards, job.model)
 
 
 def list_texts(job: Job, asked: Job, guidance: Guidance) -> Sequence[Any]:
@@ -130,10 +130,10 @@ def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> N
         guided: whether samples are guided.
         field: setting of the guidance, for the message.
     """
-    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
-    if own is not None and not guided:
+    opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
+    if opposed is not None and not guided:
         raise UsageError(
-            f"prompt {own.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
+            f"prompt {opposed.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
             "column negative_prompt out"
         )
 

@@ -57,17 +57,17 @@ def with_images(job: Job, config: TrainConfig) -> Job:
             job.prepare(world, texts)
         if preferences is not None:
             return job.prompts
-        found = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)
+        pairs = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)
         kept = PromptTable(
-            replace(prompt, size=cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out
+            replace(prompt, size=cache.sizes[image]) for prompt, image in pairs if (image,) not in cache.left_out
         )
         if not kept:
             raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
         return kept
 
     def data(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
-        given = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
-        return torch.stack([cache.sample(image, size) for image, size in given])
+        sized = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
+        return torch.stack([cache.sample(image, size) for image, size in sized])
 
     return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data.images else job.data)
 

@@ -94,18 +94,20 @@ def open_job(
     Raises:
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
-    found = PromptsOfRun((), (), {})
+    prompts_of = PromptsOfRun((), (), {})
     model = open_named(name, config, steps=steps, guidance=guidance, compute=compute)
     try:
         if prompts is not None:
-            model, found = prompts(model)
+            model, prompts_of = prompts(model)
         shape = _shape(model, config, adapted=is_adapter(name))
         sizes = parse_shapes(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
     except UsageError:
         raise
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
-    return Job(model, found.train, heldout=found.heldout, shape=shape, sizes=sizes, source_weights=found.weights)
+    return Job(
+        model, prompts_of.train, heldout=prompts_of.heldout, shape=shape, sizes=sizes, source_weights=prompts_of.weights
+    )
 
 
 def open_named(

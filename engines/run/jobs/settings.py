@@ -18,10 +18,10 @@ UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB
 
 def parse_bytes(text: str, field: str) -> int:
     """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
+    if match is None or float(match[1]) == 0:
         raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)

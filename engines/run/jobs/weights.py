@@ -138,9 +138,9 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
     Raises:
         UsageError: it cannot be read, or does not fit the network.
     """
-    found = read_adapter(path, job, module, field)
-    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
-    load_lora(module, found.tensors, "default")
+    adapter = read_adapter(path, job, module, field)
+    add_lora(module, LoraConfig(rank=adapter.rank, alpha=adapter.alpha, form=adapter.form), adapter.layers)
+    load_lora(module, adapter.tensors, "default")
 
 
 def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
@@ -175,8 +175,8 @@ def converter(pipeline: str, module: nn.Module | None = None) -> Any:
             with suppress(ValueError):  # then it is of another layout
                 return adapter_from_original(pipeline, tensors, network)
         with quietly():
-            found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
-        state, *rest = found if isinstance(found, tuple) else (found,)
+            converted: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
+        state, *rest = converted if isinstance(converted, tuple) else (converted,)
         if count_rows(state) != count_rows(tensors):
             raise ValueError(f"diffusers leaves out layers of an adapter of {pipeline}")
         alphas = rest[0] if rest and rest[0] else {}

@@ -28,7 +28,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by their dotted names."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in table.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return leaves

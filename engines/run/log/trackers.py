@@ -69,14 +69,14 @@ def find(name: str) -> Maker | None:
         # A folder of the package's name in the working folder, which wandb makes, is found as a package without a file.
         if spec is None or spec.origin is None:
             raise UsageError("tracker", name, hint=f"{name} is not installed; pip install 'fluvial[{name}]'")
-    found: Maker | None = plugins.load(name, "trackers", _makes, table={"none": None})
-    return found
+    maker: Maker | None = plugins.load(name, "trackers", _makes, table={"none": None})
+    return maker
 
 
 def find_all(names: str) -> dict[str, Maker]:
     """Return the makers of trackers with commas between their names, see `find`; none for "none"."""
-    found = {name: find(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
-    return {name: maker for name, maker in found.items() if maker is not None}
+    makers = {name: find(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
+    return {name: maker for name, maker in makers.items() if maker is not None}
 
 
 class SafeTracker:
@@ -131,7 +131,7 @@ class SafeTracker:
                 )
 
 
-def _makes(found: Any) -> str | None:
-    if found is None or callable(found):
+def _makes(maker: Any) -> str | None:
+    if maker is None or callable(maker):
         return None
-    return f"is of type {type(found).__name__}, expected a function or a class of a TrackedRun"
+    return f"is of type {type(maker).__name__}, expected a function or a class of a TrackedRun"

@@ -138,11 +138,11 @@ class KeptImages:
         count = min(count, len(values) // 2)
         ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))
         best, worst = ranked[:count], sorted(ranked[len(ranked) - count :], key=lambda i: (values[i], i))
-        own = {i: self.files[scores.names[i]] for i in (*best, *worst) if scores.names[i] in self.files}
-        found = {i: file for part in world.gather_items(own) for i, file in part.items()}
+        files_here = {i: self.files[scores.names[i]] for i in (*best, *worst) if scores.names[i] in self.files}
+        file_of = {i: file for part in world.gather_items(files_here) for i, file in part.items()}
 
         def show(chosen: Sequence[int]) -> ExtremeSamples:
-            images = [_enlarge(found[i]) for i in chosen]
+            images = [_enlarge(file_of[i]) for i in chosen]
             return ExtremeSamples(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
 
         return show(best), show(worst)

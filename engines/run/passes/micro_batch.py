@@ -101,11 +101,11 @@ def sizes(samples: int) -> list[int]:
 
     A size that does not divide them would compute samples that nobody asked for.
     """
-    found = [1]
+    tried = [1]
     for size in range(2, samples + 1):
-        if samples % size == 0 and size >= 2 * found[-1]:
-            found.append(size)
-    return found
+        if samples % size == 0 and size >= 2 * tried[-1]:
+            tried.append(size)
+    return tried
 
 
 def choose(
@@ -283,9 +283,9 @@ def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False)
     start = _now(engine.world.device)
     if passes.rollout is not None:
         with engine.inference() as module:
-            found = passes.rollout(module, size)
+            predicted = passes.rollout(module, size)
             if decode and passes.decode is not None:
-                passes.decode(found.float())
+                passes.decode(predicted.float())
     engine.sharded.set_last(False)
     with engine.sharded.train():
         passes.update(engine.module, size).float().square().mean().backward()
@@ -401,7 +401,7 @@ def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: Ru
         except torch._dynamo.exc.TorchDynamoException as error:
             failure = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
             break
-    failures = [found for found in engine.world.gather_items(failure) if found is not None]
+    failures = [report for report in engine.world.gather_items(failure) if report is not None]
     if failures and engine.sharding.compile != "auto":
         raise UsageError(f"`engine.compile` is True, and the blocks cannot be compiled: {failures[0]}; set it to False")
     if failures:

@@ -83,10 +83,10 @@ class RunPasses:
                 alone = [_rows(predict(module, rows, first=first)) for first in range(0, size, rows)]
             engine.sharded.set_last(False)
             with engine.sharded.train():
-                found = predict(engine.module, size)
-                found.float().square().mean().backward()  # a forward pass alone would leave parameters gathered
+                predicted = predict(engine.module, size)
+                predicted.float().square().mean().backward()  # a forward pass alone would leave parameters gathered
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
-            same = same and all(map(torch.equal, _rows(found.detach()), expected))
+            same = same and all(map(torch.equal, _rows(predicted.detach()), expected))
         return same
 
     @property
@@ -129,9 +129,9 @@ class RunPasses:
         )
 
 
-def _rows(found: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(predicted: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of a prediction, and the mean square of each."""
-    return found, found.float().flatten(1).square().mean(1)
+    return predicted, predicted.float().flatten(1).square().mean(1)
 
 
 def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> Choice:
@@ -162,8 +162,8 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     passes, rows = RunPasses(config, job, engine, schedule), config.samples_per_pass
     samples, pairs = _pairs(config, ranks=engine.world.data_size)
     tried = passes.of(passes.largest)
-    own = Passes(tried.update, same=None if engine.compiles else lambda size: passes.same_bits(size, rows))
-    with micro_batch.trials(engine, own) as measure:
+    trial_passes = Passes(tried.update, same=None if engine.compiles else lambda size: passes.same_bits(size, rows))
+    with micro_batch.trials(engine, trial_passes) as measure:
         sizes = [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))]
         budget, most = _budget(config, passes, samples) // config.method.needs.graphs, micro_batch.SLOWER
         return micro_batch.choose(sizes, measure, budget=budget, most=most, again=True, name="update_micro_batch")
@@ -234,10 +234,10 @@ def compile_blocks(
         UsageError: they cannot be compiled, and engine.compile is True.
     """
     passes = list(RunPasses(config, job, engine, schedule).variants())
-    found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
+    warmed = warm_up(engine, passes, config.samples_per_pass, progress=progress)
     fixed = config.engine.update_micro_batch
     for size in pairs if isinstance(fixed, str) else (fixed,):
-        if size != config.samples_per_pass and found.failure is None:
+        if size != config.samples_per_pass and warmed.failure is None:
             more = warm_up(engine, [Passes(each.update) for each in passes], size, progress=progress)
-            found = more._replace(programs=found.programs + more.programs, seconds=found.seconds + more.seconds)
-    return found
+            warmed = more._replace(programs=warmed.programs + more.programs, seconds=warmed.seconds + more.seconds)
+    return warmed

@@ -45,8 +45,8 @@ def launch(command: Sequence[str], processes: int) -> int:
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
             shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": threads}
             for rank in range(processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.start(command, {**shared, **own}, listening if rank == 0 else None)
+                of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.start(command, {**shared, **of_rank}, listening if rank == 0 else None)
         ranks.pass_on()
         return ranks.wait()
     finally:
@@ -69,11 +69,11 @@ class _Ranks:
     def start(self, command: Sequence[str], environment: dict[str, str], listening: socket.socket | None) -> None:
         """Start the next rank, in a process group of its own, which the terminal's Ctrl-C does not reach."""
         sockets = () if listening is None else (listening.fileno(),)
-        given = {} if listening is None else {STORE: str(listening.fileno())}
+        inherited = {} if listening is None else {STORE: str(listening.fileno())}
         self.processes.append(
             subprocess.Popen(
                 command,
-                env={**os.environ, **environment, **given},
+                env={**os.environ, **environment, **inherited},
                 stdin=subprocess.DEVNULL,
                 pass_fds=sockets,
                 process_group=0,

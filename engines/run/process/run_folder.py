@@ -63,9 +63,9 @@ class FolderLock:
             self._lease.acquire(timeout=0)
         except Timeout:
             say(f"{self._holder}: waiting up to {STALE:g} s for a sign of life")
-            held = _changed(path)
+            held = _read_time(path)
             try:
-                self._lease.acquire(timeout=STALE + 2 * BEAT, cancel_check=lambda: _changed(path) not in (held, None))
+                self._lease.acquire(timeout=STALE + 2 * BEAT, cancel_check=lambda: _read_time(path) not in (held, None))
             except Timeout:
                 raise UsageError(f"{self._holder}: wait for its end, or set `out` to another folder") from None
 
@@ -86,7 +86,7 @@ class FolderLock:
         self._lease.release()
 
 
-def _changed(path: Path) -> int | None:
+def _read_time(path: Path) -> int | None:
     """Return the time of a file's last change, None if it is gone."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
@@ -258,10 +258,10 @@ class RunFolder:
         """Return the scores of an earlier evaluation of the same samples; None if there is no whole one."""
         path = self._scores(name)
         try:
-            found = read_scores(path)
+            earlier = read_scores(path)
         except UsageError:
             return None
-        return found if same_samples(found, scores) else None
+        return earlier if same_samples(earlier, scores) else None
 
     def _scores(self, name: str) -> Path:
         return self.out / "samples" / f"{name.replace(' ', '-')}.csv"

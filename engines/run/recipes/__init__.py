@@ -516,8 +516,8 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     Raises:
         UsageError: the preset is no such number, or the run has no published rollout.
     """
-    found = re.fullmatch(r"([1-9][0-9]{0,4})gpus?", preset)
-    if found is None:
+    match = re.fullmatch(r"([1-9][0-9]{0,4})gpus?", preset)
+    if match is None:
         raise UsageError("preset", preset, "a number of GPUs, such as 1gpu or 8gpu")
     if config.model in MODELS:
         raise no_effect("preset", f"with {config.model}, whose settings were found on a CPU")
@@ -525,7 +525,7 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
         raise no_effect("preset", "with a method that makes no samples")
     published = config.method.sampling
     updates = getattr(config.method, "fake_updates", config.method.passes.minibatches)
-    groups = min(published.prompts, -(-max(GROUPS * int(found[1]), updates) // updates) * updates)
+    groups = min(published.prompts, -(-max(GROUPS * int(match[1]), updates) // updates) * updates)
     is_fixed = explain_fixed_micro_batch(config.method) is not None
     changes = [f"sampling.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
     changes += (

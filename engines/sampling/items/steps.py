@@ -98,7 +98,7 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     new_items, new_cond = optree.tree_unflatten(structure, received)
     first = len(optree.tree_leaves(cond)[0])
     new_items = new_items._replace(sample=to_device(first + torch.arange(sum(receive)), sample.device))
-    kept: Kind = optree.tree_map(lambda own, new: join(rows(own, slice(stay)), new), items, new_items)
+    kept: Kind = optree.tree_map(lambda kept_rows, new: join(rows(kept_rows, slice(stay)), new), items, new_items)
     return kept, optree.tree_map(join, cond, new_cond)
 
 

@@ -19,7 +19,7 @@ def rename(name: str, beginnings: Mapping[str, str]) -> str:
 
 def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
     """Return the number of layers that names of tensors show; the pattern has the layer's number as its group."""
-    return 1 + max((int(found[1]) for name in tensors if (found := re.match(pattern, name))), default=-1)
+    return 1 + max((int(match[1]) for name in tensors if (match := re.match(pattern, name))), default=-1)
 
 
 def fill(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,7 +56,7 @@ class LinearHead:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], inputs: int, source: Path) -> None:
-        numbers = sorted({int(found[1]) for name in tensors if (found := re.fullmatch(r"layers\.(\d+)\.\w+", name))})
+        numbers = sorted({int(match[1]) for name in tensors if (match := re.fullmatch(r"layers\.(\d+)\.\w+", name))})
         if not numbers or {f"layers.{i}.{part}" for i in numbers for part in ("weight", "bias")} != set(tensors):
             raise LoadingError(
                 f"the head {source} holds {', '.join(sorted(tensors)[:3])} ..., expected layers.0.weight, layers.0.bias "

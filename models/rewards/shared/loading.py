@@ -185,14 +185,14 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        found = attempt(f"the weights {file}", load_file, file)
+        loaded = attempt(f"the weights {file}", load_file, file)
     else:
-        found = attempt(f"the weights {file}", torch.load, file, map_location="cpu", weights_only=True, mmap=True)
-    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
-        found = found["state_dict"]
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise LoadingError(f"the weights {file} hold a {type(found).__name__}, expected tensors by name")
-    return found
+        loaded = attempt(f"the weights {file}", torch.load, file, map_location="cpu", weights_only=True, mmap=True)
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise LoadingError(f"the weights {file} hold a {type(loaded).__name__}, expected tensors by name")
+    return loaded
 
 
 def find_processor(weights: str | Path, processor: str | None, default: Processor) -> Processor:

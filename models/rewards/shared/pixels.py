@@ -112,8 +112,8 @@ def extract_frames(images: Tensor, count: int) -> Tensor:
     videos = images.unsqueeze(2) if images.ndim == 4 else images
     total = videos.shape[2]
     chosen = torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long()
-    found = videos.index_select(2, chosen.to(videos.device)).transpose(1, 2)
-    return found.expand(-1, -1, 3, -1, -1)
+    frames = videos.index_select(2, chosen.to(videos.device)).transpose(1, 2)
+    return frames.expand(-1, -1, 3, -1, -1)
 
 
 def check_pairs(images: Tensor, prompts: Sequence[str]) -> None:

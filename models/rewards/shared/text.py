@@ -24,9 +24,9 @@ def extract_quoted(prompt: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    found = prompt.split('"')[1:2] or TYPOGRAPHIC.findall(prompt)
-    if found and found[0].strip():
-        return found[0]
+    quoted = prompt.split('"')[1:2] or TYPOGRAPHIC.findall(prompt)
+    if quoted and quoted[0].strip():
+        return quoted[0]
     raise ValueError(f'the prompt {prompt!r} has no text in double quotes, expected the text to draw, as in: a sign "OPEN"')
 
 
@@ -40,7 +40,7 @@ def levenshtein(a: str, b: str) -> int:
     return row[-1]
 
 
-def text_score(found: str, target: str) -> float:
+def text_score(recognised: str, target: str) -> float:
     """Return 1 - min(levenshtein(found, target), |target|) / |target|; 1 if the target is a part of what was found.
 
     Blanks are dropped and case is ignored.
@@ -48,12 +48,12 @@ def text_score(found: str, target: str) -> float:
     Raises:
         ValueError: the target has nothing but blanks.
     """
-    found, target = ("".join(text.split()).lower() for text in (found, target))
+    recognised, target = ("".join(text.split()).lower() for text in (recognised, target))
     if not target:
         raise ValueError("the text to draw is empty, expected at least one character")
-    if target in found:
+    if target in recognised:
         return 1.0
-    return 1 - min(levenshtein(found, target), len(target)) / len(target)
+    return 1 - min(levenshtein(recognised, target), len(target)) / len(target)
 
 
 def score_texts(

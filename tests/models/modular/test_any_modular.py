@@ -146,7 +146,7 @@ def test_prompts_of_unlike_lengths_share_no_pass(folder: Folders) -> None:
     short, long_one = tiny_modular.TEXTS[0], " and ".join([tiny_modular.TEXTS[1]] * 9)
     model = opened("Flux3", folder("Flux3"))
     refuses("or larger ones, for the prompt 'two cats.* samples of both cannot be in one batch", model.encode, [long_one])
-    model = model.given([short, long_one])
+    model = model.adapt_to([short, long_one])
     assert not model.known.model.joined
     module, cond = model.build().eval(), model.encode([short, long_one])
     count = count_passes(module)
@@ -330,7 +330,7 @@ def test_images_of_prompts_choose_the_blocks(name: str, media: tuple[str, ...], 
         return {each: (file,) if each == "references" else file for each, file in zip(media, files, strict=True)}
 
     asked = [MediaPrompt("a red fox", draw(seed)) for seed in range(2)]
-    model = opened(name, folder(name), example=asked[0]).given(asked)
+    model = opened(name, folder(name), example=asked[0]).adapt_to(asked)
     module = model.build().eval()
     assert model.check(module, asked) <= TRAIN[name].error
     x = normal(key(0), (1, *model.known.shape)).expand(2, -1, -1)

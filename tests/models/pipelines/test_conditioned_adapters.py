@@ -20,7 +20,7 @@ from torch import Tensor
 from fluvial.bench.trial import pipelines
 from fluvial.bench.trial.forked import Forked, wait
 from fluvial.engines.cli import main as cli
-from fluvial.models import decoded
+from fluvial.models import decode_samples
 from fluvial.models.guidance import Guided
 from fluvial.models.pipelines.conditioned import check_media
 from fluvial.models.pipelines.open import open_model
@@ -158,7 +158,7 @@ def sampled(model: Any, noise: Tensor, prompts: list[MediaPrompt], scale: float)
         opposed = model.encode([MediaPrompt("bad", prompt.media) for prompt in prompts])
         cond = Guided(cond, opposed, torch.full((len(noise),), scale))
     x = tiny_pipelines.sampled(model, module, noise, cond, schedule, forwards="two").final
-    return decoded(model, x, prompts)
+    return decode_samples(model, x, prompts)
 
 
 @each
@@ -195,7 +195,7 @@ def test_an_encoding_is_cached_by_text_and_images(
     def encode(model: Any) -> tuple[Any, Tensor, int]:
         seen, own = [], model.vae.encode
         monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))  # type: ignore[func-returns-value]
-        return model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts), len(seen)
+        return model.encode([*prompts, prompts[0]]), decode_samples(model, latents, prompts), len(seen)
 
     expected, images, count = encode(plain)
     for times in (count // 2 if getattr(plain, "decodes_prompts", False) else count, 0):

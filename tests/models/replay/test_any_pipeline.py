@@ -282,7 +282,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     asked = find_call("BriaFiboPipeline")
     save("BriaFiboPipeline", tmp_path / "fibo")
     settings: dict[str, Any] = {"scale": asked.scale, "negative": asked.negative, "call": asked.call, "example": PROMPTS[0]}
-    model = AnyPipeline(tmp_path / "fibo", height=asked.size, width=asked.size, steps=STEPS, **settings).given(PROMPTS)
+    model = AnyPipeline(tmp_path / "fibo", height=asked.size, width=asked.size, steps=STEPS, **settings).adapt_to(PROMPTS)
     assert model.check(model.build().eval(), PROMPTS) < 1e-5
     assert model.known.model.ragged
     (recipe,) = model.known.model.recipes

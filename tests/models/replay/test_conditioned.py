@@ -67,7 +67,7 @@ def opened(name: str, folder: Path, example: MediaPrompt, **options: Any) -> Any
 def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     """For two prompts with images of their own, encoded by the mode of the VAE's distribution, from the same noise."""
     asked = prompts(name, folder(name))
-    model = opened(name, folder(name), asked[0]).given(asked)
+    model = opened(name, folder(name), asked[0]).adapt_to(asked)
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
     pipe = tiny_conditioned.load(folder(name))
@@ -143,7 +143,7 @@ def test_images_of_two_sizes_are_refused(larger: int, folder: Folders) -> None:
     asked = prompts(name, folder(name))
     file = tiny_conditioned.draw_image(folder(name) / "wide.png", 3, (32, 16))
     asked[larger] = MediaPrompt(asked[larger].text, {"image": file})
-    model = opened(name, folder(name), asked[0]).given(asked)
+    model = opened(name, folder(name), asked[0]).adapt_to(asked)
     says = r"samples of both cannot be in one batch: give all prompts images of one size$"
     refuses(f"^FluxKontextPipeline .* inputs of other shapes .* {says}", model.encode, asked)
 
@@ -202,7 +202,7 @@ def test_samples_of_image_to_image_start_as_noise(folder: Folders) -> None:
     """The levels fall from 1, the offset is the image's alone, and a sample is decoded with the offset of its prompt."""
     name = "img2img"
     first, second = prompts(name, folder(name))
-    model = opened(name, folder(name), first).given([first, second])
+    model = opened(name, folder(name), first).adapt_to([first, second])
     levels, scale = model.schedule(STEPS, model.known.shape).levels, model.known.model.scale
     assert len(levels) == STEPS + 1
     assert (float(levels[0]), float(levels[-1])) == (1.0, 0.0)

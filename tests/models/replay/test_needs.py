@@ -146,7 +146,7 @@ def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: 
         folder = tiny.save(name, tmp_path / "model")
         model = AnyPipeline(
             folder, height=asked.size, width=asked.size, steps=2, scale=asked.scale, negative=asked.negative, call=asked.call
-        ).given(["an owl", "a red fox on a chair"])
+        ).adapt_to(["an owl", "a red fox on a chair"])
         assert model.check(model.build().eval(), ["an owl", "a red fox on a chair"]) < 1e-5
 
 

@@ -19,7 +19,7 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import _sought, _sources, frozen_networks
+from fluvial.models.replay.capture import _find_samples, _sources, frozen_networks
 from fluvial.models.replay.combinations import Combination, Fitted, _list_known
 from fluvial.models.replay.recipe import Fixed, Latent, Made, SampleInput
 from fluvial.models.replay.recorded import Recording, check_replay, cut, record, replay
@@ -396,7 +396,7 @@ def test_control_networks_are_told_from_inputs_and_share_no_layers() -> None:
     x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     made = [[first.bfloat16(), first], [second]]
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
-    kinds, rows, _ = _sources(given, x, made, False, partial(_sought, single=False, known=()))
+    kinds, rows, _ = _sources(given, x, made, False, partial(_find_samples, single=False, known=()))
     assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
     assert [type(kind) for kind in kinds[3:]] == [SampleInput, Fixed]
     assert torch.equal(rows[0][:, 0], second + 1)

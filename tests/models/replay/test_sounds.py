@@ -37,7 +37,7 @@ def opened(folder: Path, **options: object) -> AnyPipeline:
 @pytest.mark.parametrize("lyrics", ["", "la la"])
 def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     asked = ["rain", "two birds at dawn"]
-    model = opened(tmp_path, call={**CALL, "lyrics": lyrics}).given(asked)
+    model = opened(tmp_path, call={**CALL, "lyrics": lyrics}).adapt_to(asked)
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "ace", local_files_only=True)
@@ -110,7 +110,7 @@ def ltx2(folder: Path, **options: Any) -> AnyPipeline:
 @pytest.mark.parametrize("call", [{}, PLAIN, {"guidance_rescale": 0.4, "audio_guidance_rescale": 0.9}])
 def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, float]) -> None:
     asked = ["rain", "a drum"]
-    model = ltx2(tmp_path, call=call).given(asked)
+    model = ltx2(tmp_path, call=call).adapt_to(asked)
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
     video, sound = model.known.pieces

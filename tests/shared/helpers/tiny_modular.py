@@ -112,7 +112,7 @@ def opened(name: str, folder: Path, **options: Any) -> AnyModular:
     asked = find_call(f"{name}ModularPipeline")
     size = {"height": asked.size, "width": asked.size, "frames": asked.frames, "steps": STEPS, "scale": asked.scale}
     given = {**size, "negative": asked.negative, "call": asked.call, "example": prompts(name)[0], **options}
-    return AnyModular(folder, **given).given(prompts(name, 3))
+    return AnyModular(folder, **given).adapt_to(prompts(name, 3))
 
 
 def loaded(name: str, folder: Path) -> Any:

@@ -146,8 +146,8 @@ def read_asked(value: dict[str, Any], kind: type[Asked], unsupported: Sequence[s
         RequestError: one of those is not off, or there are too many samples.
         WireError: a field is wrong or unknown.
     """
-    if found := [name for name in unsupported if value.get(name) not in OFF]:
-        raise RequestError(f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
+    if unknown := [name for name in unsupported if value.get(name) not in OFF]:
+        raise RequestError(f"{unknown[0]} is {str(value[unknown[0]])[:40]!r}, which this server lacks: leave it out")
     read = {name: each for name, each in value.items() if name not in IGNORED and name not in unsupported}
     asked = convert(read, kind, lenient=True)
     if asked.n > most:

@@ -44,24 +44,24 @@ def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int,
     Raises:
         RequestError: there are other images than the model was recorded with, or one cannot be read.
     """
-    expected, given = list_arguments(policy.model), request.image_path or ()
+    expected, images = list_arguments(policy.model), request.image_path or ()
     names = request.fluvial.media if request.fluvial.media is not None else expected
-    if given and not expected:
+    if images and not expected:
         raise RequestError(
             "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
             "takes images with --prompts, a file of prompts with images"
         )
     if request.fluvial.media is None and len(expected) == 1:  # a sample may have several
-        names = expected * len(given)
-    if len(given) != len(names) or {*names} != {*expected}:
-        got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
+        names = expected * len(images)
+    if len(images) != len(names) or {*names} != {*expected}:
+        got = f"{len(images)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
         raise RequestError(f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
     lists = find_list_arguments(policy.model)
     for name in names:
         if (count := names.count(name)) > 1 and name not in lists:
             raise RequestError(f"image_path holds {count} images for {name}, expected one")
     media: dict[str, bytes | tuple[bytes, ...]] = {}
-    for name, image in zip(names, given, strict=True):
+    for name, image in zip(names, images, strict=True):
         file = check_file(_file(image, policy, most_bytes), name, most_pixels)
         media[name] = (*media.get(name, ()), file) if name in lists else file
     return Prompt(request.prompt, media=media)
@@ -74,7 +74,7 @@ def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
         if not head.endswith(";base64"):
             raise RequestError(f"image_path holds {head[:40]!r}, expected data:image/png;base64,...")
         try:
-            found = base64.b64decode(data, validate=True)
+            content = base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError):
             raise RequestError("image_path holds a data URL whose base64 cannot be read") from None
     else:
@@ -86,10 +86,10 @@ def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
         if (size := path.stat().st_size) > most_bytes:
             raise RequestError(f"{image!r} has {size} bytes, expected at most {most_bytes}", 413)
         with convert_errors(RequestError, OSError, says=f"{str(path)!r} cannot be read"):
-            found = path.read_bytes()
-    if len(found) > most_bytes:
-        raise RequestError(f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}", 413)
-    return found
+            content = path.read_bytes()
+    if len(content) > most_bytes:
+        raise RequestError(f"an image of image_path has {len(content)} bytes, expected at most {most_bytes}", 413)
+    return content
 
 
 def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
@@ -172,7 +172,7 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
         RequestError: the model cannot make these samples, or they are too large.
         WireError: the request names steps that its schedule does not have.
     """
-    own, guidance = request.fluvial, guidance_of(request, policy.guidance)
+    fluvial_options, guidance = request.fluvial, guidance_of(request, policy.guidance)
     _check_texts(request, guidance, policy)
     prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
     policy.check_guidance(guidance)
@@ -184,17 +184,19 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
         schedule = policy.schedule(steps, shape)
     # Without what names single samples, and what the recipe holds in another way.
     options = replace_fields(
-        own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
+        fluvial_options, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
     )
     recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True))
-    first = 0 if own.prefix is None else own.prefix[0]
+    first = 0 if fluvial_options.prefix is None else fluvial_options.prefix[0]
     if request.rollout and request.sampler != "ode":
         sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
         positive = (step_coefficients(sampler, schedule.levels).std > 0).reshape(steps, -1).all(1).tolist()
         noisy = {step for step in range(steps) if request.form == "unscaled" or positive[step]}
         windows = _windows(request, steps, first)
         size = len(windows[0])
-        if own.windows is not None and (size == 0 or not noisy.issuperset(step for row in windows for step in row)):
+        if fluvial_options.windows is not None and (
+            size == 0 or not noisy.issuperset(step for row in windows for step in row)
+        ):
             raise RequestError(
                 "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
             )
@@ -203,19 +205,19 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
                 recipe,
                 sampler=request.sampler,
                 eta=request.rollout_noise_level,
-                window=windows[0] if own.windows is None else None,
+                window=windows[0] if fluvial_options.windows is None else None,
                 window_size=size,
                 record=not noisy.isdisjoint(windows[0]),
             )
     else:
         windows = [()] * request.outputs
-        if own.solver == "sa_solver":
+        if fluvial_options.solver == "sa_solver":
             recipe = replace(recipe, eta=request.rollout_noise_level)
     _check_parts(request, recipe, windows, policy)
     keys, ids, seed = _noise(request)
-    if own.prefix is not None:
+    if fluvial_options.prefix is not None:
         recipe = replace(recipe, shared=(prompt.model_input, keys[0]))
-    initial = ids if own.initial_ids is None else own.initial_ids
+    initial = ids if fluvial_options.initial_ids is None else fluvial_options.initial_ids
     traced = request.rollout and request.rollout_return_dit_trajectory
     orders = [
         SampleOrder(
@@ -242,9 +244,9 @@ def _check_texts(request: RolloutRequest, guidance: Guidance, policy: ServedPoli
     for field, text in named.items():
         with convert_errors(RequestError, ValueError, says=f"{field}"):
             policy.model.check_prompt(text)
-    tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
-    if tokens is not None and (not trims_padding(policy.model) or tokens > own):
-        raise RequestError(f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding")
+    tokens, most = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
+    if tokens is not None and (not trims_padding(policy.model) or tokens > most):
+        raise RequestError(f"text_tokens is {tokens}, expected at most {most}, or null for a model that keeps its padding")
 
 
 def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
@@ -257,10 +259,10 @@ def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int,
 
 def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: ServedPolicy) -> None:
     """Raise RequestError for steps that do not fit together."""
-    own, taken = request.fluvial, [step for row in windows for step in row]
-    if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):
-        raise RequestError(f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
-    if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
+    options, taken = request.fluvial, [step for row in windows for step in row]
+    if options.prefix is not None and (not taken or min(taken) < options.prefix[0]):
+        raise RequestError(f"prefix has {options.prefix[0]} steps, expected stochastic steps after it, and none within")
+    if options.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
         raise RequestError("after is set, expected one window for all samples, and a model that predicts a velocity")
     if request.debug and len(_find_boundaries(recipe)) < recipe.steps + 1:
         raise RequestError("prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
@@ -291,9 +293,9 @@ def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]
 
 def _noise(request: RolloutRequest) -> tuple[list[Key], tuple[int, ...], int | None]:
     """Return key and id of each sample's noise, and the seed; without a seed one is drawn."""
-    own = request.fluvial
-    if own.key is not None and own.ids is not None:
-        return [Key(*own.key)] * request.outputs, own.ids, request.seed
+    options = request.fluvial
+    if options.key is not None and options.ids is not None:
+        return [Key(*options.key)] * request.outputs, options.ids, request.seed
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     return [key(seed + row) for row in range(request.outputs)], (0,) * request.outputs, seed
 

@@ -111,11 +111,11 @@ class ServedPolicy:
 
     def check_guidance(self, guidance: Guidance) -> None:
         """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""
-        own = self.guidance
-        if is_recorded(self.model) and (guidance.scale, guidance.negative) != (own.scale, own.negative):
+        opened = self.guidance
+        if is_recorded(self.model) and (guidance.scale, guidance.negative) != (opened.scale, opened.negative):
             raise RequestError(
                 f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
-                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened"
+                f"adapter: expected {opened.scale:g} with {opened.negative!r}, as it was opened"
             )
 
     def check_rate(self, fps: int | None) -> None:
@@ -123,9 +123,9 @@ class ServedPolicy:
         model: Any = self.model
         asked, takes = getattr(model, "asked", {}), getattr(model, "takes", {})
         for name in RATES if fps is not None and is_recorded(model) else ():
-            own = asked.get(name, takes[name].default) if name in takes else fps
-            if own != fps:
-                raise RequestError(f"fps is {fps}, and this pipeline was opened with {name} {own}: leave fps out")
+            rate = asked.get(name, takes[name].default) if name in takes else fps
+            if rate != fps:
+                raise RequestError(f"fps is {fps}, and this pipeline was opened with {name} {rate}: leave fps out")
 
     def check_resumed(self) -> None:
         """Raise RequestError if the weights are released."""

@@ -23,14 +23,7 @@ from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.ranks import together
 from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample
-from fluvial.engines.sampling.generate import (
-    Chunk,
-    Requests,
-    Sampling,
-    SharedPrefix,
-    StochasticSteps,
-    generate,
-)
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, SharedPrefix, StochasticSteps, generate
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.scoring.scores import one_line
 from fluvial.engines.streams import Stream
@@ -78,11 +71,11 @@ class ReplyForm:
     def conditioning(self, cond: Cond, row: int) -> dict[str, Any]:
         """Return the conditioning of one sample of a batch."""
         taken = slice(row, row + 1) if not self.sglang else row
-        own = optree.tree_map(lambda tensor: tensor[taken].cpu(), cond)
-        positive, negative = (own.cond, own.uncond) if isinstance(own, Guided) else (own, None)
+        on_host = optree.tree_map(lambda tensor: tensor[taken].cpu(), cond)
+        positive, negative = (on_host.cond, on_host.uncond) if isinstance(on_host, Guided) else (on_host, None)
         guidance: Any = embed_guidance(positive)
         if not self.sglang:
-            guidance = float(own.scale) if isinstance(own, Guided) else None
+            guidance = float(on_host.scale) if isinstance(on_host, Guided) else None
         return {
             "image_kwargs": None if self.sglang else {},
             "pos_cond_kwargs": self._arguments(positive),
@@ -162,8 +155,10 @@ def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], filled: Seque
     sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
     names = {name for order in orders for name in order.request.debug}
     needed = names or any(order.boundaries for order in orders)
-    own = recipe.window
-    window: tuple[int, ...] | Tensor = torch.tensor([order.window for order in filled]) if own is None else own
+    shared_window = recipe.window
+    window: tuple[int, ...] | Tensor = (
+        torch.tensor([order.window for order in filled]) if shared_window is None else shared_window
+    )
     sampling = _sampling(recipe, window, schedule, sampler, observe=steps if needed else None)
     keys = words([order.key for order in filled], policy.device)
     requests = Requests(
@@ -214,18 +209,13 @@ def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], filled: Seque
 
 
 def _sampling(
-    recipe: Recipe,
-    window: tuple[int, ...] | Tensor,
-    schedule: Schedule,
-    sampler: Sampler | None,
-    *,
-    observe: _Steps | None,
+    recipe: Recipe, window: tuple[int, ...] | Tensor, schedule: Schedule, sampler: Sampler | None, *, observe: _Steps | None
 ) -> Sampling:
     """Return how a batch is made."""
     options, stochastic = recipe.options, None
     if sampler is not None:
-        own = (lambda ids: window) if isinstance(window, Tensor) else window
-        stochastic = StochasticSteps(sampler, own, record=recipe.record, form=recipe.form, reduction=options.reduction)
+        windows = (lambda ids: window) if isinstance(window, Tensor) else window
+        stochastic = StochasticSteps(sampler, windows, record=recipe.record, form=recipe.form, reduction=options.reduction)
     return Sampling(
         recipe.shape,
         schedule,
@@ -245,17 +235,17 @@ def _sampling(
 def _log_probs(chunk: Chunk, recipe: Recipe) -> Tensor:
     """Return the log-probability of every step, `[B, T]` float32, 0 at steps without noise."""
     recorded = chunk.trajectory.log_prob.float().cpu()
-    found = torch.zeros(len(recorded), recipe.steps)
-    return found.scatter_(1, chunk.trajectory.steps.cpu(), recorded)
+    table = torch.zeros(len(recorded), recipe.steps)
+    return table.scatter_(1, chunk.trajectory.steps.cpu(), recorded)
 
 
 def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
     """Return the samples at the boundaries of steps, as far as they are known."""
-    found, trajectory = dict(steps.x), chunk.trajectory
+    latents, trajectory = dict(steps.x), chunk.trajectory
     if recipe.window is not None:  # with `after` the step behind the window is not observed
-        found.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps[0].tolist())})
-    found[recipe.steps] = trajectory.final
-    return found
+        latents.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps[0].tolist())})
+    latents[recipe.steps] = trajectory.final
+    return latents
 
 
 def _choose_latents(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:

@@ -203,23 +203,23 @@ class ServedWeights:
                 raise RequestError(f"{path!r} holds no folder {name}")
             with convert_errors(RequestError, UsageError, SafetensorError, OSError, says=f"{str(where)!r} cannot be read"):
                 staged[name] = self._read_network(name, where)
-            found = checksum(sorted(staged[name].items())) if name in sha256 else None
-            if found != sha256.get(name):
-                raise RequestError(f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
+            checksum_of = checksum(sorted(staged[name].items())) if name in sha256 else None
+            if checksum_of != sha256.get(name):
+                raise RequestError(f"{str(where)!r} is damaged: its checksum is {checksum_of}, expected {sha256[name]}")
         return staged
 
     def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
-        own = self.tensors(name)
-        most = 8 * sum(tensor.numel() for tensor in own.values()) + 100_000_000  # bytes of numbers, and of a header
+        known = self.tensors(name)
+        most = 8 * sum(tensor.numel() for tensor in known.values()) + 100_000_000  # bytes of numbers, and of a header
         # Read, rather than mapped: a file that shrinks under a mapping would end the process.
         tensors = dict[str, Tensor]()
         for file in [self._regular(file, most) for file in weight_files(folder)]:
             for key, tensor in load(file.read_bytes()).items():
                 if key in tensors:
                     raise RequestError(f"{str(folder)!r} holds {key} twice")
-                _check_tensor(key, tensor.shape, tensor.dtype, own, where=str(folder))
+                _check_tensor(key, tensor.shape, tensor.dtype, known, where=str(folder))
                 tensors[key] = tensor
-        _check_complete(tensors, own, where=str(folder))
+        _check_complete(tensors, known, where=str(folder))
         return tensors
 
     def most_bytes(self) -> int:
@@ -245,12 +245,12 @@ class ServedWeights:
         if (push, done) != (bucket.push, bucket.index):
             raise RequestError(f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
         (name,), factors = self._targets([bucket.module.removesuffix(FACTORS)]), bucket.module.endswith(FACTORS)
-        own, held = self.tensors(name), staged.setdefault(bucket.module, {})
+        known, held = self.tensors(name), staged.setdefault(bucket.module, {})
         for place in bucket.places:
             if place.name in held:
                 raise RequestError(f"{place.name} comes twice")
             if not factors:
-                _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
+                _check_tensor(place.name, place.shape, place.dtype, known, where="the bucket")
         flat = self._read_bucket(bucket) if flat is None else flat
         for place in bucket.places:
             raw = flat[place.start_idx : place.end_idx].clone()  # aligned
@@ -340,13 +340,13 @@ class ServedWeights:
         try:
             with torch.no_grad():
                 for network, tensors in staged.items():
-                    own = self.tensors(network)
+                    held_here = self.tensors(network)
                     for name, like in tensors.items():
-                        part, held = local(own[name]), pushed.get(network, {})
+                        part, held = local(held_here[name]), pushed.get(network, {})
                         before = part.to("cpu", copy=True)
                         done.append((part, before))
                         tensor = held[name] if self.ranks is None else self.ranks.send(held.get(name), like)
-                        mine = _part_of(own[name], tensor)
+                        mine = _part_of(held_here[name], tensor)
                         part.copy_(mine)
                         # So the sums of what was sent are those of what computes.
                         if not torch.equal(_bytes(part), _bytes(mine.to(part.dtype))):
@@ -362,8 +362,10 @@ class ServedWeights:
 
     def _is_copied(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether tensors are a network's parameters alone, of the same dtypes."""
-        own = base_tensors(self.networks[name], parameters=True)
-        return own.keys() == tensors.keys() and all(own[key].dtype == each.dtype for key, each in tensors.items())
+        tensors_held = base_tensors(self.networks[name], parameters=True)
+        return tensors_held.keys() == tensors.keys() and all(
+            tensors_held[key].dtype == each.dtype for key, each in tensors.items()
+        )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of a network without adapters, by name; they share its storage."""
@@ -381,8 +383,8 @@ class ServedWeights:
         Raises:
             RequestError: anything is wrong with it.
         """
-        given, network = self.inside(path), self.networks[target]
-        files = [given / name for name in FILES if (given / name).exists()] if given.is_dir() else [given]
+        folder, network = self.inside(path), self.networks[target]
+        files = [folder / name for name in FILES if (folder / name).exists()] if folder.is_dir() else [folder]
         if not files:
             raise RequestError(f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
         most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
@@ -499,8 +501,8 @@ class ServedWeights:
         if name not in self._sums:
             network = self.networks[name.removesuffix(FACTORS)]
             if name in self.networks:
-                own = base_tensors(network, parameters=True)
-                self._sums[name] = checksum((key, gather(own[key])) for key in sorted(own))
+                held_here = base_tensors(network, parameters=True)
+                self._sums[name] = checksum((key, gather(held_here[key])) for key in sorted(held_here))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling
                 self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
@@ -514,9 +516,9 @@ class ServedWeights:
             RequestError: a tensor is missing, or has another sum.
         """
         (name,) = self._targets([target])
-        own = self.tensors(name)
-        missing = sorted(set(expected) - set(own))
-        wrong = missing or [key for key in sorted(expected) if digest_tensor(gather(own[key])) != expected[key]]
+        held_here = self.tensors(name)
+        missing = sorted(set(expected) - set(held_here))
+        wrong = missing or [key for key in sorted(expected) if digest_tensor(gather(held_here[key])) != expected[key]]
         if wrong:
             what = "are missing" if missing else "have another checksum"
             raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
@@ -542,11 +544,11 @@ class ServedWeights:
         return list(self.networks) if names is None else list(dict.fromkeys(names))
 
 
-def _part_of(own: Tensor, whole: Tensor) -> Tensor:
+def _part_of(held_here: Tensor, whole: Tensor) -> Tensor:
     """Return this process's part of a whole tensor that takes the place of `own`."""
-    if not isinstance(own, DTensor):
+    if not isinstance(held_here, DTensor):
         return whole
-    return local(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))
+    return local(distribute_tensor(whole, held_here.device_mesh, held_here.placements, src_data_rank=None))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -559,16 +561,16 @@ def _alike(left: Applied, right: Applied) -> bool:
     return (left.product, left.file.rank, left.file.layers) == (right.product, right.file.rank, right.file.layers)
 
 
-def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
+def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, known: Mapping[str, Tensor], *, where: str) -> None:
     """Raise RequestError unless a tensor can be copied to the network's own."""
-    if name not in own:
+    if name not in known:
         raise RequestError(f"{where!r} holds {name}, which the network does not have")
-    if list(shape) != list(own[name].shape):
-        raise RequestError(f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}")
-    if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
-        raise RequestError(f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
+    if list(shape) != list(known[name].shape):
+        raise RequestError(f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(known[name].shape)}")
+    if dtype != known[name].dtype and not (dtype.is_floating_point and known[name].dtype.is_floating_point):
+        raise RequestError(f"{where!r} holds {name} of {dtype}, and the network has {known[name].dtype}")
 
 
-def _check_complete(held: Collection[str], own: Collection[str], *, where: str) -> None:
-    if missing := sorted(set(own) - set(held)):
+def _check_complete(held: Collection[str], known: Collection[str], *, where: str) -> None:
+    if missing := sorted(set(known) - set(held)):
         raise RequestError(f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")

@@ -69,10 +69,10 @@ class RolloutService:
         """
         name, seeds, orders = secrets.token_hex(16), list[int | None](), list[SampleOrder]()
         for asked in wanted:
-            seed, own = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
+            seed, asked_orders = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
             self.policy.check_version(asked.fluvial.version)
-            seeds += [seed] * len(own)
-            orders += own
+            seeds += [seed] * len(asked_orders)
+            orders += asked_orders
         self.policy.check_resumed()
         work = asyncio.wait_for(asyncio.wrap_future(self.batcher.submit(orders)), self.deadline)
         try:
@@ -92,7 +92,7 @@ class RolloutService:
     async def health(self, request: Request) -> JSONResponse:
         """Return that the server runs, and what it has made."""
         batcher = self.batcher
-        found = {
+        answer = {
             "status": "ok",
             "weight_version": self.policy.version,
             "released": self.policy.weights.released,
@@ -100,7 +100,7 @@ class RolloutService:
             "batches": batcher.batches,
             "samples": batcher.rows,
         }
-        return JSONResponse(found)
+        return JSONResponse(answer)
 
     async def ready(self, request: Request) -> JSONResponse:
         """Return that samples can be made; RequestError if the weights are released."""
@@ -121,7 +121,7 @@ class RolloutService:
     async def model_info(self, request: Request) -> JSONResponse:
         """Return what is served, and how."""
         policy = self.policy
-        found = {
+        answer = {
             "model_path": policy.name,
             "served_model_name": policy.name,
             "is_generation": True,
@@ -144,7 +144,7 @@ class RolloutService:
             "weight_version": policy.version,
             "takes_options": True,
         }
-        return JSONResponse(found)
+        return JSONResponse(answer)
 
     @property
     def _makes_videos(self) -> bool:

@@ -78,7 +78,7 @@ class VideoJobs:
             media += [mask] * bool(mask)
         else:
             value = await json_of(request, dict[str, Any], most_bytes=limits.body)
-            media = [str(found) for name in LINKED if (found := value.pop(name, None))]
+            media = [str(link) for name in LINKED if (link := value.pop(name, None))]
         value = {name: each for name, each in value.items() if name not in NO_EFFECT and each is not None}
         if "num_outputs_per_prompt" in value:
             value["n"] = value.pop("num_outputs_per_prompt")
@@ -132,9 +132,9 @@ class VideoJobs:
         """Return the jobs, the last one first; RequestError for another part of them."""
         if request.query_params:
             raise RequestError(f"{next(iter(request.query_params))[:40]} is set, and the list is always whole: leave it out")
-        found = [*self.jobs.values()][::-1]
-        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
-        return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
+        jobs = [*self.jobs.values()][::-1]
+        ends = {"first_id": jobs[0]["id"], "last_id": jobs[-1]["id"]} if jobs else {}
+        return JSONResponse({"object": "list", "data": jobs, "has_more": False, **ends})
 
     async def retrieve(self, request: Request) -> JSONResponse:
         """Return a job."""

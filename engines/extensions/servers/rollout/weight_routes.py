@@ -269,14 +269,14 @@ class WeightRoutes:
             return self.weights.read_adapter(path, network, **options)
 
         def merge_wanted() -> dict[str, Applied | None]:
-            found = dict[str, Applied | None]()
+            applied = dict[str, Applied | None]()
             for network in self.weights.networks:
-                own = [each for each in named if network in chosen[each]]
-                if len({each.nickname for each in own}) < len(own):
+                adapters = [each for each in named if network in chosen[each]]
+                if len({each.nickname for each in adapters}) < len(adapters):
                     raise RequestError(f"lora_nickname names an adapter of {network} twice, expected different ones")
-                if own:
-                    found[network] = merge_adapters([read(each, network) for each in own], product)
-            return found
+                if adapters:
+                    applied[network] = merge_adapters([read(each, network) for each in adapters], product)
+            return applied
 
         adapters = await asyncio.to_thread(merge_wanted)
         what = ", ".join(f"{each.nickname} of {each.path or 'an earlier request'}" for each in named)
@@ -298,12 +298,12 @@ class WeightRoutes:
     async def unload_lora(self, asked: UnloadLora) -> dict[str, Any]:
         """Take an adapter off, and forget it."""
         name, left = asked.lora_name, self.weights.without(asked.lora_name)
-        found: dict[str, Any] = {"success": True, "status": "ok", "message": f"adapter {name} is unloaded"}
+        answer: dict[str, Any] = {"success": True, "status": "ok", "message": f"adapter {name} is unloaded"}
         if left:
-            found = await self._change(lambda: self.weights.adapt(left), asked, f"the weights without adapter {name}")
+            answer = await self._change(lambda: self.weights.adapt(left), asked, f"the weights without adapter {name}")
         self.weights.forget(name)
         return {
-            **found,
+            **answer,
             "error_message": None,
             "loaded_adapters": self._list_loaded(),
             "weight_version": self.weights.version,

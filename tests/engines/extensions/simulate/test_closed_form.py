@@ -75,7 +75,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
             for _ in range(2):
                 module(**batch, return_dict=False)
         del others
-        found = simulation.phases.found
+        found = simulation.phases.by_name
         return Trace(found["update"].peak, found["rollout"].peak)
 
 

@@ -209,4 +209,4 @@ def test_waits_name_their_phase() -> None:
         assert [(wait.phase, times) for wait, times in simulation.mode.waits.items() if isinstance(wait, Wait)] == [
             ("outer", 1), ("inner", 1),
         ]  # fmt: skip
-        assert set(simulation.phases.found) == {"outer", "inner"}
+        assert set(simulation.phases.by_name) == {"outer", "inner"}

@@ -107,7 +107,7 @@ def rollout(kind: Kind, folder: Path) -> tuple[verl_runs.Made, list[Any]]:
     raw = [chat(text, file) for text, file in zip(kind.texts, files, strict=True)]
     prompts = [Prompt(text, media={kind.image: file} if file else {}) for text, file in zip(kind.texts, files, strict=True)]
     model = kind.model(folder)
-    model = model.given(model_inputs(prompts)) if isinstance(model, AnyPipeline) else model
+    model = model.adapt_to(model_inputs(prompts)) if isinstance(model, AnyPipeline) else model
     cond = Guidance(kind.scale).encode(model, prompts)
     x = tiny_pipelines.start(model, len(prompts), kind.size)
     schedule = model.schedule(STEPS, tuple(x.shape[1:]))
@@ -197,7 +197,7 @@ def test_a_replayed_pipeline_takes_the_levels_and_the_negative_prompt_of_the_rol
     with torch.no_grad():
         x = (1 - level[:, None, None, None]) * made.trajectory.final + level[:, None, None, None] * noise
         expected = made.model.predict(made.model.build(), x, level, made.cond)
-        other = replayed(path, size=16, scale=kind.scale, negative="bad").given(list(kind.texts))
+        other = replayed(path, size=16, scale=kind.scale, negative="bad").adapt_to(list(kind.texts))
         opposed = other.predict(made.model.build(), x, level, other.encode(kind.texts))
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-5)
     negative = verl_runs.infer(engine, batch(made, raw, **at, raw_negative_prompt=["bad"] * 4))["noise_pred"][:, 0]

@@ -23,11 +23,11 @@ def test_the_distance_is_its_recursion(a: str, b: str) -> None:
     assert levenshtein(a, b) == distance(a, b)
 
 
-@given(found=WORDS, target=WORDS.filter(bool))
-def test_the_score_is_the_formula(found: str, target: str) -> None:
-    whole = target in found
-    wanted = 1.0 if whole else 1 - min(distance(found, target), len(target)) / len(target)
-    assert text_score(found, target) == wanted
+@given(recognised=WORDS, target=WORDS.filter(bool))
+def test_the_score_is_the_formula(recognised: str, target: str) -> None:
+    whole = target in recognised
+    wanted = 1.0 if whole else 1 - min(distance(recognised, target), len(target)) / len(target)
+    assert text_score(recognised, target) == wanted
     assert 0 <= wanted <= 1
 
 

@@ -199,7 +199,7 @@ class Videos(tiny.Tiny):
         return super().decode(latents).expand(-1, 3, -1, -1, -1).repeat_interleave(8, -1).repeat_interleave(8, -2)
 
 
-def decoded(file: bytes) -> torch.Tensor:
+def decode_samples(file: bytes) -> torch.Tensor:
     """Return the frames of a file, `[F, H, W, 3]`."""
     av = pytest.importorskip("av")
     with av.open(io.BytesIO(file)) as container:
@@ -228,7 +228,7 @@ def test_videos_are_made_with_its_requests_and_its_client(
         assert Path(str(job.file_path)).read_bytes()[4:8] == b"ftyp"
         file = httpx2.get(f"{url}/v1/videos/{job.id}/content?variant=1").content
         expected = second.generated_output.permute(1, 2, 3, 0) * 255
-        assert (decoded(file).float() - expected).abs().mean() < 6
+        assert (decode_samples(file).float() - expected).abs().mean() < 6
         with pytest.raises(RuntimeError, match="400"):
             client.generate_video("1", size="32x16", num_frames=4)
         fields, files = {"prompt": "1", "num_frames": "4", "size": "16x16"}, {"input_reference": ("a.png", b"")}
