@@ -189,7 +189,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
 
 
 def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[str]) -> list[str]:
-    """Return prompts of which each character is replaced with a probability, independently, by a random letter.
+    """Return prompts with each character replaced with a probability, independently, by a random letter.
 
     Args:
         key: key of the draws; a prompt's depend on its number alone.

@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return the beginning of the line of an error that says that there is no memory left."""
+    """Return the beginning of the line of an out-of-memory error."""
     said = " ".join((str(error).strip().splitlines() or [""])[0].split())
     return f"out of memory{said and f' ({said})'}"
 

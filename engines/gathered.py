@@ -92,7 +92,7 @@ class _Source(NamedTuple):
     def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
         if self.longer is not None:
-            return widen(self.longer).dtype  # few numbers, of which others depend on small differences
+            return widen(self.longer).dtype  # few numbers, whose small differences matter
         floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
         return dtype if dtype is not None and floats else self.weight.dtype
 

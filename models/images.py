@@ -128,7 +128,7 @@ def as_image(sample: Tensor, *, width: int, colour: bool = True) -> Image.Image:
     """Return an image tensor `[C, H, W]` in [0, 1] as a PIL image, enlarged by a whole factor to at most `width` pixels.
 
     Args:
-        sample: image of 1 or 3 channels, or a video `[C, F, H, W]`, of which the first, middle and last frame are shown.
+        sample: image of 1 or 3 channels, or a video `[C, F, H, W]`, shown by its first, middle and last frame.
         width: largest width in pixels, unless the image itself is wider.
         colour: whether to convert an image of one channel to RGB.
     """

@@ -80,7 +80,7 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
 
     Args:
         path: safetensors file, or a folder with one.
-        module: module that the adapter is for; its weights are not read, and adapters that it has are left alone.
+        module: module that the adapter is for; its weights are not read, and its adapters are left alone.
         convert: function from the tensors of a file with the original, non-diffusers names of layers to diffusers' keys.
 
     Raises:

@@ -5,7 +5,7 @@ from torch import Tensor, distributed
 
 
 class Routed:
-    """A network of which each forward pass runs some parts, the same on all ranks that share its parameters.
+    """A network that runs some of its parts in each forward pass, the same on all ranks that share its parameters.
 
     A part is gathered, and its gradient reduced, by all of these ranks or by none. A network that a rank holds alone asks no
     other rank, so that it may compute on any thread.

@@ -82,7 +82,7 @@ def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
 
 
 def of_update(config: GpuConfig, rows: Rows, until: float) -> None:
-    """Time updates with LoRA and full, in two micro-batch sizes, of which one is the rollout's."""
+    """Time updates with LoRA and full, in two micro-batch sizes, one of them the rollout's."""
     for train in ("lora", "full"):
         if time.perf_counter() < until:
             _updates(config, rows, train, EngineConfig(compute="bfloat16", compile=False), until)

@@ -71,7 +71,7 @@ class Forked:
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def kill(self) -> None:
-        """End the process and those that it has started."""
+        """End the process and its children."""
         for end in (os.killpg, os.kill):  # it may not have a group of its own yet
             with contextlib.suppress(ProcessLookupError):
                 end(self.pid, signal.SIGKILL)

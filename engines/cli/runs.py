@@ -8,7 +8,7 @@ from typing import Any
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find, load_published
-from fluvial.engines.extensions.published.takes import to_bring
+from fluvial.engines.extensions.published.takes import list_missing
 
 USAGE = """usage: fluvial runs [NAME] [--json]
        fluvial runs ls [FOLDER ...] [--json]
@@ -80,7 +80,7 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
 def _facts(run: PublishedRun) -> dict[str, Any]:
     """Return the facts of a run in a list for programs."""
     facts = {name: getattr(run, name) for name in ("algorithm", "model", "paper", "gpus")}
-    return {**facts, "to_bring": to_bring(run), "headline": dict(run.headline)}
+    return {**facts, "to_bring": list_missing(run), "headline": dict(run.headline)}
 
 
 def list_lines() -> str:
@@ -92,7 +92,7 @@ def list_lines() -> str:
             run.algorithm,
             run.paper or "-",
             str(run.gpus or "-"),
-            ", ".join(to_bring(run)) or "-",
+            ", ".join(list_missing(run)) or "-",
             run.headline.get("result", ""),
         )
         for name, run in runs.items()

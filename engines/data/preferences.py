@@ -161,7 +161,7 @@ def preference_records(
 
     A record has a column `prompt` or `caption`, and one of:
 
-    - `win` and `lose`, or `path1` and `path2`, of which the first is preferred (HPDv3's arrays of JSON);
+    - `win` and `lose`, or `path1` and `path2`, the first one preferred (HPDv3's arrays of JSON);
     - two images `image_0` and `image_1` (or `jpg_0` and `jpg_1`) with `label_0`, 1 if the first is preferred and 0 if the
       second is (Pick-a-Pic; ties are left out);
     - a list `images` (or `image_path`) with `rank`, of which the lowest is the best, or `human_preference`, of which the

@@ -36,7 +36,7 @@ class Copies:
 
     Args:
         module: module on its device. Its parameters get storages of their own.
-        units: the module and its blocks, any of which may be called alone.
+        units: the module and its blocks; each may be called alone.
         compute: dtype of the computation.
         reduce: dtype of the reduction.
         ranks: group of ranks with a copy each; None for a single one.

@@ -35,7 +35,7 @@ class Awm(Method, name="awm"):
         noising: Noise levels at which clean samples are trained on.
         advantage: How rewards become advantages.
         passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near the one that training starts from.
+        kl: KL terms that keep the policy near its reference, where training starts.
         weighting: Weighting of the matching error by the noise level, see `core.awm.awm_log_prob`.
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clip_high: Upper half-width of the clip.

@@ -44,7 +44,7 @@ class Dgpo(Method, name="dgpo"):
         noising: Noise levels at which clean samples are trained on.
         advantage: How rewards become advantages.
         passes: How often a batch is learnt from, whose groups belong together in one update.
-        kl: KL terms that keep the policy near the one that training starts from.
+        kl: KL terms that keep the policy near its reference, where training starts.
         beta: Inverse temperature of the preference of a group, without a unit.
         clip_low: Lower half-width of the clip of the ratio; beyond it an item adds no gradient.
         clip_high: Upper half-width of the clip.

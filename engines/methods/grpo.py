@@ -33,7 +33,7 @@ class PolicyGradient(Method):
         trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
         advantage: How rewards become advantages.
         passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near the one that training starts from.
+        kl: KL terms that keep the policy near its reference, where training starts.
         correction: Weights for a rollout that another program made: `NoCorrection`, `Truncate`, `Reject` or `Mask`.
     """
 

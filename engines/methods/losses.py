@@ -85,7 +85,7 @@ class KLConfig:
 
 @dataclass(frozen=True)
 class StepKLConfig(KLConfig):
-    """KL terms of a method on recorded steps that keep the policy near the one that training starts from.
+    """KL terms of a method on recorded steps that keep the policy near its reference, where training starts.
 
     Args:
         coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.

@@ -35,7 +35,7 @@ from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
-from fluvial.engines.run.prefetch import Ahead
+from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.rollouts import Memory
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.sampler import RolloutSampler
@@ -46,7 +46,7 @@ from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.source import Copy
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.heard import with_audio
+from fluvial.engines.scoring.audio import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
 from fluvial.engines.scoring.runner import RewardRunners
@@ -73,7 +73,7 @@ class RunParts(NamedTuple):
     schedule: Schedule  # with its timesteps on the device
     evaluation_schedule: Schedule  # which may have another number of steps
     run: Run  # as the method sees it
-    ahead: Ahead | None  # batches that are collected ahead of the updates, if any are
+    ahead: RolloutPrefetcher | None  # batches that are collected ahead of the updates, if any are
     rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
     runners: RewardRunners
     base: str  # fingerprint of the weights, and of the adapter, that training starts from
@@ -221,7 +221,7 @@ def _build_engine(
         stop=stop,
         check_loss=with_checked_loss(config.method),
     )
-    ahead = None if copy is None else Ahead(config, run, copy)
+    ahead = None if copy is None else RolloutPrefetcher(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
     parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base + adapter
     return RunParts(config, choices, pairs, job, asked, *parts)

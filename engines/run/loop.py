@@ -16,7 +16,7 @@ from fluvial.engines.methods.table import naming_errors
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.prefetch import Ahead
+from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
 from fluvial.engines.sampling.diversity import diversity
@@ -34,7 +34,7 @@ class Loop:
         progress: what the run has counted so far.
     """
 
-    def __init__(self, config: TrainConfig, run: Run, ahead: Ahead | None, progress: Progress) -> None:
+    def __init__(self, config: TrainConfig, run: Run, ahead: RolloutPrefetcher | None, progress: Progress) -> None:
         self.config, self.method, self.run, self.ahead = config, config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # what is done now, for the line of an error
         self.restore(progress)

@@ -78,7 +78,7 @@ class RunAhead(Run):
         return UsageError("rollout.ahead", self.config.rollout.ahead, "0", hint)
 
 
-class Ahead:
+class RolloutPrefetcher:
     """Collects the batches of a run ahead of its updates.
 
     Args:

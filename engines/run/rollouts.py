@@ -249,7 +249,7 @@ class Rollouts:
         """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
 
         Args:
-            gains: reward of each recorded step, `[N, S]`, of which the advantages are, in place of the sample's.
+            gains: reward of each recorded step, `[N, S]`, for the advantages in place of the sample's.
         """
         memory, rewards = self.memory, batch.rewards
         assert rewards is not None

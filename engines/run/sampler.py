@@ -318,7 +318,7 @@ class RolloutSampler:
         sampling: Sampling,
         size: Size | None,
     ) -> Batch:
-        """Return preferences as a batch of pairs, of which each rank takes its share; no pair makes one that does not count.
+        """Return preferences as a batch of pairs, each rank its share; without pairs there is one that does not count.
 
         Args:
             chosen: the preferences, the same on every rank.

@@ -23,7 +23,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, best_of
-from fluvial.engines.run.prefetch import PREFIX, Ahead
+from fluvial.engines.run.prefetch import PREFIX, RolloutPrefetcher
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.models.device import processor
@@ -77,7 +77,7 @@ class Saver:
         *,
         console: Console | None,
         trained: Mapping[str, Engine] = MappingProxyType({}),
-        ahead: Ahead | None = None,
+        ahead: RolloutPrefetcher | None = None,
         pairs: Sequence[int] = (),
     ) -> None:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
@@ -113,7 +113,7 @@ class Saver:
         if self.saved_at != self.engine.updates:
             self._write(progress, blocking=True)
 
-    def _write(self, progress: Progress, *, blocking: bool, ahead: Ahead | None = None) -> None:
+    def _write(self, progress: Progress, *, blocking: bool, ahead: RolloutPrefetcher | None = None) -> None:
         """Write a checkpoint to the configured storage or, where that fails, to the run folder."""
         update = self.engine.updates
         meta = {

@@ -272,7 +272,7 @@ class RewardRunner:
 class Collected(NamedTuple):
     """Scores of N samples by several rewards, on one rank."""
 
-    scores: Tensor  # [N, K], NaN where invalid; 0 for samples of which another rank has the score
+    scores: Tensor  # [N, K], NaN where invalid; 0 for samples that another rank scores
     parts: dict[str, dict[int, float]]  # further numbers of rewards by "reward/name" and sample
     problems: list[str]  # a line for each reason of an invalid score
     computed: float  # seconds of the reward that computed longest
@@ -285,7 +285,7 @@ class RewardRunners:
 
     Args:
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
-        group: samples per group, of which a reward that compares them gets all in one call; 0 has no groups.
+        group: samples per group; a reward that compares them gets a group per call; 0 has no groups.
         tolerated: number of invalid samples of a reward above which it is not called any more, see `RewardRunner`.
     """
 

@@ -1,6 +1,6 @@
 """Blocks of a modular pipeline of diffusers, called apart: the layer that knows its classes.
 
-A modular pipeline is a list of blocks, one of which is a loop of blocks. The blocks before the loop run once per prompt. The
+A modular pipeline is a list of blocks, one of them a loop of blocks. The blocks before the loop run once per prompt. The
 loop runs once with an empty step, which gives what enters each step without a forward pass. A velocity is one step of the
 loop's own blocks, with gradients, and with schedulers that say what they are asked to step with.
 
@@ -29,7 +29,7 @@ Give = Callable[[int, Tensor], Tensor]  # what the schedulers' k-th step returns
 
 
 class Blocks(NamedTuple):
-    """The blocks that run for a call, none of which has blocks in it but the loop."""
+    """The blocks that run for a call; the loop alone has blocks in it."""
 
     before: tuple[Any, ...]
     loop: Any

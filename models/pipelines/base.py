@@ -322,7 +322,7 @@ class Pipeline:
         return torch.device("cpu") if self.vae_options.on_host else self.device
 
     def _tile(self) -> None:
-        """Set the size of the VAE's tiles, a quarter of which overlaps, if it has one.
+        """Set the size of the VAE's tiles, which overlap by a quarter, if it has one.
 
         Raises:
             ValueError: its class has no tiles.

@@ -21,7 +21,7 @@ class Conditioned(Pipeline):
     """
 
     takes: tuple[str, ...]  # names of the images of a prompt, which are those of the pipeline's arguments
-    lists: ClassVar[tuple[str, ...]] = ()  # those of which a prompt may have several
+    lists: ClassVar[tuple[str, ...]] = ()  # arguments that take several images per prompt
     calls: ClassVar[tuple[str, ...]] = ()  # further arguments of the pipeline's call that are options here
     sized: ClassVar[tuple[str, ...]] = ("height", "width")  # sizes of a sample that are options here
 

@@ -365,7 +365,7 @@ class AnyPipeline(WithExperts):
             runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         except ReplayError:
             raise
-        except ValueError:  # of the pipeline itself, some of which take no list of prompts
+        except ValueError:  # of the pipeline itself: some take no list of prompts
             if batches == each:
                 raise
             batches = each

@@ -150,7 +150,7 @@ def forms(
         takes: names of the arguments that the call has.
         prompt: the prompt, with or without media.
         number: number of samples.
-        steps: numbers of steps to ask for, of which one makes the pipeline take as many as wanted.
+        steps: numbers of steps to ask for; one of them makes the pipeline take as many as wanted.
         rate: numbers per second and channel of the pipeline's sounds.
         crf: strength of the compression that the pipeline applies to an image of its own; lists of images are given to it
             compressed.

@@ -32,7 +32,7 @@ class PromptFreeValues(NamedTuple):
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
     pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
-    levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
+    levels: Tensor  # [T+1] the pipeline's noise levels; the last ones are taken
 
     def alike(self, other: "PromptFreeValues") -> bool:
         """Return whether two runs have the same recipes, with inputs of the same shapes."""

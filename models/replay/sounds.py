@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 
 def alone(run: Callable[P, R]) -> Callable[P, R]:
-    """Return a function of which, and of others made so, one call runs at a time."""
+    """Return a function that shares a lock with all others returned here: one call runs at a time."""
 
     @wraps(run)
     def run_alone(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -111,7 +111,7 @@ def least_steps(settings: Mapping[str, Any], strength: float) -> int:
     """Return the least number of steps to ask a pipeline for, so that it takes one at a strength.
 
     Args:
-        settings: those of its scheduler, some of which need longer schedules.
+        settings: those of its scheduler; some need longer schedules.
         strength: the strength.
     """
     return next((least for name, least in LEAST_STEPS.items() if settings.get(name)), max(find_step_counts(1, strength)))

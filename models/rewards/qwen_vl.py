@@ -41,7 +41,7 @@ EDGE = PATCH * MERGE  # pixels along the edge of a token
 AREA = 256 * EDGE**2  # pixels of an image
 LEAST_VIDEO_AREA = 128 * EDGE**2  # pixels of a frame
 LEAST_FRAMES = 4
-# Commits of the models that the weights were finetuned from, of which settings and tokenizer are read.
+# Commits of the base models, whose settings and tokenizer are read.
 BASES = {
     "Qwen/Qwen2-VL-7B-Instruct": "eed13092ef92e448dd6875b2a00151bd3f7db0ac",
     "Qwen/Qwen2-VL-2B-Instruct": "895c3a49bc3fa70a340399125c650a463535e71c",

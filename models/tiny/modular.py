@@ -43,7 +43,7 @@ def find_call(name: str) -> TinyCall:
 
 
 def build(name: str) -> Any:
-    """Return the tiny random pipeline of a class; a modular one with the blocks that it has by default."""
+    """Return the tiny random pipeline of a class; a modular one with its default blocks."""
     import diffusers
 
     if not pipelines.is_modular(name):

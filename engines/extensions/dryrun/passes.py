@@ -29,7 +29,7 @@ class Traced(NamedTuple):
 
 
 class Repeated:
-    """Passes of networks without gradient, of which few are traced: the first of a phase, then the first of each kind.
+    """Passes of networks without gradient; few are traced: the first of a phase, then the first of each kind.
 
     The first one of a phase may gather parameters. Further passes add what the traced one of their kind did to memory,
     traffic, FLOPs and host reads. What the traced one keeps for the next, such as keys of the prompt, is not kept longer.

@@ -187,7 +187,7 @@ def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
 
 
 def _one_after_another(ahead: Any) -> Callable[[], Any]:
-    """Return `Ahead.next` that waits for all rollouts under way, so that they do not interleave with the update."""
+    """Return `RolloutPrefetcher.next` waiting for all rollouts under way, which then do not interleave with the update."""
     following = ahead.next
 
     def next_rollout() -> Any:

@@ -140,7 +140,7 @@ class FlowFactory:
         self.server, self.batch = server, batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the server's score of each sample, `[B]`; NaN for one that it has none of.
+        """Return the server's score of each sample, `[B]`; NaN where it has none.
 
         Raises:
             RunError: no request succeeded.
@@ -290,7 +290,7 @@ class FlowGrpo:
         self.server, self.form, self.field, self.batch = server, form, field or FORMS[form], batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return the server's score of each sample, `[B]`; NaN for one that it has none of.
+        """Return the server's score of each sample, `[B]`; NaN where it has none.
 
         Raises:
             RunError: the samples are videos, or no request succeeded.

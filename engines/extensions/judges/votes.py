@@ -37,7 +37,7 @@ class WaitingGroup(NamedTuple):
 class Votes:
     """The Bradley-Terry log-strengths of the images of a group, by the votes of people.
 
-    A group is known by its prompt and its images. Votes that it has got before count, so that a run that is resumed, and
+    A group is known by its prompt and its images. Earlier votes count, so that a run that is resumed, and
     makes the same images again, asks for none of them twice. Images that are all equal have the score 0 without votes.
 
     Args:

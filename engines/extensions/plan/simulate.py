@@ -264,7 +264,7 @@ def show(config: AheadConfig, *, console: Console) -> None:
 
 
 def _update_seconds(config: AheadConfig, gpus: int) -> float:
-    """Return the seconds of the updates on a number of GPUs, each of which has whole samples."""
+    """Return the seconds of the updates on a number of GPUs, each with whole samples."""
     alone = config.update_seconds / math.ceil(config.samples / config.gpus)  # per sample of a GPU
     return alone * math.ceil(config.samples / gpus)
 

@@ -16,7 +16,7 @@ SERVER = "url="  # option of the rewards that ask a server
 PARTS: tuple[tuple["Part", str], ...] = (("train", "to train on"), ("heldout", "held out"))
 
 
-def to_bring(run: PublishedRun) -> list[str]:
+def list_missing(run: PublishedRun) -> list[str]:
     """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts as it is."""
     settings = {name: flags.value for name, flags in run.settings.items()}
     offline = any(name.startswith("preferences") for name in settings) or settings.get("method.name") == "dpo"
@@ -67,7 +67,7 @@ def lines(run: PublishedRun, config: "TrainConfig", *, gpus: int) -> Iterator[st
         yield f"  GPUs     {choose_accumulation(config, published=run.gpus, gpus=gpus)}"
     else:
         yield f"  GPUs     {gpus}, {'as published' if run.gpus else 'the source states none'}"
-    missing = to_bring(run)
+    missing = list_missing(run)
     yield f"  start    fluvial train {run.name}" + (f", with {', '.join(missing)} of your own" if missing else "")
 
 

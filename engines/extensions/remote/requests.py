@@ -38,7 +38,7 @@ class RequestOrder(NamedTuple):
 
     @property
     def files(self) -> list[tuple[str, File]]:
-        """Each image with its argument, of which those of a list have the same."""
+        """Each image with its argument; images of a list share one."""
         return [
             (name, file)
             for name, source in self.media.items()

@@ -16,7 +16,7 @@ from fluvial.engines.run.jobs.base import Job, has_frames, has_one_size, only_sh
 from fluvial.engines.run.jobs.media import check_columns, media_columns
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.scoring.heard import with_audio
+from fluvial.engines.scoring.audio import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_rewards, select
 from fluvial.models import decode_samples, is_recorded

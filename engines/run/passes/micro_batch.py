@@ -22,7 +22,7 @@ from fluvial.models.device import is_accelerator
 GIB = 2**30
 FASTER = 0.95  # a larger size is taken if its time per sample is below this fraction of the best so far
 USABLE = 0.8  # fraction of the free memory that passes may take: allocators leave gaps, and rewards need some too
-REPEATS = 2  # timed passes per size, of which the faster one counts
+REPEATS = 2  # timed passes per size; the faster one counts
 AS_FAST = 0.98  # of pairs per pass, the smallest number counts whose speed is this fraction of the best
 SLOWER = 1.1  # no larger number of pairs is tried after one whose time per pair is this multiple of the best so far
 TOO_LARGE = (

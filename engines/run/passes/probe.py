@@ -74,7 +74,7 @@ class RunPasses:
 
         Args:
             size: rows of the update's pass.
-            rows: rows of a rollout's pass, of which `size` is a multiple.
+            rows: rows of a rollout's pass; `size` is a multiple of them.
         """
         engine, same = self.engine, True
         for shape in self.shapes:
@@ -154,7 +154,7 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
 def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> Choice:
     """Return the number of (sample, step) pairs per pass of an update, from the memory and the speed of passes on noise.
 
-    Tried are multiples of the rollout's rows, of which the next one counts only if each of its rows has the bits that a pass
+    Multiples of the rollout's rows are tried; the next one counts only if each of its rows has the bits that a pass
     of the rollout gives it: then first ratios stay exactly 1. Adapters that are still 0 are filled for that. Compiled blocks
     have other bits in an update whatever its rows, so there memory and speed decide, and `rollout.max_log_ratio` bounds the
     first ratio. Every rank must take part, and gets the same. Neither the network nor any stream of randomness is changed.

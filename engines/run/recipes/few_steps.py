@@ -45,7 +45,7 @@ def ac_dmd(model: str = HANDWRITING) -> TrainConfig:
 
 
 def tdm(model: str = HANDWRITING) -> TrainConfig:
-    """TDM (arXiv 2503.06674): a student of four ODE steps, each of which ends where the teacher's samples of that level are.
+    """TDM (arXiv 2503.06674): a student of four ODE steps, each ending where the teacher's samples of that level are.
 
     The teacher is the model itself with guidance. The settings of large models are those of the published run
     flow_factory/sd3.5-medium/tdm, without its bounds of the noise's weight. On handwriting the student takes two steps.

@@ -175,7 +175,7 @@ def hub_file(weights: str | Path, name: str, revision: str | None) -> Path:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or of a file of `torch.save`, of which nothing but tensors is unpickled.
+    """Return the tensors of a safetensors file, or of a file of `torch.save`, unpickling nothing but tensors.
 
     A state dict under the key `state_dict` is taken from under it.
 

@@ -26,7 +26,7 @@ from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.prefetch import Ahead, PushOrder
+from fluvial.engines.run.prefetch import PushOrder, RolloutPrefetcher
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
@@ -108,7 +108,7 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
         copy = _copy(config, trainer.job, trainer.run.networks, one)
         source: Any = trainer.sampler.source
         source.behaviour = copy.behaviour
-        trainer.loop.ahead = Ahead(trainer.config, trainer.run, copy)
+        trainer.loop.ahead = RolloutPrefetcher(trainer.config, trainer.run, copy)
         found = list(trainer)
         assert same(weights(trainer), last)
         trainer.loop.ahead.close()

@@ -429,6 +429,6 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
 
 
 async def _body(request: Request, kind: type[Result]) -> Result:
-    """Return the fields of a request, of which there may be none."""
+    """Return the fields of a request, which may be empty."""
     empty = not request.headers.get("content-length", "").strip("0") and "transfer-encoding" not in request.headers
     return convert({}, kind) if empty else await json_of(request, kind, most_bytes=MOST_BYTES, lenient=True)

@@ -13,7 +13,7 @@ from fluvial.engines.data.prompt_sets import PROMPT_SETS
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find, load_published
-from fluvial.engines.extensions.published.takes import choose_accumulation, lines, to_bring
+from fluvial.engines.extensions.published.takes import choose_accumulation, lines, list_missing
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES, on_gpus
 from fluvial.engines.scoring.options import parse
@@ -27,7 +27,7 @@ OCR = "flow_grpo/sd3.5-medium/ocr"
 def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
     """Rewards that fluvial has, and prompt sets that come with it, with the records that the rewards need."""
     run, known = RUNS[name], built_in()
-    config, missing = resolve(run), to_bring(run)
+    config, missing = resolve(run), list_missing(run)
     for word in config.prompts:
         assert word.removeprefix("@") in PROMPT_SETS
     for reward in config.rewards:
@@ -216,7 +216,7 @@ def test_a_published_run_of_edits_trains_on_prompts_with_images(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It lacks prompts and a reward, and says so; a pipeline that scales by area makes images of the size asked for."""
-    assert to_bring(find(name)) == ["--prompts", "--rewards"]
+    assert list_missing(find(name)) == ["--prompts", "--rewards"]
     tiny_conditioned.without_scaling(monkeypatch)
     model, *call = EDITS[name]
     lines = [
