@@ -146,34 +146,13 @@ def _build_engine(
         known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
         check_model(config, job.model.prediction, **known, conditioned=conditioned)
     _check_negative_prompt(config, job, asked)
-    if job.prepare is not None:  # before the network is there, so that encoders have the device to themselves
-        guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
-        with wait_for("encoding what the run reads"):
-            prompts = job.prepare(world, list_texts(job, asked, guidance))
-        job = job if prompts is None else replace(job, prompts=prompts)
-    with world.agreed():
-        with wait_for(f"loading the network of {config.model}"):
-            module, adapter = _network_in_training(config, job)
-        weights = job.model.weights if config.engine.init == "sharded" else None
-        share, digests = slice(world.rank, None, world.size), dict[str, str]()
-        if has_values(world.device):
-            tensors = sorted(module.state_dict().items())[share] if weights is None else ()
-            digests = digest_tensors(tensors) if weights is None else digest_weights(weights, share=share)
-    shares = world.gather_items(digests)
-    base = ""
-    if has_values(world.device):
-        base = join_digests({name: digest for part in shares for name, digest in part.items()})
-        base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
-    blocks = job.model.blocks(module)
-    others = _list_adapters(config, module)
-    theirs = {name for names in others.values() for name in names}
-    learnt_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
-    settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
-    engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=learnt_names)
+    job = _encode_prompts(config, job, asked, world)  # before the network is there: encoders have the device to themselves
+    weights = job.model.weights if config.engine.init == "sharded" else None
+    engine, others, base = _open_engine(config, job, world, weights)
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)
-    schedules, texts = Schedules(job.model, config.method.sampling, world.device), TextLengths(job.model, world)
+    schedules = Schedules(job.model, config.method.sampling, world.device)
     schedule, _ = schedules.of(job.shape)
     copy = _copy(config, job, networks, world) if config.rollout.ahead else None
     config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
@@ -203,28 +182,54 @@ def _build_engine(
             engine,
             source,
             schedules,
-            texts,
+            TextLengths(job.model, world),
             copy=copy,
             pairs=preferences,
             sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
             guides=any(scale != 1 for scale in config.own_guidance.values()),
         )
-    run = Run(
-        config,
-        job,
-        networks,
-        sampler,
-        rewards,
-        runners,
-        memory,
-        pairs=pairs,
-        stop=stop,
-        check_loss=with_checked_loss(config.method),
-    )
+    check_loss = with_checked_loss(config.method)
+    run = Run(config, job, networks, sampler, rewards, runners, memory, pairs=pairs, stop=stop, check_loss=check_loss)
     ahead = None if copy is None else RolloutPrefetcher(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
-    parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base + adapter
+    parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base
     return RunParts(config, choices, pairs, job, asked, *parts)
+
+
+@collective
+def _encode_prompts(config: TrainConfig, job: Job, asked: Job, world: World) -> Job:
+    """Return a job whose model has encoded all texts of the run, where it encodes them ahead."""
+    if job.prepare is None:
+        return job
+    guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
+    with wait_for("encoding what the run reads"):
+        prompts = job.prepare(world, list_texts(job, asked, guidance))
+    return job if prompts is None else replace(job, prompts=prompts)
+
+
+@collective
+def _open_engine(
+    config: TrainConfig, job: Job, world: World, weights: Weights | None
+) -> tuple[Engine, dict[str, Collection[str]], str]:
+    """Return the engine of the policy, the parameters of other adapters that learn, and the fingerprint of all weights."""
+    with world.agreed():
+        with wait_for(f"loading the network of {config.model}"):
+            module, adapter = _network_in_training(config, job)
+        share, digests = slice(world.rank, None, world.size), dict[str, str]()
+        if has_values(world.device):
+            tensors = sorted(module.state_dict().items())[share] if weights is None else ()
+            digests = digest_tensors(tensors) if weights is None else digest_weights(weights, share=share)
+    shares = world.gather_items(digests)
+    base = ""
+    if has_values(world.device):
+        base = join_digests({name: digest for part in shares for name, digest in part.items()})
+        base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
+    others = _list_adapters(config, module)
+    theirs = {name for names in others.values() for name in names}
+    learnt = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
+    settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
+    engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
+    return engine, others, base + adapter
 
 
 @collective
