@@ -114,3 +114,7 @@ def test_a_browser_shows_the_comparison(folder: Path) -> None:
         for width in (390, 1280):
             tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             assert tab.value("document.body.scrollWidth <= window.innerWidth"), f"something is wider than {width} pixels"
+            broken = "[...document.querySelectorAll('td span')].some(part => part.getClientRects().length > 1)"
+            assert not tab.value(broken), f"a number or an interval is on two lines at {width} pixels"
+            seen = "[...document.querySelectorAll('tr:first-child > *')].every(e => e.getBoundingClientRect().right <= innerWidth)"
+            assert tab.value(seen), f"two runs are not beside each other at {width} pixels"
