@@ -130,7 +130,7 @@ def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
             continue
         raise UsageError(
             f"prompt {given.text[:40]!r} has a column {column}, which nothing uses: the model does not take it, and no "
-            f"reward or evaluator takes {name} or metadata; remove the column"
+            f"reward or evaluator takes {name} or metadata; remove the column, or name a file of the prompts alone"
         )
 
 
