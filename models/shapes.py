@@ -33,8 +33,8 @@ class ModelShape(NamedTuple):
     inputs: Callable[[int, int], dict[str, Any]]  # (samples, resolution in pixels) -> keyword arguments of forward
     resolution: int | None = 1024  # default in pixels; None if the model has a single image size
     micro_batch: int = 1  # default
-    # (samples, resolution, dtype) -> VAE and a function that decodes; None without a VAE
-    decoder: Callable[[int, int, torch.dtype], tuple[nn.Module, Callable[[], Tensor]]] | None = None
+    # (samples, resolution, frames, dtype) -> VAE and a function that decodes; None without a VAE
+    decoder: Callable[[int, int, int | None, torch.dtype], tuple[nn.Module, Callable[[], Tensor]]] | None = None
 
 
 def _handwriting() -> nn.Module:
@@ -62,8 +62,10 @@ def _read_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], res
         )
         return made
 
-    def decoder(samples: int, resolution: int, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], Tensor]]:
-        frames = FRAMES if inputs(samples, resolution)["hidden_states"].ndim == 5 else 1
+    def decoder(
+        samples: int, resolution: int, frames: int | None, dtype: torch.dtype
+    ) -> tuple[nn.Module, Callable[[], Tensor]]:
+        frames = (frames or FRAMES) if inputs(samples, resolution)["hidden_states"].ndim == 5 else 1
         size: dict[str, Any] = {"height": resolution, "width": resolution, "frames": frames}
         sized = {name: size[name] for name in getattr(adapter, "sized", ())}
         model = adapter(folder, dtype=dtype, device="meta", **sized)
@@ -106,10 +108,15 @@ def _edit_inputs(samples: int, resolution: int, *, text: int = 1536) -> dict[str
     }
 
 
+def latent_frames(frames: int) -> int:
+    """Return the number of frames of the latents of a video."""
+    return (frames - 1) // 4 + 1
+
+
 def _wan_inputs(samples: int, resolution: int) -> dict[str, Any]:
     # 512 text tokens, diffusers' default; the VAE makes one latent of four frames.
     side = resolution // 8
-    return _inputs(samples, (16, (FRAMES - 1) // 4 + 1, side, side), text=(512, 4096), pooled=None)
+    return _inputs(samples, (16, latent_frames(FRAMES), side, side), text=(512, 4096), pooled=None)
 
 
 def _inputs(samples: int, latent: tuple[int, ...], *, text: tuple[int, int], pooled: int | None) -> dict[str, Any]:
@@ -194,7 +201,7 @@ def model_shape(name: str) -> ModelShape | None:
             tensors["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
         return tensors
 
-    return _read_folder(folder, inputs, 1024)
+    return _read_folder(folder, inputs, min(1024, 8 * (settings.get("sample_size") or 128)))
 
 
 @cache

@@ -91,7 +91,8 @@ def write_tiny(args: Sequence[str]) -> None:
     is_classes = "id2label" in OWN.get(name, {})  # a prompt is a class, by its number or name
     prompts = "prompts.jsonl" if asked.media else "classes.txt" if is_classes else "@animals"
     sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
-    size = f"--pipeline.height {asked.size} --pipeline.width {asked.size} --pipeline.frames {asked.frames}"
+    size = f"--pipeline.height {asked.size} --pipeline.width {asked.size}"
+    size += f" --pipeline.frames {asked.frames}" if asked.frames > 1 else ""
     print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(asked.media) or 'none'}")
     print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}")
 

@@ -256,7 +256,12 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
     from tyro import _errors
 
     if isinstance(event, _errors.UnrecognizedArgs):
-        unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
+        token = next((token for token in event.tokens if token.startswith("-")), event.tokens[0])
+        if not token.startswith("-"):
+            before = [word for word in words[: [*words, token].index(token)] if word.startswith("--")]
+            place = f"{before[-1]} takes one value" if before else "expected flags"
+            raise UsageError(f"{token!r} is a word too many: {place}")
+        unknown = token.partition("=")[0]
         if len(meant := _find_flags(unknown, form.names)) > 1:
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:

@@ -28,7 +28,7 @@ def run(args: Sequence[str]) -> None:
         got = "nothing" if not args else "''"
         raise UsageError(f"report takes the folder of a run, or of several, got {got} (fluvial report --help)")
     out = Path(args[0])
-    if len(args) > 1 or (not comparison.is_run(out) and any(map(comparison.is_run, out.glob("*")))):
+    if len(args) > 1 or (not comparison.is_run(out) and comparison.find_runs(out)):
         print(comparison.write([Path(each) for each in args]))
         return
     print(page.write(out))

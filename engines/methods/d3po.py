@@ -33,7 +33,7 @@ class D3po(Method, name="d3po"):
 
     Args:
         sampling: How samples are made.
-        trained: Which of the recorded steps are trained on, the same of both samples: `AllRecorded` or `FirstRecorded`.
+        trained: Which of the recorded steps are trained on, the same of both samples.
         passes: How often a batch is learnt from, whose pairs belong together in one update.
         beta: Inverse temperature of the preference, without a unit.
         eps: Half-width of the clip of the ratio to the reference, which is per dimension.

@@ -32,7 +32,7 @@ class Distill(Method, name="distill"):
 
     Args:
         sampling: How samples are made.
-        trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
+        trained: Which of the recorded steps are trained on.
         passes: How often a batch is learnt from.
         kl: KL terms that keep the policy near its reference, where training starts.
         teacher: The teacher: a folder of weights or of an adapter, as a run's export writes them. Several have a source of

@@ -36,7 +36,7 @@ class Gardo(Method, name="gardo"):
 
     Args:
         sampling: How samples are made.
-        trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
+        trained: Which of the recorded steps are trained on.
         passes: How often a batch is learnt from.
         kl: KL to the reference, as a mean over the samples that have it.
         gate: Samples that have it: `Everywhere` or `Doubt`.

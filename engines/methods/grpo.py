@@ -30,11 +30,11 @@ class PolicyGradient(Method):
 
     Args:
         sampling: How samples are made.
-        trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
+        trained: Which of the recorded steps are trained on.
         advantage: How rewards become advantages.
         passes: How often a batch is learnt from.
         kl: KL terms that keep the policy near its reference, where training starts.
-        correction: Weights for a rollout that another program made: `NoCorrection`, `Truncate`, `Reject` or `Mask`.
+        correction: Weights for a rollout that another program made.
     """
 
     sampling: SamplingConfig = SamplingConfig()

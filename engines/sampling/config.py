@@ -160,10 +160,9 @@ class SamplingConfig(ReadingConfig):
         guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
         shared_noise: The samples of a group start from the same noise (DanceGRPO, arXiv 2505.07818), so that only the noise
             of their steps tells them apart.
-        sampler: How steps are taken: `Stochastic`, `Ode` or `SaSolver`.
-        window: Which steps take noise: `AllSteps`, `RandomWindow`, `ScatteredSteps`, `MovingWindow`,
-            `Branches`, `Splits` or `Candidates`; the others are ODE steps.
-        groups: Which groups are learnt from: `AllGroups`, `RefilledGroups` or `ScoutedGroups`.
+        sampler: How steps are taken.
+        window: Which steps take noise; the others are ODE steps.
+        groups: Which groups are learnt from.
     """
 
     group: int = 16
@@ -204,8 +203,8 @@ class RolloutConfig:
             values of cross-attention, and weights that an update merges, too; the bits stay); or merged (also the sum of
             each frozen weight and its adapter, in the dtype of the weight: fewer launches and a copy of the adapted
             weights; its numbers differ from the update's, so that ratios need `correction` unless computed in float32).
-        step_cache: What deterministic steps take over from earlier ones: `NoCache`, `FirstBlockCache` (blocks) or
-            `GuidanceCache` (the unconditional half of guidance). Steps that are recorded are computed whole.
+        step_cache: What deterministic steps take over from earlier ones: output of blocks, or the unconditional half of
+            guidance. Steps that are recorded are computed whole.
         autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
         source: Where samples are made: empty (in the trainer's process), the addresses of servers with commas between them
             (http://HOST:PORT,http://HOST:PORT, each `fluvial serve` or each sglang's diffusion server), or replayed:FOLDER

@@ -23,6 +23,7 @@ from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
 from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report, draw
 from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
 from fluvial.engines.extensions.plan.fit import fit_config
+from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
 from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute, simulate
 from fluvial.engines.named_models import MODELS
@@ -30,6 +31,7 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import BySource
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.runner import RewardRunner
@@ -243,6 +245,8 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
     config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"), gpu=asked.gpu)
     if saved is not None:
         console.print(saved, highlight=False)
+    with contextlib.suppress(UsageError):  # the inputs of networks without an adapter are known only as they run
+        console.print(f"the run: {count_run(config, base_model(config.model))}", highlight=False, soft_wrap=True)
     gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))
     report = dry_run(config, ranks=asked.as_gpus, accelerator=gpu, reserve=int(asked.reserve_gib * GIB))
     report.show(console)

@@ -106,7 +106,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    whole, larger = (model.inputs(samples, config.pipeline.side or model.resolution or 0) for samples in (count, count + 1))
+    whole, larger = (config.pipeline.inputs(model, samples) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}

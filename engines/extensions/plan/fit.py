@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.plan.plan import (
     ENGINE_KNOBS,
     GIB,
@@ -28,7 +28,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Base, Start, Teacher, Trained
 from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.log.progress import table
-from fluvial.models.shapes import FRAMES, text_encoder_bytes
+from fluvial.models.shapes import text_encoder_bytes
 
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
 
@@ -148,20 +148,16 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         device: device of the computation, which decides compute="auto".
 
     Raises:
-        UsageError: the network's inputs are not known, or videos have more frames than a plan takes.
+        UsageError: the network's inputs are not known.
     """
-    if config.pipeline.frames > FRAMES:
-        raise UsageError(
-            f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for {FRAMES} at most: remove engine.fit"
-        )
-    size = config.pipeline.size
+    has_sizes = find_transformer(name).resolution is not None
     numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
     compute = str(config.engine.compute_dtype(device)).removeprefix("torch.")
     sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
         train=config.train,
-        pipeline=ImageSize() if find_transformer(name).resolution is None else ImageSize(size.height, size.width),
+        pipeline=ImageSize(*config.pipeline.size, config.pipeline.frames) if has_sizes else ImageSize(),
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),

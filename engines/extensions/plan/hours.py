@@ -47,10 +47,10 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     Raises:
         UsageError: the network's inputs are not known.
     """
-    method, size = config.method, config.pipeline.size
+    method, asked = config.method, config.pipeline
     sampling, rows = method.sampling, method.rows
-    side = None if find_transformer(name).resolution is None else ImageSize(size.height, size.width).side
-    forward, both = count_pass(name, config.train == "lora", config.lora, side)
+    size = ImageSize() if find_transformer(name).resolution is None else ImageSize(*asked.size, asked.frames)
+    forward, both = count_pass(name, config.train == "lora", config.lora, size)
     halves = 2 if sampling.guidance.scale != 1 else 1
     recorded = sampling.window.count(sampling.steps)
     each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
@@ -62,13 +62,13 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
 
 
 @cache
-def count_pass(name: str, adapts: bool, lora: LoraConfig, side: int | None) -> tuple[int, int]:
+def count_pass(name: str, adapts: bool, lora: LoraConfig, size: ImageSize) -> tuple[int, int]:
     """Return the operations of a forward pass of one sample, and of one with its backward pass, as shapes alone say."""
     model, module = find_transformer(name), build_on_meta(name, "lora" if adapts else "full", lora)
     counted = []
     for grad in (False, True):
         with FlopCounter() as counter, torch.set_grad_enabled(grad):
-            out = module(**model.inputs(1, side or model.resolution or 0), return_dict=False)[0]
+            out = module(**size.inputs(model, 1), return_dict=False)[0]
             if grad:
                 trained = [p for p in module.parameters() if p.requires_grad]
                 torch.autograd.grad(out.float().square().sum(), trained, allow_unused=True)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fluvial.core.checks import BATCH, GIBIBYTES, INDEX, PIXELS, check_fields
+from fluvial.core.checks import BATCH, FRAMES, GIBIBYTES, INDEX, PIXELS, check_fields
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
@@ -25,7 +25,7 @@ from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
+from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, latent_frames, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
@@ -41,19 +41,28 @@ class ImageSize:
     Args:
         height: Height of the images, in pixels; by default the width.
         width: Width of the images, in pixels; by default the height.
+        frames: Number of frames of a video; by default 81.
     """
 
     height: int | None = None
     width: int | None = None
+    frames: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "pipeline", height=PIXELS, width=PIXELS)
+        check_fields(self, "pipeline", height=PIXELS, width=PIXELS, frames=FRAMES)
 
     @property
     def side(self) -> int | None:
         """Side of a square with as many pixels, rounded up to a multiple of `SIDE`: memory depends on their number alone."""
         height, width = self.height or self.width, self.width or self.height
         return math.ceil(math.sqrt(height * width) / SIDE) * SIDE if height and width else None
+
+    def inputs(self, model: ModelShape, samples: int) -> dict[str, Any]:
+        """Return the inputs of a network for samples of this size."""
+        found = model.inputs(samples, self.side or model.resolution or 0)
+        if self.frames is not None and (latents := found["hidden_states"]).ndim == 5:
+            found["hidden_states"] = latents[:, :, :1].repeat(1, 1, latent_frames(self.frames), 1, 1)
+        return found
 
 
 @dataclass(frozen=True)
@@ -248,17 +257,19 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     model = find_transformer(name)
     if config.pipeline.side is not None and model.resolution is None:
         raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
-    module, resolution = build_on_meta(name, config.train, config.lora), config.pipeline.side or model.resolution or 0
+    module, size = build_on_meta(name, config.train, config.lora), config.pipeline
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
     halves, batch = 2 if config.guidance else 1, config.micro_batch or model.micro_batch
-    inputs = model.inputs(1, resolution)
+    inputs = size.inputs(model, 1)
+    if (size.frames or 1) > 1 and inputs["hidden_states"].ndim != 5:
+        raise UsageError("pipeline.frames", size.frames, hint=f"{name} makes images alone; leave it out")
     latent = inputs["hidden_states"].nbytes
     conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
-        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, resolution)
+        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, size)
     if config.merged:
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
@@ -286,7 +297,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 ),
                 device=device,
                 samples=batch * halves * (config.graphs if update else 1),
-                resolution=resolution,
+                size=size,
                 grad=update,
             ),
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
@@ -302,7 +313,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(batch, DECODED)
-        decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
+        decode = held._replace(activations=_decoder(name, images, size, config.engine.compute_dtype(device)))
     return MemoryPlan(config, phase("update"), rollout, decode)
 
 
@@ -381,7 +392,9 @@ def show(name: str, config: PlanConfig, *, console: Console) -> None:
         rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
     module = build_on_meta(name, "full", config.lora)
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
-    console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
+    console.print(
+        f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False, soft_wrap=True
+    )
     console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
     room = config.room_in_words
     if planned.fits:
@@ -455,7 +468,7 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, resolution: int) -> int:
+def _block_output(name: str, samples: int, size: ImageSize) -> int:
     """Return the largest number of values that a block returns of some samples."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
@@ -464,18 +477,18 @@ def _block_output(name: str, samples: int, resolution: int) -> int:
 
     handles = [block.register_forward_hook(note) for block in blocks(model, module)]
     with torch.no_grad():
-        module(**model.inputs(samples, resolution), return_dict=False)
+        module(**size.inputs(model, samples), return_dict=False)
     for handle in handles:
         handle.remove()
     return max(sizes)
 
 
 @cache
-def _decoder(name: str, images: int, resolution: int, dtype: torch.dtype) -> int:
+def _decoder(name: str, images: int, size: ImageSize, dtype: torch.dtype) -> int:
     """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
-    decoder = find_transformer(name).decoder
-    assert decoder is not None
-    vae, decode = decoder(images, resolution, dtype)
+    model = find_transformer(name)
+    assert model.decoder is not None
+    vae, decode = model.decoder(images, size.side or model.resolution or 0, size.frames, dtype)
     held = [*vae.parameters(), *vae.buffers()]
     with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
         decode()
@@ -491,12 +504,12 @@ def _activations(
     engine: EngineConfig,
     device: torch.device,
     samples: int,
-    resolution: int,
+    size: ImageSize,
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    inputs = model.inputs(samples, resolution)
+    inputs = size.inputs(model, samples)
 
     def forward(module: nn.Module) -> Tensor:
         out: Tensor = module(**inputs, return_dict=False)[0]

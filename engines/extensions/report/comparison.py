@@ -62,8 +62,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs that a folder is or holds, those of sweeps in it, too."""
+    return [folder] if is_run(folder) else sorted(filter(is_run, (*folder.glob("*"), *folder.glob("*/*"))))
+
+
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """Return the runs in folders: a folder is one, or those below it are. Files are left out, and other folders with a line.
+    """Return the runs in folders: a folder is one, or holds runs and sweeps. Files are left out, other folders with a line.
 
     Raises:
         UsageError: a folder does not exist, or none of them holds a run.
@@ -72,8 +77,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     for folder in folders:
         if not folder.exists():
             raise UsageError(f"there is no folder {folder}: name folders of runs, such as runs/*")
-        below = [folder] if is_run(folder) else sorted(path.parent for path in folder.glob("*/config.json"))
-        inside[folder] = [*filter(is_run, below)]
+        inside[folder] = find_runs(folder)
     run_folders = list(dict.fromkeys(each for runs in inside.values() for each in runs))
     if not run_folders:
         raise UsageError(f"{' '.join(map(str, folders))} holds no run: name folders with a config.json and metrics.jsonl")

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 
-from fluvial.engines.choices import describe_fields, is_bare, is_variant, settings
+from fluvial.engines.choices import describe_fields, is_bare, is_variant, kinds, settings
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.read import RECIPE
 from fluvial.engines.run.record import CONVERTER
@@ -23,7 +23,8 @@ def list_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         text = " ".join(texts.get(field.name, "").split())
         if is_variant(type(value)):
-            yield name, value.kind, text
+            known = ", ".join(kinds(get_type_hints(type(config))[field.name]))
+            yield name, value.kind, f"{text} One of {known}." if known else text
         if dataclasses.is_dataclass(value):
             yield from list_settings(value, prefix if is_bare(field) else f"{name}.")
         else:

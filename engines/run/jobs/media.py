@@ -125,12 +125,12 @@ def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
     """
     signatures = [signature_of(user) for user in users.values()]
     for name, column in CONDITIONS.items():
-        unused_by = next((prompt for prompt in prompts if getattr(prompt, column) is not None), None)
-        if unused_by is None or any(signature.accepts(one) for signature in signatures for one in (name, "metadata")):
+        example = next((prompt for prompt in prompts if getattr(prompt, column) is not None), None)
+        if example is None or any(signature.accepts(one) for signature in signatures for one in (name, "metadata")):
             continue
         raise UsageError(
-            f"prompt {unused_by.text[:40]!r} has a column {column}, which nothing uses: the model does not take it, and no "
-            f"reward or evaluator takes {name} or metadata; remove the column"
+            f"prompt {example.text[:40]!r} has a column {column}, which nothing uses: the model does not take it, and no "
+            f"reward or evaluator takes {name} or metadata; remove the column, or name a file of the prompts alone"
         )
 
 

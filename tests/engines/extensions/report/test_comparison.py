@@ -82,6 +82,9 @@ def test_runs_are_listed(folder: Path, capsys: pytest.CaptureFixture[str], monke
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["runs/high", "grpo", "handwriting", "2", "of", "2", "updates", "1.000", "-", "6"]
     assert lines[2] == ["runs/low", "grpo", "handwriting", "done", "0.500", "heldout", "0.250", "7"]
+    make(folder / "sweep" / "lr=1", 1.0)
+    assert cli.run(["runs", "ls"]) == cli.run(["report", "runs/sweep"]) == 0
+    assert f"\n{Path('runs', 'sweep', 'lr=1')} " in capsys.readouterr().out
     assert cli.run(["runs", "ls", "runs/low", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["run"], row["scores"], row["seconds"]) == ("runs/low", {"heldout": 0.25}, 7.0)
@@ -114,3 +117,7 @@ def test_a_browser_shows_the_comparison(folder: Path) -> None:
         for width in (390, 1280):
             tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             assert tab.value("document.body.scrollWidth <= window.innerWidth"), f"something is wider than {width} pixels"
+            broken = "[...document.querySelectorAll('td span')].some(part => part.getClientRects().length > 1)"
+            assert not tab.value(broken), f"a number or an interval is on two lines at {width} pixels"
+            ends = "[...document.querySelectorAll('tr:first-child > *')].map(cell => cell.getBoundingClientRect().right)"
+            assert max(tab.value(ends)) <= width, f"two runs are not beside each other at {width} pixels"

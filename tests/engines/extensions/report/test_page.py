@@ -241,6 +241,8 @@ def test_a_browser_shows_the_page(run: Path) -> None:
         for width in (400, 800, 1600):
             tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             assert tab.value("document.body.scrollWidth <= window.innerWidth"), f"something is wider than {width} pixels"
+            broken = "[...document.querySelectorAll('td span')].some(part => part.getClientRects().length > 1)"
+            assert not tab.value(broken), f"an interval is on two lines at {width} pixels"
         words = "[...document.querySelectorAll('td')].filter(cell => cell.innerText == 'train seconds by phase, rollout')"
         assert tab.value(f"{words}[0].getBoundingClientRect().height") < 40, "a name is on one line"
         assert tab.complaints() == []
