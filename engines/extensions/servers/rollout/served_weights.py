@@ -253,8 +253,9 @@ class ServedWeights:
                 _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
         flat = self._read_bucket(bucket) if flat is None else flat
         for place in bucket.places:
-            raw = flat[place.start_idx : place.end_idx].clone()  # aligned
-            held[place.name] = raw.view(place.dtype).reshape(place.shape)
+            raw = flat[place.start_idx : place.end_idx]
+            aligned = raw.clone() if place.start_idx % place.dtype.itemsize else raw
+            held[place.name] = aligned.view(place.dtype).reshape(place.shape)
         if not factors:
             total = self._summing.setdefault(name, Checksum())
             named = [(place.name, held[place.name]) for place in bucket.places]
@@ -281,10 +282,11 @@ class ServedWeights:
         with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
                 raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
-            data = bytearray(path.read_bytes())
-        if len(data) != size:
-            raise RequestError(f"{bucket.file!r} has changed while it was read")
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            flat = torch.empty(size, dtype=torch.uint8)
+            with path.open("rb") as file:
+                if file.readinto(flat.numpy().data) != size:
+                    raise RequestError(f"{bucket.file!r} has changed while it was read")
+        return flat
 
     def open_adapter(self, target: str, tensors: Mapping[str, Tensor], *, alpha: float, path: str) -> Adapter:
         """Return the adapter of staged factors, for a network.
