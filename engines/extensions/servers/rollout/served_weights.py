@@ -329,7 +329,7 @@ class ServedWeights:
         self._pushed = staged
         self._exchange({part: {name: each.to("meta") for name, each in held.items()} for part, held in staged.items()}, sums)
 
-    @together
+    @together()
     def _exchange(self, staged: Staged, sums: Mapping[str, str] | None) -> None:
         """Exchange values, see `exchange`; `staged` is on the meta device."""
         known = {name: each for name, each in (sums or {}).items() if name in staged and self._is_copied(name, staged[name])}
@@ -413,7 +413,7 @@ class ServedWeights:
         assert again is not None
         return again
 
-    @together
+    @together(Applied, Adapter, LoraFile, LowRank)
     def adapt(self, wanted: Mapping[str, Applied | None]) -> None:
         """Give networks other adapters, or none. What fails leaves all as it was."""
         before = {name: self.adapters.get(name) for name in wanted}
@@ -484,7 +484,7 @@ class ServedWeights:
 
     # Checksums and memory
 
-    @together
+    @together()
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Return the checksum of the parameters of each network, and of its adapters as `<network>.lora`.
 
@@ -508,7 +508,7 @@ class ServedWeights:
                 self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
         return self._sums[name]
 
-    @together
+    @together()
     def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
         """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
 
@@ -523,7 +523,7 @@ class ServedWeights:
             what = "are missing" if missing else "have another checksum"
             raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
-    @together
+    @together()
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
         self.module.to("cpu")
@@ -531,7 +531,7 @@ class ServedWeights:
             torch.get_device_module(self.device).empty_cache()
         self.released = True
 
-    @together
+    @together()
     def resume(self) -> None:
         """Move the weights back, to the bit."""
         self.module.to(self.device)
