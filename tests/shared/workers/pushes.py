@@ -111,7 +111,7 @@ def fill(folder: str, url: str, method: Method, model: str) -> None:
 
     with init_world() as world:
         module = {"tiny": base, "tokens": tiny_transformers.flux}[model]()
-        peer, engine = HttpClient(url), Engine(module, [], OptimizerConfig(), world, updates=1)
+        peer, engine = HttpClient(url, patience=0), Engine(module, [], OptimizerConfig(), world, updates=1)
         sync = WeightSync(world, folder=Path(folder), method=method, bucket_bytes=500)
         version = int(peer.post("/v1/unmerge_lora_weights", {})["weight_version"])
         while True:
