@@ -10,6 +10,7 @@ Then an adapter and all weights are pushed to the server in each way that weight
 without: a push is waited for.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.remote import Remote
-from fluvial.engines.extensions.remote.weight_sync import METHODS, WeightSync
+from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS, WeightSync
 from fluvial.engines.extensions.wire.client import JSON, HttpClient, Reply
 from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.gathered import layout
@@ -249,29 +251,31 @@ class PushRow:
 
 
 def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
-    """Yield the row of each way that an adapter, and all weights, travel; RunError if a server does not take them."""
+    """Yield the row of each way that an adapter, and all weights, travel; RunError if a server does not take them.
+
+    The ways take turns. Those that send an adapter merged, and so all weights, are measured with all weights.
+    """
     torch.set_num_threads(1)
-    model, runs = TINY if config.tiny else SMALL, 1 if config.tiny else config.runs
+    model, runs, versions = TINY if config.tiny else SMALL, 1 if config.tiny else config.runs, itertools.count()
     with init_world() as world, serving("TINY" if config.tiny else "SMALL", config.samples) as (address, _):
-        for trained, ways in {"adapter": METHODS, "all": METHODS[1:]}.items():
+        for trained, ways in {"adapter": FACTOR_METHODS, "all": METHODS[1:]}.items():
             module = model.build()
             if trained == "adapter":
                 add_lora(module, LoraConfig(rank=RANK), JOINT_ATTENTION)
-            engine, peer, seconds = Engine(module, [], OptimizerConfig(), world, updates=1), HttpClient(address), {}
-            for way in ways:
-                for verify in (True, False):
-                    sync = WeightSync(world, method=way, verify=verify)
-                    seconds[verify] = list[float]()
-                    for version in range(runs + 1):  # the first also compares the base
-                        for shard in engine.sharded.shards(trainable=True).values():
-                            shard.add_(1e-3)
-                        start = time.perf_counter()
-                        sync.push(engine, version, [peer])
-                        seconds[verify].append(time.perf_counter() - start)
-                    sync.close()
-                factors = trained == "adapter" and way in ("auto", "broadcast")
-                sent = layout(module, adapter="default" if trained == "adapter" else None, merge=not factors)
-                p20, p50, p80 = harness.spread(torch.tensor(seconds[True][1:]).double())
+            engine, peer = Engine(module, [], OptimizerConfig(), world, updates=1), HttpClient(address)
+            sent = layout(module, adapter="default" if trained == "adapter" else None)
+            syncs = {way: WeightSync(world, method=way) for way in ways}
+
+            def push(sync: WeightSync, verify: bool, engine: Engine = engine, peer: HttpClient = peer) -> None:
+                next(iter(engine.sharded.shards(trainable=True).values())).add_(1e-3)
+                sync.verify = verify
+                sync.push(engine, next(versions), [peer])
+
+            work = {f"{way}{sums}": partial(push, sync, sums) for way, sync in syncs.items() for sums in (True, False)}
+            seconds = harness.alternate(runs, work)
+            for way, sync in syncs.items():
+                sync.close()
+                p20, p50, p80 = harness.spread(torch.tensor(seconds[f"{way}True"]).double())
                 yield PushRow(
                     parameters=sum(parameter.numel() for parameter in model.build().parameters()),
                     trained=trained,
@@ -281,7 +285,7 @@ def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
                     seconds_p20=p20,
                     seconds_p50=p50,
                     seconds_p80=p80,
-                    without_sums_p50=median(seconds[False][1:]),
+                    without_sums_p50=median(seconds[f"{way}False"]),
                     **harness.facts(PushRow),
                 )
 

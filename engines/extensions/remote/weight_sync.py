@@ -61,6 +61,7 @@ Failed = dict[str, FluvialError]  # why a server did not take a push, by its add
 Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory", "broadcast"]
 METHODS: tuple[Method, ...] = get_args(Method)
+FACTOR_METHODS: tuple[Method, ...] = ("auto", "broadcast")  # those that send an adapter's factors; others merge it
 MERGE_MODES: dict[Product, str] = {"auto": "dynamic", "factors": "dynamic", "merged": "merge"}  # on the wire
 
 
@@ -163,7 +164,7 @@ class WeightSync:
     def _push(self, push: _Push) -> None:
         self._parameters = {name: set(base_tensors(net, parameters=True)) for name, net in components(push.module).items()}
         self._each(push.peers, push.failed, self._learn)
-        if push.adapter is not None and self.method in ("auto", "broadcast"):
+        if push.adapter is not None and self.method in FACTOR_METHODS:
             self._push_base(push)
             (self._push_adapter if self.method == "auto" else self._push_buckets)(push, push.adapter)
         elif self.method in ("auto", "disk"):

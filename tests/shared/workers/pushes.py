@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import tiny_transformers
 from helpers.fake_servers import loopback
 from helpers.weight_servers import adapted, base, engine_of, move, moved_base, run, served
 from safetensors.torch import load_file
 
 import fluvial.engines.export.model_folder as exporting
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
@@ -103,13 +105,14 @@ def fill_shards(engine: Engine, version: int) -> None:
         shard.fill_(float(version))
 
 
-def fill(folder: str, url: str) -> None:
-    """Broadcast weights without end, each push of one number, from the one after the server's."""
+def fill(folder: str, url: str, method: Method, model: str) -> None:
+    """Push weights without end, each push of one number, from the one after the server's."""
     from fluvial.engines.engine.world import init_world
 
     with init_world() as world:
-        peer, engine = HttpClient(url), engine_of(base(), world)
-        sync = WeightSync(world, folder=Path(folder), method="broadcast", bucket_bytes=500)
+        module = {"tiny": base, "tokens": tiny_transformers.flux}[model]()
+        peer, engine = HttpClient(url, patience=0), Engine(module, [], OptimizerConfig(), world, updates=1)
+        sync = WeightSync(world, folder=Path(folder), method=method, bucket_bytes=500)
         version = int(peer.post("/v1/unmerge_lora_weights", {})["weight_version"])
         while True:
             version += 1

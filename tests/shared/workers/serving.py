@@ -1,6 +1,7 @@
 """Serves a small FLUX transformer whose tokens and weights are split over ranks, for test_ranks.py."""
 
 import asyncio
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def serve(world: World, folder: str) -> dict[str, Any]:
         roots=[Path(folder)],
         world=world if world.size > 1 else None,
     )
+    sys.addaudithook(refuse_pickles)
     own = [*policy.weights.module.parameters()]
     found: dict[str, Any] = {"numbers": sum(local(each).numel() for each in own), "all": sum(each.numel() for each in own)}
     if policy.ranks is not None and not world.is_main:
@@ -65,6 +67,11 @@ def serve(world: World, folder: str) -> dict[str, Any]:
     if policy.ranks is not None:
         policy.ranks.end()
     return found
+
+
+def refuse_pickles(event: str, args: Any) -> None:
+    """Refuse to unpickle classes and functions, as an audit hook."""
+    assert event != "pickle.find_class", args
 
 
 def write(folder: Path) -> None:

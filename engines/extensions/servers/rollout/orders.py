@@ -22,13 +22,20 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
-from fluvial.engines.extensions.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
+from fluvial.engines.extensions.wire.request import (
+    ExtraParams,
+    FluvialOptions,
+    RequestLimits,
+    RolloutRequest,
+    check_steps,
+    guidance_of,
+)
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models.images import open_image
 from fluvial.models.padding import trims_padding
 from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
-from fluvial.models.replay.media import TextPrompt, find_list_arguments, list_arguments
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, find_list_arguments, list_arguments
 
 MOST_NAME = 4096  # characters
 FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
@@ -163,6 +170,10 @@ class SampleOrder(NamedTuple):
     initial_id: int
     window: tuple[int, ...]  # its stochastic steps
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
+
+
+OPTIONS = (Recipe, Guidance, Tail, RolloutRequest, ExtraParams, FluvialOptions)
+CLASSES = (SampleOrder, Key, Prompt, MediaPrompt, *OPTIONS)  # that orders are made of, for `together`
 
 
 def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:

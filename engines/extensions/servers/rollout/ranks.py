@@ -1,13 +1,13 @@
 """Processes that hold a part of the weights each and share every sample: the first one serves, the others repeat its calls.
 
-What they must do together is marked `together`, and the first process does it in one order. Arguments travel as pickles
-between these processes alone, weights as raw bytes.
+What they must do together is marked `together`, and the first process does it in one order. Arguments travel as msgpack,
+weights as raw bytes: nothing is unpickled.
 """
 
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -18,20 +18,36 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, convert_errors
+from fluvial.engines.extensions.wire.tensors import pack, tree_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 IDLE = 1e7  # seconds that a request may be away; a process that dies closes its connections
 LOST = "a process that shares the samples is gone, or failed alone; its own message says why"
 
 
-def together(function: Function) -> Function:
-    """Mark a function that all processes call when the first does; its first argument has `ranks`, None for one process."""
+PLAIN = (str, bytes, int, float, Tensor, type(None))
+_marked: dict[str, tuple[Callable[..., Any], Mapping[str, type]]] = {}  # functions, and classes of their arguments
 
-    @wraps(function)
-    def call(served: Any, *args: Any) -> Any:
-        return function(served, *args) if served.ranks is None else served.ranks.call(call, function, served, args)
 
-    return call  # type: ignore[return-value]
+def together(*classes: type) -> Callable[[Function], Function]:
+    """Mark a function that all processes call when the first does; its first argument has `ranks`, None for one process.
+
+    Args:
+        classes: what its other arguments may hold beside texts, numbers, tensors, lists, tuples and maps: dataclasses,
+            named tuples and structs, which are made of their fields.
+    """
+
+    def mark(function: Function) -> Function:
+        name = function.__qualname__
+        _marked[name] = function, {each.__name__: each for each in classes}
+
+        @wraps(function)
+        def call(served: Any, *args: Any) -> Any:
+            return function(served, *args) if served.ranks is None else served.ranks.call(name, served, args)
+
+        return call  # type: ignore[return-value]
+
+    return mark
 
 
 class Ranks:
@@ -43,20 +59,22 @@ class Ranks:
 
     def __init__(self, world: World) -> None:
         self._calls, self._weights = replace(world, timeout=IDLE).background(), world.background()
-        self._turn, self._depth = RLock(), 0
+        self._turn, self._depth, self._is_main = RLock(), 0, world.is_main
         self._lost = False
 
-    def call(self, marked: Function, function: Function, served: Any, args: tuple[Any, ...]) -> Any:
-        """Call a function on all processes, and return what it returns here, or raise what it raises on all of them.
+    def call(self, name: str, served: Any, args: tuple[Any, ...]) -> Any:
+        """Call a marked function on all processes, and return what it returns here, or raise what it raises on all of them.
 
         Raises:
             LostProcessError: another process is gone, or one failed alone. The server ends.
         """
+        function, classes = _marked[name]
         with self._turn:
             if self._depth:  # a call within one
                 return function(served, *args)
+            asked = pack([name, type(served).__name__, take_apart(args, classes)])
             try:
-                self._share((marked, type(served), args))
+                self._share(asked)
                 return self._act(function, served, args)
             except LostProcessError:
                 self._lost = True
@@ -77,12 +95,14 @@ class Ranks:
         Raises:
             LostProcessError: another process is gone, or one failed alone.
         """
-        kinds = {type(each): each for each in served}
+        kinds = {type(each).__name__: each for each in served}
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        while (asked := self._share(None)) is not None:
-            marked, kind, args = asked
+        while asked := self._share(b""):
+            name, kind, args = tree_of(asked)
+            function, classes = _marked[name]
+            given = put_together(args, classes)
             try:
-                self._act(marked.__wrapped__, kinds[kind], args)
+                self._act(function, kinds[kind], given)
             except LostProcessError:
                 raise
             except Exception:  # of all processes, which the first one answers with
@@ -95,7 +115,7 @@ class Ranks:
         with self._turn:
             if self._lost:
                 raise LostProcessError(LOST)
-            self._share(None)
+            self._share(b"")
 
     def _act(self, function: Function, served: Any, args: tuple[Any, ...]) -> Any:
         result, problem = None, None
@@ -114,8 +134,55 @@ class Ranks:
             raise problem
         return result
 
-    def _share(self, item: Any) -> Any:
-        items = [item]
+    def _share(self, sent: bytes) -> bytes:
+        """Return on every process the bytes of the first one."""
         with convert_errors(LostProcessError, RuntimeError, says=LOST):
-            dist.broadcast_object_list(items, 0, group=self._calls.group, device=torch.device("cpu"))
-        return items[0]
+            size = torch.tensor([len(sent)])
+            dist.broadcast(size, 0, group=self._calls.group)
+            held = torch.empty(int(size), dtype=torch.uint8)
+            if self._is_main and sent:
+                held = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            dist.broadcast(held, 0, group=self._calls.group)
+        return held.numpy().tobytes()
+
+
+def take_apart(value: Any, classes: Mapping[str, type]) -> Any:
+    """Return a value as plain data, in which each container is a pair of its class's name and what it holds.
+
+    Raises:
+        TypeError: it holds an object of another class than `classes`.
+    """
+    kind = type(value).__name__
+    if isinstance(value, Tensor) and value.is_meta:
+        return "meta", [str(value.dtype).removeprefix("torch."), *value.shape]
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return "dict", {key: take_apart(each, classes) for key, each in value.items()}
+    if classes.get(kind) is type(value):
+        return kind, [take_apart(getattr(value, name), classes) for name in _field_names(type(value))]
+    if type(value) not in (list, tuple):
+        raise TypeError(f"a {kind} is no argument of a call of all processes: name its class at `together`")
+    return kind, [take_apart(each, classes) for each in value]
+
+
+def put_together(value: Any, classes: Mapping[str, type]) -> Any:
+    """Return the value that `take_apart` took apart, after msgpack carried it; only objects of `classes` are made."""
+    if not isinstance(value, list):
+        return value
+    kind, held = value
+    if kind == "dict":
+        return {key: put_together(each, classes) for key, each in held.items()}
+    if kind == "meta":
+        return torch.empty(held[1:], dtype=getattr(torch, held[0]), device="meta")
+    parts = [put_together(each, classes) for each in held]
+    if kind in classes:
+        return classes[kind](**dict(zip(_field_names(classes[kind]), parts, strict=True)))
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass, a struct or a named tuple."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)

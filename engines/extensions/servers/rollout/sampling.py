@@ -18,7 +18,7 @@ from fluvial.core.transitions import Sampler
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.rollout.orders import Recipe, SampleOrder, words
+from fluvial.engines.extensions.servers.rollout.orders import CLASSES, Recipe, SampleOrder, words
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.ranks import together
 from fluvial.engines.extensions.wire.request import RolloutRequest
@@ -138,7 +138,7 @@ def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, mic
         with policy.sampling():
             for order in orders:
                 policy.check_version(order.request.fluvial.version)
-            return _generate(policy, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
+            return _generate(policy, orders, micro_batch)
     except RequestError:
         raise
     except Exception as error:
@@ -148,9 +148,9 @@ def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, mic
         raise RunError(f"the samples cannot be made: {said}") from None
 
 
-@together
-def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]) -> list[RolloutSample]:
-    start, recipe = time.perf_counter(), filled[0].recipe
+@together(*CLASSES)
+def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], micro_batch: int) -> list[RolloutSample]:
+    start, recipe, filled = time.perf_counter(), orders[0].recipe, [*orders, *[orders[0]] * (micro_batch - len(orders))]
     schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
     sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
     names = {name for order in orders for name in order.request.debug}

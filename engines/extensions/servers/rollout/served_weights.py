@@ -253,8 +253,9 @@ class ServedWeights:
                 _check_tensor(place.name, place.shape, place.dtype, known, where="the bucket")
         flat = self._read_bucket(bucket) if flat is None else flat
         for place in bucket.places:
-            raw = flat[place.start_idx : place.end_idx].clone()  # aligned
-            held[place.name] = raw.view(place.dtype).reshape(place.shape)
+            raw = flat[place.start_idx : place.end_idx]
+            aligned = raw.clone() if place.start_idx % place.dtype.itemsize else raw
+            held[place.name] = aligned.view(place.dtype).reshape(place.shape)
         if not factors:
             total = self._summing.setdefault(name, Checksum())
             named = [(place.name, held[place.name]) for place in bucket.places]
@@ -281,10 +282,11 @@ class ServedWeights:
         with convert_errors(RequestError, OSError, says=f"{bucket.file!r} cannot be read"):
             if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
                 raise RequestError(f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
-            data = bytearray(path.read_bytes())
-        if len(data) != size:
-            raise RequestError(f"{bucket.file!r} has changed while it was read")
-        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            flat = torch.empty(size, dtype=torch.uint8)
+            with path.open("rb") as file:
+                if file.readinto(flat.numpy().data) != size:
+                    raise RequestError(f"{bucket.file!r} has changed while it was read")
+        return flat
 
     def open_adapter(self, target: str, tensors: Mapping[str, Tensor], *, alpha: float, path: str) -> Adapter:
         """Return the adapter of staged factors, for a network.
@@ -327,7 +329,7 @@ class ServedWeights:
         self._pushed = staged
         self._exchange({part: {name: each.to("meta") for name, each in held.items()} for part, held in staged.items()}, sums)
 
-    @together
+    @together()
     def _exchange(self, staged: Staged, sums: Mapping[str, str] | None) -> None:
         """Exchange values, see `exchange`; `staged` is on the meta device."""
         known = {name: each for name, each in (sums or {}).items() if name in staged and self._is_copied(name, staged[name])}
@@ -413,7 +415,7 @@ class ServedWeights:
         assert again is not None
         return again
 
-    @together
+    @together(Applied, Adapter, LoraFile, LowRank)
     def adapt(self, wanted: Mapping[str, Applied | None]) -> None:
         """Give networks other adapters, or none. What fails leaves all as it was."""
         before = {name: self.adapters.get(name) for name in wanted}
@@ -484,7 +486,7 @@ class ServedWeights:
 
     # Checksums and memory
 
-    @together
+    @together()
     def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Return the checksum of the parameters of each network, and of its adapters as `<network>.lora`.
 
@@ -508,7 +510,7 @@ class ServedWeights:
                 self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
         return self._sums[name]
 
-    @together
+    @together()
     def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
         """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
 
@@ -523,7 +525,7 @@ class ServedWeights:
             what = "are missing" if missing else "have another checksum"
             raise RequestError(f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
 
-    @together
+    @together()
     def release(self) -> None:
         """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
         self.module.to("cpu")
@@ -531,7 +533,7 @@ class ServedWeights:
             torch.get_device_module(self.device).empty_cache()
         self.released = True
 
-    @together
+    @together()
     def resume(self) -> None:
         """Move the weights back, to the bit."""
         self.module.to(self.device)

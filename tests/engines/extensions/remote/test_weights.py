@@ -425,7 +425,8 @@ def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_path: Path, one: World) -> None:
+@pytest.mark.parametrize("method", ["disk", "shared_memory", "broadcast"])
+def test_a_process_that_is_killed_in_a_push_leaves_old_or_new_weights(tmp_path: Path, one: World, method: Any) -> None:
     """Trainers, and a server beside another, die with kill -9 at random moments: all tensors of a server are of one push."""
     server, delays = served(tmp_path), random.Random(0)
 
@@ -436,7 +437,8 @@ def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_p
     with loopback(server.handle) as url:
         for _ in range(10):
             before = server.weights.version
-            with launch.Process("workers.pushes:fill", tmp_path, url, environment=launch.environment()) as process:
+            pushing = ("workers.pushes:fill", tmp_path, url, method, "tiny")
+            with launch.Process(*pushing, environment=launch.environment()) as process:
                 while server.weights.version < before + 3:
                     assert process.poll() is None, process.stderr
                     time.sleep(0.01)
@@ -446,7 +448,7 @@ def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_p
             assert fills() == {float(server.weights.version)}
         module, client = base(), HttpClient(url, patience=0)
         engine = engine_of(module, one)
-        sync = WeightSync(one, folder=tmp_path, method="broadcast", bucket_bytes=500)
+        sync = WeightSync(one, folder=tmp_path, method=method, bucket_bytes=500)
         for _ in range(3):
             with launch.Process("workers.pushes:serve", tmp_path, environment=launch.environment()) as process:
                 peers = [client, HttpClient(process.address(), patience=0)]
@@ -461,6 +463,7 @@ def test_a_process_that_is_killed_in_a_broadcast_leaves_old_or_new_weights(tmp_p
                 assert [*failed] == [peers[1].address]
                 assert process.wait(120) == -9
         sync.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long

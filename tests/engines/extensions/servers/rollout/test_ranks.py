@@ -1,10 +1,15 @@
 """Processes that share every sample answer as one process does, from parts of the weights."""
 
 import json
+import random
 import re
 import signal
+import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,22 @@ from helpers import launch, tiny_token_job
 from helpers import tiny_transformers as tiny
 from workers import serving
 
+from fluvial.core.random import Key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import RunError
+from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.extensions.servers.rollout.orders import CLASSES, Recipe, SampleOrder
+from fluvial.engines.extensions.servers.rollout.ranks import put_together, take_apart
+from fluvial.engines.extensions.servers.rollout.served_weights import Adapter, Applied
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.extensions.wire.request import ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
+from fluvial.engines.extensions.wire.tensors import pack, tree_of
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.models.digests import digest_tensor
+from fluvial.models.lora import LowRank
+from fluvial.models.lora_files import LoraFile
+from fluvial.models.replay.media import MediaPrompt
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +66,37 @@ def test_each_process_holds_a_part_and_goes_on_after_what_all_refuse(found: dict
     assert last["numbers"] + found[2]["numbers"] == last["all"]
 
 
+RECIPE = Recipe((2, 3), 4, Guidance(2.0), "density", FluvialOptions(prefix=(1, 2)), "flow_sde", 0.5, (1,), 1, True)
+MEDIA = {"image": b"one", "images": (b"two", b"three")}
+REQUEST = RolloutRequest("a", extra_sampling_params=ExtraParams(FluvialOptions(key=(2**32 - 1, 0), windows=((1,), (2,)))))
+FACTORS = LoraFile(1, 2.0, ("to_q",), {"to_q.lora_A.weight": torch.tensor([[0.1, float("inf")]])})
+CALLS: dict[str, tuple[Any, tuple[type, ...]]] = {
+    "orders": (
+        [
+            SampleOrder(each, Prompt("a", media=MEDIA), REQUEST, Key(1, 2), 2**63 - 1, 0, (1,), ())
+            for each in (RECIPE, replace(RECIPE, window=None, shared=(MediaPrompt("a", MEDIA), Key(3, 4))))
+        ],
+        CLASSES,
+    ),
+    "adapters": (
+        {"transformer": Applied((Adapter("x", "/x", 1.0, FACTORS),), FACTORS, -0.5, "auto"), "~": None},
+        (Applied, Adapter, LoraFile, LowRank),
+    ),
+    "weights": ({"~": {"x": torch.empty(2, 0, 3, dtype=torch.float8_e4m3fn, device="meta")}}, ()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_travels_as_plain_data(name: str) -> None:
+    value, kinds = CALLS[name]
+    classes = {kind.__name__: kind for kind in kinds}
+    found = put_together(tree_of(pack(take_apart(value, classes))), classes)
+    assert repr(found) == repr(value)
+    if classes:
+        with pytest.raises(TypeError, match="name its class at `together`"):
+            take_apart(value, {})
+
+
 SERVE = ("serve", "helpers.tiny_token_job:Toy", "--port", "0", "--micro-batch", "2", "--steps", "2")
 SIZE = ("--pipeline.height", str(tiny_token_job.TOKENS), "--pipeline.width", str(tiny.WIDTH))
 
@@ -73,6 +124,43 @@ def test_none_outlives_another() -> None:
                     ask(url)
             assert other.wait(60) == 1
             assert re.search(r"^fluvial: .*(lost another process|is gone)", other.stderr, re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["disk", "shared_memory", "broadcast"])
+def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: str) -> None:
+    """Of a trainer: all parts of all tensors are of one push. Of one of the server's processes: the other one ends, too."""
+    delays, tensors = random.Random(1), base_tensors(tiny.flux())
+
+    def is_pushed(client: HttpClient, version: int) -> bool:
+        sums = {name: digest_tensor(torch.full_like(each, version)) for name, each in tensors.items()}
+        value = {"target_module": "transformer", "expected_named_tensors_sha256": sums}
+        with suppress(RunError):
+            return bool(client.post("/update_weights_from_tensor_checker", value)["success"])
+        return False
+
+    for killed in (0, 1):
+        options = (*SERVE, *SIZE, "--weights-root", str(tmp_path))
+        with launch.started("fluvial.engines", *options, ranks=2) as ranks:
+            url, other = ranks[0].address(), ranks[1 - killed]
+            client = HttpClient(url, patience=0)
+            for victim in (None, None, ranks[killed]):
+                pushing = ("workers.pushes:fill", tmp_path, url, method, "tokens")
+                with launch.Process(*pushing, environment=launch.environment()) as trainer:
+                    before = version = client.get("/v1/model_info")["weight_version"]
+                    while version < before + 3:
+                        assert trainer.poll() is None, trainer.stderr
+                        version = client.get("/v1/model_info")["weight_version"]
+                    time.sleep(delays.uniform(0, 0.2))
+                    (victim or trainer).kill()
+                    if victim is None:
+                        trainer.wait(30)
+                        last = client.get("/v1/model_info")["weight_version"]
+                        assert is_pushed(client, last) or is_pushed(client, last + 1)
+                    else:
+                        assert other.wait(60) == 1
+                        assert trainer.wait(60) == 1
+                        assert "no server took the weights" in trainer.stderr
 
 
 @pytest.mark.long
