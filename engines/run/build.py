@@ -170,6 +170,9 @@ def _built(
     own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
+    if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
+        hint = f"a rank's passes are CUDA graphs of whole weights (`engine.replicas`), and its device is {world.device.type}"
+        raise UsageError("engine.compile", "reduce-overhead", "True or auto", hint)
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)

@@ -422,13 +422,14 @@ class Sampler:
             after=asked.window.tail,
             reuse=self._reuse(),
             step_cache=rollout.step_cache,
+            graphs=config.engine.compile == "reduce-overhead",
             final=self._sends_final,
         )
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
         """Return which layers that see the prompt alone are computed once."""
-        if self.config.rollout.reuse == "none":
-            return "none"
+        if self.config.rollout.reuse == "none" or self.config.engine.compile == "reduce-overhead":
+            return "none"  # a graph holds no results of earlier passes
         # A compiled block is one program, and a block that is left out calls no layers.
         leaves_out = isinstance(self.config.rollout.step_cache, FirstBlockCache)
         return "outside_blocks" if self.engine.compiles or leaves_out else "all"

@@ -27,6 +27,7 @@ from fluvial.engines.choices import refuse_unused
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.sampling.graphed import GraphedPass
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
@@ -196,6 +197,7 @@ class Sampling:
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
         step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
+        graphs: launch passes of the network as CUDA graphs, see `sampling.graphed`; without `reuse`, `step_cache` and autocast.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -212,6 +214,7 @@ class Sampling:
     after: Tail = field(default_factory=Tail)
     reuse: Literal["all", "outside_blocks", "none"] = "none"
     step_cache: StepCacheChoice = field(default_factory=NoCache)
+    graphs: bool = False
     observe: Callable[[Step], None] | None = None
     final: bool = True
 
@@ -284,6 +287,7 @@ def generate(
     device, key = sampling.schedule.timesteps.device, requests.key
     if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
+    graph = GraphedPass() if sampling.graphs else None
     prefix_ends = (
         _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
     )
@@ -302,7 +306,7 @@ def generate(
                 assert requests.initial_ids is not None
                 x = torch.stack([prefix_ends[group] for group in requests.initial_ids[part]])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
-            velocity = prediction_of(model, module, cond, sampling, exact=window)
+            velocity = prediction_of(model, module, cond, sampling, exact=window, graph=graph)
             step_keys = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
                 trajectory, tail_estimate = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
@@ -312,7 +316,7 @@ def generate(
             if tail_estimate is not None:  # steps after the window remain
                 tail = sampling.after
                 rest = after_schedule(sampling.schedule, tail_estimate.step + 1, tail.fraction, tail.least)
-                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
+                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest), graph=graph)
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=tail_estimate)
                 trajectory = trajectory._replace(final=x)
             images = decoded(model, trajectory.final, model_inputs(prompts))
@@ -393,11 +397,17 @@ def _starts(
 
 
 def prediction_of(
-    model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()
+    model: DiffusionModel,
+    module: nn.Module,
+    cond: Cond,
+    sampling: Sampling,
+    *,
+    exact: Steps = (),
+    graph: GraphedPass | None = None,
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    Steps in `exact` are computed in full, without a step cache.
+    Steps in `exact` are computed in full, without a step cache. `graph` launches the passes, of one network and sampling.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
@@ -427,8 +437,12 @@ def prediction_of(
             nullcontext() if blocks is None else blocks.prediction(exact=is_exact),
         ):
             halves = guidance_halves if kept is None else kept.reuse if reuses else kept.compute
-            options: Any = {"timestep": timestep, "forwards": guidance.forwards, "both": joined}
-            v = guided_velocity(model, module, x, level, cond, halves=halves, **options)
+            options: Any = {"forwards": guidance.forwards, "halves": halves}
+            if graph is None:
+                v = guided_velocity(model, module, x, level, cond, timestep=timestep, both=joined, **options)
+            else:
+                passes = partial(guided_velocity, model, module, **options)
+                v = graph(lambda x, level, timestep, cond: passes(x, level, cond, timestep=timestep), x, level, timestep, cond)
         return v.float() if autocast else v
 
     return velocity
