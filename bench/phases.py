@@ -20,7 +20,7 @@ from fluvial.models.step_cache import FirstBlockCache, GuidanceCache
 
 GUIDED = {"sampling.guidance": Guidance(2.0)}
 BFLOAT16 = {"engine.compute": "bfloat16", "correction": Truncate(), "rollout.max_log_ratio": 1e3}
-COMPILED = {"engine.compile": True, "engine.micro_batch": 16}
+COMPILED = {"engine.compile": True, "engine.micro_batch": 16, "engine.update_micro_batch": "rollout"}
 # Settings beside the recipe's with LoRA: levers, each after the case without it.
 CASES: dict[str, dict[str, Any]] = {
     "full": {"train": "full"},
@@ -34,8 +34,11 @@ CASES: dict[str, dict[str, Any]] = {
     "guided": GUIDED,
     "guided, first-block cache": {**GUIDED, "rollout.step_cache": FirstBlockCache(0.1)},
     "guided, cache of guidance": {**GUIDED, "rollout.step_cache": GuidanceCache(2)},
-    "compiled": {**COMPILED, "engine.update_micro_batch": "rollout"},
+    "compiled": COMPILED,
     "compiled, larger passes": {**COMPILED, "engine.update_micro_batch": 64},
+    "compiled, guided": {**COMPILED, **GUIDED},
+    "compiled, guided, first-block cache": {**COMPILED, **GUIDED, "rollout.step_cache": FirstBlockCache(0.1)},
+    "compiled, guided, cache of guidance": {**COMPILED, **GUIDED, "rollout.step_cache": GuidanceCache(2)},
 }
 
 

@@ -1,4 +1,4 @@
-"""Prompt records: a prompt, and what its record says besides."""
+"""Prompt records: a prompt, and what its record says besides; scores split by that."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,12 @@ from fluvial.engines.data.tables import FileRecord, has_half_character
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fluvial.models.replay.media import Source, TextPrompt
 
 MOST_WEIGHT = 1000.0
+Split = dict[str, dict[str, dict[str, float]]]  # mean scores by kind of part (sources, tags), part and name
 # Columns that a record's metadata leaves out, because they are what the run itself uses.
 OWN = ("prompt", "negative_prompt", "weight")
 FILES = ("image", "video", "audio")  # columns of files, which rewards may see
@@ -217,3 +220,28 @@ def _weight(row: FileRecord) -> float:
     if not 0 < number <= MOST_WEIGHT:
         raise UsageError(f"{row.where}, column weight is {value!r}, expected a number above 0 and at most {MOST_WEIGHT:g}")
     return number
+
+
+def split_scores(scores: "Tensor", prompts: Sequence[Prompt], names: Sequence[str]) -> Split:
+    """Return the mean scores of each source and of each tag, with the number of samples.
+
+    The result is {"sources": {source: {name: mean, ..., "samples": n}}, "tags": {tag: ...}}. A single source is the whole,
+    and is left out, and so are prompts without a tag.
+
+    Args:
+        scores: `[B, K]`, on the host.
+        prompts: prompt of each sample, `[B]`.
+        names: name of each score, `[K]`.
+    """
+    by_kind: Split = {}
+    for kind, labels in (("sources", [each.source for each in prompts]), ("tags", [each.tag for each in prompts])):
+        parts: dict[str, list[int]] = {}
+        for place, label in enumerate(labels):
+            if label is not None:
+                parts.setdefault(label, []).append(place)
+        if len(parts) > 1 or (parts and kind == "tags"):
+            by_kind[kind] = {
+                label: {**dict(zip(names, scores[rows].mean(0).tolist(), strict=True)), "samples": len(rows)}
+                for label, rows in sorted(parts.items())
+            }
+    return by_kind

@@ -62,7 +62,8 @@ class EngineConfig:
             each to the GPU while the block before it computes (block swap, also of a quantised base).
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
             checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
-            kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled.
+            kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled. reduce-overhead launches each pass of a
+            rollout as a CUDA graph, too, of whole weights: for small networks and images.
         attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
         deterministic: Let torch use deterministic algorithms only, and raise for operations that have none.
     """
@@ -79,7 +80,7 @@ class EngineConfig:
     checkpointing: Literal["none", "block", "selective", "host"] = "none"
     checkpointed: int | None = None
     offload: Literal["none", "phases", "blocks", "always"] | int = "none"
-    compile: bool | Literal["auto"] = "auto"
+    compile: bool | Literal["auto", "reduce-overhead"] = "auto"
     attention: str | None = None
     deterministic: bool = False
 
@@ -89,7 +90,7 @@ class EngineConfig:
         refuse_unused(self, "engine.")
         if self.context_parallel % self.ring:
             raise UsageError("engine.ring", self.ring, f"a divisor of `engine.context_parallel`, {self.context_parallel}")
-        if self.compile is True and self.checkpointing == "selective":
+        if self.compile in (True, "reduce-overhead") and self.checkpointing == "selective":
             hint = "with `engine.compile`, a compiled block chooses what it keeps"
             raise UsageError("engine.checkpointing", "selective", "none, block or host", hint)
         if self.base != "auto" and self.offload == "always":
@@ -116,7 +117,7 @@ class EngineConfig:
         """Return whether the blocks are compiled on a device."""
         if self.compile == "auto":
             return is_accelerator(device) and self.checkpointing != "selective"
-        return self.compile
+        return bool(self.compile)
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of the computation on a device."""

@@ -30,7 +30,7 @@ from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.method import Images, Preferences
+from fluvial.engines.run.method import Images, Method, Preferences
 from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -105,9 +105,9 @@ def build_parts(
         # What is wrong with the job is found before anything is computed.
         rewards, job = _rewards(config, job, world)
         job.check_prompts()
-        _check_sources(config, job)
-        _check_column(config, job)
-        _check_order(config, job)
+        _check_sources(config.method, job)
+        _check_column(config.method, job)
+        _check_order(config.data.order, job)
         if config.rollout.is_served:
             check_files(examples(job.prompts))
         asked = build_evaluated(job, config.evaluation, config.pipeline)
@@ -229,6 +229,9 @@ def _open_engine(
     learnt = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
+    if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
+        hint = f"a rank's passes are CUDA graphs of whole weights (`engine.replicas`), and its device is {world.device.type}"
+        raise UsageError("engine.compile", "reduce-overhead", "True or auto", hint)
     return engine, others, base + adapter
 
 
@@ -467,10 +470,10 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
             job.model.check_prompt(guidance.negative)
 
 
-def _check_sources(config: TrainConfig, job: Job) -> None:
+def _check_sources(method: Method, job: Job) -> None:
     """Raise UsageError unless each source of prompts has a teacher, and each teacher has prompts, if they have sources."""
     known = [*dict.fromkeys(prompt.source for prompt in examples(job.prompts))]
-    for name, network in config.method.networks().items():
+    for name, network in method.networks().items():
         taught = [*network.teachers] if isinstance(network, BySource) else known
         for source in known:
             if source not in taught:
@@ -482,9 +485,9 @@ def _check_sources(config: TrainConfig, job: Job) -> None:
                 raise UsageError(f"`{name}` names the source {source!r}, expected a source of prompts: {', '.join(known)}")
 
 
-def _check_column(config: TrainConfig, job: Job) -> None:
+def _check_column(method: Method, job: Job) -> None:
     """Raise UsageError unless each given image has the column that the method reads, with a value that it knows."""
-    source = config.method.source
+    source = method.source
     if not isinstance(source, Images) or source.column is None:
         return
     for prompt in job.prompts:
@@ -494,19 +497,17 @@ def _check_column(config: TrainConfig, job: Job) -> None:
                 continue
             has = f"{value!r} there, expected {' or '.join(map(str, source.values))}"
         raise UsageError(
-            f"{config.method.method_name} learns from images with a column {source.column}, and the record of "
+            f"{method.method_name} learns from images with a column {source.column}, and the record of "
             f"{prompt.text!r} has {has}"
         )
 
 
-def _check_order(config: TrainConfig, job: Job) -> None:
+def _check_order(order: str, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
     uneven = len({prompt.weight for prompt in examples(job.prompts)}) > 1 or len({*weights}) > 1
-    if config.data.order != "epochs" and uneven:
-        raise UsageError(
-            f"`data.order` is {config.data.order}, which draws all prompts alike, and some have a weight: use epochs"
-        )
+    if order != "epochs" and uneven:
+        raise UsageError(f"`data.order` is {order}, which draws all prompts alike, and some have a weight: use epochs")
 
 
 def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:

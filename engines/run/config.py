@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -25,7 +26,7 @@ from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_me
 from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import LoraConfig
-from fluvial.models.step_cache import FirstBlockCache, GuidanceCache
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,20 @@ class TrainConfig:
         if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
             hint = "with `rollout.step_cache` first_block, ranks that share a sample would leave out different blocks"
             yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
-        whole = {"base": "auto", "comm": "keep", "replicas": "auto", "context_parallel": 1}
-        for name, value in whole.items() if rollout.reuse == "merged" else ():
-            if getattr(engine, name) != value:
-                hint = "`rollout.reuse` merged changes whole weights that are not quantised"
-                yield UsageError(f"engine.{name}", getattr(engine, name), str(value), hint)
-        if rollout.reuse == "merged" and (engine.offload == "always" or engine.swaps_blocks):
-            hint = "`rollout.reuse` merged keeps all weights on the device"
+        merges, graphs = rollout.reuse == "merged", engine.compile == "reduce-overhead"
+        changed = "`rollout.reuse` merged changes whole weights that are not quantised"
+        here = "with `engine.compile` reduce-overhead, this process launches whole passes of the current weights as graphs"
+        whole = {"engine.comm": "keep", "engine.replicas": "auto", "engine.context_parallel": 1}
+        alone = {"rollout.source": "", "rollout.ahead": 0, "rollout.autocast": False, "rollout.step_cache": NoCache()}
+        needs = [({**whole, "engine.base": "auto"}, changed)] * merges + [({**whole, **alone}, here)] * graphs
+        for name, fits, hint in ((*each, hint) for values, hint in needs for each in values.items()):
+            if (value := attrgetter(name)(self)) != fits:
+                yield UsageError(name, getattr(value, "kind", value), str(getattr(fits, "kind", fits)) or "nothing", hint)
+        if (merges or graphs) and (engine.offload == "always" or engine.swaps_blocks):
+            hint = "`rollout.reuse` merged keeps all weights on the device" if merges else here
             yield UsageError("engine.offload", engine.offload, "none or phases", hint)
+        if graphs and not self.makes_samples:
+            yield UsageError("engine.compile", engine.compile, "True", "there is no rollout, whose passes would be graphs")
         if engine.base != "auto" and rollout.is_served:
             hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
             yield UsageError("engine.base", engine.base, "auto", hint)

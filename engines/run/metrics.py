@@ -13,8 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fluvial.core.correction import CorrectionInfo
-from fluvial.engines.data.labels import split
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, split_scores
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import PartNumbers
@@ -199,7 +198,7 @@ def reward_record(rewards_of: Rewards, columns: RewardColumns, asked: Sequence[P
     if rewards_of.parts:
         record["reward_parts"] = rewards_of.parts
     record["invalid"] = rewards_of.invalid
-    return {**record, **split(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
+    return {**record, **split_scores(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
 
 
 def learnt_record(

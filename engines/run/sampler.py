@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
-from typing import Literal
 
 import optree
 import torch
@@ -43,6 +42,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
 from fluvial.models import decode_samples
 from fluvial.models.host_values import to_device
+from fluvial.models.reuse import Reuse
 from fluvial.models.step_cache import FirstBlockCache
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
@@ -422,13 +422,14 @@ class RolloutSampler:
             after=asked.window.tail,
             reuse=self._reuse(),
             step_cache=rollout.step_cache,
+            graphs=config.engine.compile == "reduce-overhead",
             final=self._sends_final,
         )
 
-    def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
+    def _reuse(self) -> Reuse:
         """Return which layers that see the prompt alone are computed once."""
-        if self.config.rollout.reuse == "none":
-            return "none"
+        if self.config.rollout.reuse == "none" or self.config.engine.compile == "reduce-overhead":
+            return "none"  # a graph holds no results of earlier passes
         # A compiled block is one program, and a block that is left out calls no layers.
         leaves_out = isinstance(self.config.rollout.step_cache, FirstBlockCache)
         return "outside_blocks" if self.engine.compiles or leaves_out else "all"

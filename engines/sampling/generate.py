@@ -27,6 +27,7 @@ from fluvial.engines.choices import refuse_unused
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.sampling.graphed import GraphedPass
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
@@ -36,12 +37,11 @@ from fluvial.engines.waits import count_parts
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decode_samples, host_values, is_recorded
-from fluvial.models.fixed_adapters import FixedAdapters
-from fluvial.models.guidance import Guided, KeptDifference, both_halves, guidance_halves, guided_velocity
+from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
-from fluvial.models.prompt_layers import PromptLayers
-from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCache, StepCacheChoice
+from fluvial.models.reuse import PassReuse, Reuse
+from fluvial.models.step_cache import NoCache, StepCacheChoice
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ class Sampling:
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
         step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
+        graphs: launch passes as CUDA graphs, see `sampling.graphed`; without `reuse`, `step_cache` and autocast.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -210,8 +211,9 @@ class Sampling:
     prefix: SharedPrefix | None = None
     text_tokens: int | None = None
     after: Tail = field(default_factory=Tail)
-    reuse: Literal["all", "outside_blocks", "none"] = "none"
+    reuse: Reuse = "none"
     step_cache: StepCacheChoice = field(default_factory=NoCache)
+    graphs: bool = False
     observe: Callable[[Step], None] | None = None
     final: bool = True
 
@@ -284,6 +286,7 @@ def generate(
     device, key = sampling.schedule.timesteps.device, requests.key
     if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
         sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
+    graph = GraphedPass() if sampling.graphs else None
     prefix_ends = (
         _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
     )
@@ -302,7 +305,7 @@ def generate(
                 assert requests.initial_ids is not None
                 x = torch.stack([prefix_ends[group] for group in requests.initial_ids[part]])
             window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
-            velocity = prediction_of(model, module, cond, sampling, exact=window)
+            velocity = prediction_of(model, module, cond, sampling, exact=window, graph=graph)
             step_keys = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
                 trajectory, tail_estimate = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
@@ -312,7 +315,7 @@ def generate(
             if tail_estimate is not None:  # steps after the window remain
                 tail = sampling.after
                 rest = after_schedule(sampling.schedule, tail_estimate.step + 1, tail.fraction, tail.least)
-                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
+                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest), graph=graph)
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=tail_estimate)
                 trajectory = trajectory._replace(final=x)
             images = decode_samples(model, trajectory.final, model_inputs(prompts))
@@ -393,42 +396,43 @@ def _starts(
 
 
 def prediction_of(
-    model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()
+    model: DiffusionModel,
+    module: nn.Module,
+    cond: Cond,
+    sampling: Sampling,
+    *,
+    exact: Steps = (),
+    graph: GraphedPass | None = None,
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    Steps in `exact` are computed in full, without a step cache.
+    Steps in `exact` are computed in full, without a step cache. `graph` launches the passes, of one network and sampling.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
-    joined = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
-    adapters = FixedAdapters(module) if sampling.reuse == "all" else None
-    cache = sampling.step_cache
-    blocks = StepCache(model, module, cache.threshold) if isinstance(cache, FirstBlockCache) else None
-    kept = KeptDifference(cache.every) if isinstance(cache, GuidanceCache) and isinstance(cond, Guided) else None
-    # By whether a step computes one half of guidance, which gives the layers other inputs than both do.
-    remembered = [PromptLayers(model, module, in_blocks=sampling.reuse == "all") for _ in range(1 + (kept is not None))]
-    prompt_layers = None if sampling.reuse == "none" else remembered
+    is_guided = isinstance(cond, Guided)
+    both = both_halves(cond) if is_guided and guidance.forwards == "one" and graph is None else None
+    reuse = PassReuse(model, module, layers=sampling.reuse, cache=sampling.step_cache, guided=is_guided)
     exact_steps = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = of_step[step].expand(len(x))
         if on_host is not None:
             host_values.remember(timestep, on_host[step].expand(len(x)))
-        is_exact = step in exact_steps
-        reuses = kept is not None and kept.is_near(exact=is_exact)
         # Entering autocast costs as much as several operations, also where it switches nothing.
         device_type = timesteps.device.type
         switched = autocast or torch.is_autocast_enabled(device_type)
         with (
             torch.autocast(device_type, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
-            nullcontext() if adapters is None else adapters.prediction(),
-            nullcontext() if prompt_layers is None else prompt_layers[reuses].prediction(),
-            nullcontext() if blocks is None else blocks.prediction(exact=is_exact),
+            reuse.step(exact=step in exact_steps) as halves,
         ):
-            halves = guidance_halves if kept is None else kept.reuse if reuses else kept.compute
-            options: Any = {"timestep": timestep, "forwards": guidance.forwards, "both": joined}
-            v = guided_velocity(model, module, x, level, cond, halves=halves, **options)
+
+            def predict(x: Tensor, level: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
+                return guided_velocity(
+                    model, module, x, level, cond, timestep=timestep, both=both, halves=halves, forwards=guidance.forwards
+                )
+
+            v = (predict if graph is None else partial(graph, predict))(x, level, timestep, cond)
         return v.float() if autocast else v
 
     return velocity

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
-from fluvial.engines.data.labels import Split, split
-from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.data.records import Prompt, Split, model_inputs, split_scores
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.sampling.solvers import Solver
@@ -192,7 +191,7 @@ def evaluate(
         images=images,
         images_score=table[: len(images), -1] if scored else None,
         scores=Scores(names, sampled, asked, table),
-        split=split(table, asked, names),
+        split=split_scores(table, asked, names),
         sounds=None if rate is None else Sounds(_sounds_of_all_ranks(heard, world)[shows], rate),
         invalid=total - len(keeps),
     )

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import rich.table
 import torch
 
-from fluvial.engines.data.labels import split
-from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.records import Prompt, split_scores, texts
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation import statistics
 from fluvial.engines.run.evaluation.evaluate import Scores
@@ -106,7 +105,7 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[S
     name, prompts = scores.evaluators[place], scores.prompts
     sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
     parts: list[tuple[Part, str, list[int]]] = [("all", "", list(range(len(prompts))))]
-    kinds = split(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
+    kinds = split_scores(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
     labels: tuple[tuple[Part, str, Sequence[str | None]], ...] = (("source", "sources", sources), ("tag", "tags", tags))
     for part, kind, labels_of_kind in labels:
         parts += [

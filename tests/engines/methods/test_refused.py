@@ -209,6 +209,25 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
             ("rollout__source", "http://127.0.0.1:1", "rollout.reuse is 'merged', expected exact: servers"),
         )
     ),
+    *(
+        (lambda name=name, value=value: run(engine__compile="reduce-overhead", correction=TRUNCATE, **{name: value}), says)
+        for name, value, says in (
+            ("engine__comm", "reshard", "engine.comm is 'reshard', expected keep: with engine.compile reduce-overhead"),
+            ("engine__offload", "blocks", "engine.offload is 'blocks', expected none or phases: with engine.compile"),
+            ("engine__checkpointing", "selective", "expected none, block or host: with engine.compile"),
+            ("rollout__ahead", 1, "rollout.ahead is 1, expected 0: with engine.compile reduce-overhead"),
+            ("rollout__autocast", True, "rollout.autocast is True, expected False: with engine.compile"),
+            ("rollout__source", "http://127.0.0.1:1", "expected nothing: with engine.compile reduce-overhead"),
+        )
+    ),
+    (
+        lambda: run(**CACHE, engine__compile="reduce-overhead"),
+        "step_cache is 'first_block', expected none: with engine.compile",
+    ),
+    (
+        lambda: ode(of.Dpo(preferences=GIVEN), engine__compile="reduce-overhead"),
+        "engine.compile is 'reduce-overhead', expected True: there is no rollout",
+    ),
     (lambda: ode(of.Raft(), rollout__max_log_ratio=0.1), "max_log_ratio has no effect with raft, which has no ratio"),
     *((lambda most=most: run(rollout__max_invalid=most), "max_invalid") for most in (-0.1, 1.0, math.nan)),
     (lambda: ahead(correction=NoCorrection()), "expected truncate, reject or mask: with rollout.ahead"),

@@ -11,8 +11,7 @@ import torch
 from helpers import tiny_jobs as tiny
 from torch import Tensor
 
-from fluvial.engines.data.labels import split
-from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.data.records import Prompt, as_prompts, split_scores, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.evaluate import evaluate
@@ -70,8 +69,8 @@ def test_a_mean_is_over_the_samples_of_its_label() -> None:
     """A single source and missing tags say nothing."""
     scores = torch.tensor([[1.0, 10.0], [3.0, 30.0], [8.0, 80.0]])
     prompts = [Prompt("x", tag="t"), Prompt("y", tag="t"), Prompt("z")]
-    assert split(scores, prompts, ["s", "l"]) == {"tags": {"t": {"s": 2.0, "l": 20.0, "samples": 2}}}
-    assert split(scores, as_prompts(["x", "y", "z"]), ["s", "l"]) == {}
+    assert split_scores(scores, prompts, ["s", "l"]) == {"tags": {"t": {"s": 2.0, "l": 20.0, "samples": 2}}}
+    assert split_scores(scores, as_prompts(["x", "y", "z"]), ["s", "l"]) == {}
 
 
 def test_prompts_come_in_epochs(tmp_path: Path, one: World) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
+from helpers.graphs import Graphs
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
@@ -259,19 +260,23 @@ def test_a_recorded_threshold_is_a_cache_of_blocks(tmp_path: Path) -> None:
     with_values(cached, {"method": Nft(old=NoOld()), "sampling": replace(CACHED, sampler=Ode(), window=AllSteps())})
 
 
-def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
-    """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
-    found = []
-    for reuse in ("exact", "none"):
+def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of a run of the built-in model with and without, and as one graph; the update is exactly on policy."""
+    found, graphs = [], Graphs(monkeypatch)
+    for compiles, reuse in ((False, "exact"), (False, "none"), ("reduce-overhead", "exact")):
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
         run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
-            assert trainer.sampler._reuse() == ("all" if reuse == "exact" else "none")
+            trainer.sampler.config = with_values(run, {"engine.compile": compiles})
+            assert trainer.sampler._reuse() == ("none" if compiles else {"exact": "all"}.get(reuse, reuse))
             record = trainer.update()
+        assert graphs.count == bool(compiles)
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         del record["seconds"], record["speed"], record["memory"]
         found.append(record)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(

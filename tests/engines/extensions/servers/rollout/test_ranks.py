@@ -67,7 +67,7 @@ def test_each_process_holds_a_part_and_goes_on_after_what_all_refuse(found: dict
 
 
 RECIPE = Recipe((2, 3), 4, Guidance(2.0), "density", FluvialOptions(prefix=(1, 2)), "flow_sde", 0.5, (1,), 1, True)
-MEDIA = {"image": b"one", "images": (b"two", b"three")}
+MEDIA: dict[str, Any] = {"image": b"one", "images": (b"two", b"three")}
 REQUEST = RolloutRequest("a", extra_sampling_params=ExtraParams(FluvialOptions(key=(2**32 - 1, 0), windows=((1,), (2,)))))
 FACTORS = LoraFile(1, 2.0, ("to_q",), {"to_q.lora_A.weight": torch.tensor([[0.1, float("inf")]])})
 CALLS: dict[str, tuple[Any, tuple[type, ...]]] = {
