@@ -174,6 +174,42 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
     assert "Traceback" not in "".join(line for line in text.splitlines() if line.startswith("fluvial"))
 
 
+NODES = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "127.0.0.1\nlocalhost",
+    "SKYPILOT_NODE_RANK": "RANK",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+    "JOB_COMPLETION_INDEX": "RANK",
+}
+
+
+@pytest.mark.long
+def test_the_scripts_of_two_nodes_train_and_continue(tmp_path: Path) -> None:
+    """SkyPilot's run, and Kubernetes' pods, which find its folder and resume it: a process per node, all on this machine."""
+    (container,) = kubernetes()[1]["spec"]["template"]["spec"]["containers"]
+    texts = {2: yaml.safe_load(blocks("yaml")[0])["run"], 4: container["args"][0]}
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for updates, text in texts.items():
+        flags = " ".join([*launch.SMALL, "--updates", str(updates)])
+        here = {"/runs/a": str(tmp_path / "run"), "train grpo ": f"train grpo {flags} ", "29500": str(launch.free_port())}
+        here |= {"fluvial-0.fluvial": "127.0.0.1", "--nproc-per-node 8": "--nproc-per-node 1"}
+        for known, local in here.items():
+            text = text.replace(known, local)
+        with contextlib.ExitStack() as stack:
+            nodes = []
+            for rank in "01":
+                own = {name: value.replace("RANK", rank) for name, value in NODES.items()}
+                environment = launch.environment() | own | {"PATH": tools, "MODEL": "handwriting"}
+                options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+                nodes.append(subprocess.Popen(["bash", "-c", text], env=environment, cwd=tmp_path, **options))
+                stack.enter_context(nodes[-1])
+                stack.callback(nodes[-1].terminate)
+            said = [node.communicate(timeout=300)[0] for node in nodes]
+            assert [node.returncode for node in nodes] == [0, 0], said
+    assert "resumed" in said[0]
+    assert [record["update"] for record in launch.records(tmp_path / "run") if "loss" in record] == [2, 4]
+
+
 @pytest.mark.long
 def test_skypilots_file_is_a_task(tmp_path: Path) -> None:
     """As `sky launch` reads it, and a field that it does not know is refused."""
