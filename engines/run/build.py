@@ -171,8 +171,7 @@ def _built(
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
     if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
-        hint = f"a rank's passes are CUDA graphs of whole weights (`engine.replicas`), and its device is {world.device.type}"
-        raise UsageError("engine.compile", "reduce-overhead", "True or auto", hint)
+        raise UsageError("engine.compile", "reduce-overhead", "True or auto", "graphs need CUDA, and whole weights per rank")
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights, others)

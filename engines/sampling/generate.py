@@ -197,7 +197,7 @@ class Sampling:
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
         step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
-        graphs: launch passes of the network as CUDA graphs, see `sampling.graphed`; without `reuse`, `step_cache` and autocast.
+        graphs: launch each pass as a CUDA graph, see `sampling.graphed`; without `reuse`, `step_cache` and `autocast`.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -407,11 +407,11 @@ def prediction_of(
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    Steps in `exact` are computed in full, without a step cache. `graph` launches the passes, of one network and sampling.
+    Steps in `exact` are computed in full, without a step cache; `graph` launches all passes of this network and sampling.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
-    joined = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
+    joined = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" and graph is None else None
     adapters = FixedAdapters(module) if sampling.reuse == "all" else None
     cache = sampling.step_cache
     blocks = StepCache(model, module, cache.threshold) if isinstance(cache, FirstBlockCache) else None
@@ -437,12 +437,9 @@ def prediction_of(
             nullcontext() if blocks is None else blocks.prediction(exact=is_exact),
         ):
             halves = guidance_halves if kept is None else kept.reuse if reuses else kept.compute
-            options: Any = {"forwards": guidance.forwards, "halves": halves}
-            if graph is None:
-                v = guided_velocity(model, module, x, level, cond, timestep=timestep, both=joined, **options)
-            else:
-                passes = partial(guided_velocity, model, module, **options)
-                v = graph(lambda x, level, timestep, cond: passes(x, level, cond, timestep=timestep), x, level, timestep, cond)
+            passes = partial(guided_velocity, model, module, forwards=guidance.forwards, both=joined, halves=halves)
+            passes = passes if graph is None else partial(graph, passes)
+            v = passes(x, level, cond, timestep=timestep)
         return v.float() if autocast else v
 
     return velocity

@@ -220,7 +220,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
             ("rollout__source", "http://127.0.0.1:1", "expected nothing: with engine.compile reduce-overhead"),
         )
     ),
-    (lambda: run(**CACHE, engine__compile="reduce-overhead"), "step_cache is 'first_block', expected none: with engine.compile"),
+    (
+        lambda: run(**CACHE, sampling__window=CUT, engine__compile="reduce-overhead"),
+        "rollout.step_cache is 'first_block', expected none: with engine.compile reduce-overhead",
+    ),
     (
         lambda: ode(of.Dpo(preferences=GIVEN), engine__compile="reduce-overhead"),
         "engine.compile is 'reduce-overhead', expected True: there is no rollout",
