@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, kernels, phases, prompts, serving, traffic, waits
+from fluvial.bench import aot, caches, kernels, phases, prompts, serving, traffic, waits
 from fluvial.bench.gpu.config import GpuConfig
 from fluvial.bench.gpu.parts import run as run_parts
 from fluvial.bench.objectives import report as objectives
@@ -30,6 +30,7 @@ def main(args: list[str]) -> int:
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
         "gpu": (GpuConfig, run_parts),
+        "caches": (caches.CachesConfig, caches.run),
         "prompts": (prompts.PromptsConfig, prompts.run),
         "waits": (waits.WaitsConfig, waits.run),
         "aot": (aot.AotConfig, aot.run),

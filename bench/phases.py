@@ -8,7 +8,7 @@ from typing import Any
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Measurement
-from fluvial.core.checks import check_choice, check_number
+from fluvial.core.checks import BATCH, check_choice, check_fields
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import recipes
@@ -59,8 +59,7 @@ class PhasesConfig:
     out: Path = harness.RESULTS
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "runs"):
-            check_number("phases", name, getattr(self, name), low=1)
+        check_fields(self, "phases", prompts=BATCH, runs=BATCH)
         for name in self.cases:
             check_choice("phases", "cases", name, CASES)
 
@@ -85,16 +84,9 @@ def run(config: PhasesConfig) -> list[Measurement]:
         for trainer in trainers.values():
             trainer.close()
         batch = defaults.method.sampling.group * config.prompts
-        rows = [
-            harness.row(
-                phase,
-                times[1:],  # the first is the warm-up
-                provider=name,
-                mode=f"{world.size} rank(s)",
-                shape=f"{batch}x1x8x32",
-                amount=batch,
-                unit="samples",
-            )
+        mode, shape = f"{world.size} rank(s)", f"{batch}x1x8x32"
+        rows = [  # without the first run, the warm-up
+            harness.row(phase, times[1:], provider=name, mode=mode, shape=shape, amount=batch, unit="samples")
             for name, phases in seconds.items()
             for phase, times in phases.items()
         ]

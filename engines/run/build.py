@@ -230,8 +230,7 @@ def _open_engine(
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
     if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
-        hint = f"a rank's passes are CUDA graphs of whole weights (`engine.replicas`), and its device is {world.device.type}"
-        raise UsageError("engine.compile", "reduce-overhead", "True or auto", hint)
+        raise UsageError("engine.compile", "reduce-overhead", "True or auto", "graphs need CUDA, and whole weights per rank")
     return engine, others, base + adapter
 
 

@@ -196,7 +196,7 @@ class Sampling:
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
         step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
-        graphs: launch passes as CUDA graphs, see `sampling.graphed`; without `reuse`, `step_cache` and autocast.
+        graphs: launch each pass as a CUDA graph, see `sampling.graphed`; without `reuse`, `step_cache` and `autocast`.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -406,7 +406,7 @@ def prediction_of(
 ) -> Velocity:
     """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
 
-    Steps in `exact` are computed in full, without a step cache. `graph` launches the passes, of one network and sampling.
+    Steps in `exact` are computed in full, without a step cache; `graph` launches all passes of this network and sampling.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
@@ -426,13 +426,8 @@ def prediction_of(
             torch.autocast(device_type, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
             reuse.step(exact=step in exact_steps) as halves,
         ):
-
-            def predict(x: Tensor, level: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
-                return guided_velocity(
-                    model, module, x, level, cond, timestep=timestep, both=both, halves=halves, forwards=guidance.forwards
-                )
-
-            v = (predict if graph is None else partial(graph, predict))(x, level, timestep, cond)
+            predict = partial(guided_velocity, model, module, forwards=guidance.forwards, both=both, halves=halves)
+            v = (predict if graph is None else partial(graph, predict))(x, level, cond, timestep=timestep)
         return v.float() if autocast else v
 
     return velocity

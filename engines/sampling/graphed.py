@@ -22,42 +22,33 @@ class GraphedPass:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Any, tuple[list[Tensor], Callable[[], None], Tensor]] = {}
+        self._graphs: dict[Any, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def __call__(self, function: Callable[..., Tensor], *inputs: PyTree[Tensor]) -> Tensor:
-        """Return function(*inputs).
+    def __call__(self, function: Callable[..., Tensor], *inputs: PyTree[Tensor], **named: PyTree[Tensor]) -> Tensor:
+        """Return function(*inputs, **named), which launches the same kernels for all inputs of one form.
 
-        Args:
-            function: what is called; for inputs of a form that was seen before, it must launch what the one before did.
+        Raises:
+            UsageError: it cannot be captured, as it reads a value on the host, for example.
         """
-        leaves, tree = optree.tree_flatten(inputs)
+        leaves, tree = optree.tree_flatten((inputs, named))
         form = tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if form not in self._graphs:
             held = [leaf.clone() for leaf in leaves]  # whose values the host does not know
-            self._graphs[form] = held, *capture(partial(function, *optree.tree_unflatten(tree, held)))
-        held, launch, result = self._graphs[form]
+            positional, keywords = optree.tree_unflatten(tree, held)
+            self._graphs[form] = held, *_capture(partial(function, *positional, **keywords))
+        held, graph, result = self._graphs[form]
         torch._foreach_copy_(held, leaves)
-        launch()
+        graph.replay()
         return result.clone()
 
 
-def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Return what launches the kernels of function() again, and where its result lies then.
-
-    The function runs once before, so that libraries are set up, blocks compiled and kernels tuned.
-
-    Raises:
-        UsageError: it cannot be captured, as it reads a value on the host, for example.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
+def _capture(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Return the graph of a function, and where its result lies; a call before sets up libraries and compiles blocks."""
+    function()
+    graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            result = function()
+            return graph, function()
     except RuntimeError as error:
         hint = f"a pass of the network cannot be captured: {str(error).splitlines()[0]}"
         raise UsageError("engine.compile", "reduce-overhead", "True", hint) from error
-    return graph.replay, result

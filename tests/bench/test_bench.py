@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fluvial.bench import harness, phases, waits
+from fluvial.bench import caches, harness, phases, waits
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.config import with_values
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 pytestmark = pytest.mark.long
+CONFIG = caches.CachesConfig(steps=(8,))
 
 
 def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
@@ -74,6 +75,16 @@ def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
     assert len((tmp_path / "phases.csv").read_text().splitlines()) == 11
     assert "samples/s" in capsys.readouterr().out
+
+
+def test_caches_leave_out_operations_and_change_pixels() -> None:
+    """Of both halves of eight steps, guidance of every second one leaves out four; higher thresholds leave out more."""
+    rows = {row.pop("cache"): [float(row[each]) for each in ("operations", "mean", "most")] for row in caches.run(CONFIG)}
+    operations = {name: found[0] for name, found in rows.items()}
+    assert rows["none "] == [1, 0, 0]
+    assert all(0 < mean < most <= 1 for name, (left, mean, most) in rows.items() if left < 1)
+    assert [operations[f"guidance {every}"] for every in (2, 3, 5)] == [12 / 16, 11 / 16, 10 / 16]
+    assert 1 >= operations["first_block 0.05"] > operations["first_block 0.1"] > operations["first_block 0.2"]
 
 
 def test_a_run_is_watched_until_its_first_update(capsys: pytest.CaptureFixture[str]) -> None:

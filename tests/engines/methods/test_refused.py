@@ -221,8 +221,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (
-        lambda: run(**CACHE, engine__compile="reduce-overhead"),
-        "step_cache is 'first_block', expected none: with engine.compile",
+        lambda: run(**CACHE, sampling__window=CUT, engine__compile="reduce-overhead"),
+        "rollout.step_cache is 'first_block', expected none: with engine.compile reduce-overhead",
     ),
     (
         lambda: ode(of.Dpo(preferences=GIVEN), engine__compile="reduce-overhead"),

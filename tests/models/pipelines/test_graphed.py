@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs, on a CPU: a graph launches the same operations at the same addresses; the host reads nothing."""
+"""Passes as CUDA graphs, on a CPU: the same operations at the same addresses, where the host reads nothing."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """CUDA graphs of a CPU: operations are recorded, and made again from the same tensors into the same tensors."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -32,19 +32,13 @@ class Graph(TorchDispatchMode):
                     old.copy_(new)
 
 
-class Stream:
-    def wait_stream(self, other: "Stream") -> None:
-        pass
-
-
 class Graphs:
     """Stand in for what `torch.cuda` has for graphs, and count them; reads of the host cannot be captured."""
 
     def __init__(self, patch: Patch) -> None:
         self.count = 0
-        names = {"Stream": Stream, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": Graph}
-        for name, stand_in in {**names, "graph": self._capture}.items():
-            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        patch.setattr(torch.cuda, "graph", self._capture)
 
     @contextmanager
     def _capture(self, graph: Graph) -> Iterator[None]:
