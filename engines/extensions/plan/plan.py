@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +19,13 @@ from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
-from fluvial.engines.run.jobs.settings import parse_bytes
+from fluvial.engines.run.jobs.settings import PipelineConfig, parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
+from fluvial.models.shapes import MODELS, Asked, ModelShape, ModularShape, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
@@ -41,13 +41,17 @@ class ImageSize:
     Args:
         height: Height of the images, in pixels; by default the width.
         width: Width of the images, in pixels; by default the height.
+        frames: Number of frames of a video of a modular pipeline; 1 for images.
+        call: Further arguments of a modular pipeline's call, as name=value.
     """
 
     height: int | None = None
     width: int | None = None
+    frames: int = 1
+    call: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "pipeline", height=PIXELS, width=PIXELS)
+        check_fields(self, "pipeline", height=PIXELS, width=PIXELS, frames=BATCH)
 
     @property
     def side(self) -> int | None:
@@ -76,6 +80,7 @@ class PlanConfig:
         merged: Make rollouts with merged adapters, whose weights a rollout holds a second time.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
+        schedule: Number of steps of a modular pipeline's schedule, by default as many as are stored.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
         gpu: Name of the GPU as its driver has it, for the bandwidth at which blocks on the host are copied to it.
@@ -102,6 +107,7 @@ class PlanConfig:
     merged: bool = False
     samples: int = 16
     steps: int = 3
+    schedule: int | None = None
     fit: str | None = None
     memory_gib: float = 80.0
     gpu: str = "NVIDIA H100 80GB HBM3"
@@ -114,7 +120,7 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners", "graphs"), BATCH)
+        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "schedule", "micro_batch", "learners", "graphs"), BATCH)
         check_fields(self, "", **counts, teachers=INDEX, memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
@@ -248,17 +254,23 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     model = find_transformer(name)
     if config.pipeline.side is not None and model.resolution is None:
         raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
-    module, resolution = build_on_meta(name, config.train, config.lora), config.pipeline.side or model.resolution or 0
+    modular, module = isinstance(model, ModularShape), build_on_meta(name, config.train, config.lora)
+    for option in ("frames", "call"):
+        if not modular and getattr(config.pipeline, option) != getattr(ImageSize, option):
+            raise no_effect(f"pipeline.{option}", f"with {name}, which is no modular pipeline")
+    if not modular and config.schedule is not None:
+        raise no_effect("schedule", f"with {name}, which is no modular pipeline")
+    asked = find_asked(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    asked = asked._replace(compute=config.engine.compute_dtype(device))
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
-    halves, batch = 2 if config.guidance else 1, config.micro_batch or model.micro_batch
-    inputs = model.inputs(1, resolution)
-    latent = inputs["hidden_states"].nbytes
-    conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+    halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
+    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
+        latent, conditioning = model.stored(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
-        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, resolution)
+        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, asked)
     if config.merged:
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
@@ -286,7 +298,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 ),
                 device=device,
                 samples=batch * halves * (config.graphs if update else 1),
-                resolution=resolution,
+                asked=asked,
                 grad=update,
             ),
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
@@ -302,7 +314,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(batch, DECODED)
-        decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
+        decode = held._replace(activations=_decoder(name, images, asked.side, config.engine.compute_dtype(device)))
     return MemoryPlan(config, phase("update"), rollout, decode)
 
 
@@ -435,7 +447,7 @@ def unit_of(largest: int) -> Unit:
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 
-def find_transformer(name: str) -> ModelShape:
+def find_transformer(name: str) -> ModelShape | ModularShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
     with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
         found = model_shape(name)
@@ -455,7 +467,7 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, resolution: int) -> int:
+def _block_output(name: str, samples: int, asked: Asked) -> int:
     """Return the largest number of values that a block returns of some samples."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
@@ -464,7 +476,7 @@ def _block_output(name: str, samples: int, resolution: int) -> int:
 
     handles = [block.register_forward_hook(note) for block in blocks(model, module)]
     with torch.no_grad():
-        module(**model.inputs(samples, resolution), return_dict=False)
+        model.predict(module, samples, asked)
     for handle in handles:
         handle.remove()
     return max(sizes)
@@ -491,18 +503,26 @@ def _activations(
     engine: EngineConfig,
     device: torch.device,
     samples: int,
-    resolution: int,
+    asked: Asked,
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    inputs = model.inputs(samples, resolution)
-
-    def forward(module: nn.Module) -> Tensor:
-        out: Tensor = module(**inputs, return_dict=False)[0]
-        return out
-
+    forward = partial(model.predict, samples=samples, asked=asked)
     return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+
+
+def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
+    """Return the size that a run is planned for."""
+    height, width = config.size
+    if isinstance(model, ModularShape):
+        return ImageSize(height, width, config.frames, config.call)
+    return ImageSize() if model.resolution is None else ImageSize(height, width)
+
+
+def find_asked(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> Asked:
+    """Return what a pass of a model is computed for."""
+    return Asked(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 
 
 def _count(number: int) -> str:
