@@ -71,16 +71,9 @@ class ModularShape:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._opened = folder, dict[Asked, Any]()
-        self.lora_targets: tuple[str, ...] = self._open(Asked(self.resolution)).lora_targets
-
-    def build(self) -> nn.Module:
-        """Return the network without values."""
-        module: nn.Module = self._open(Asked(self.resolution)).build(empty=True)
-        return module
-
-    def blocks(self, module: nn.Module) -> list[nn.Module]:
-        """Return the repeated blocks of the network."""
-        return [*self._open(Asked(self.resolution)).blocks(module)]
+        model = self._open(Asked(self.resolution))
+        self.lora_targets: tuple[str, ...] = model.lora_targets
+        self.build, self.list_blocks = partial(model.build, empty=True), model.blocks
 
     def predict(self, module: nn.Module, samples: int, asked: Asked) -> Tensor:
         """Return the velocity of samples on the meta device."""
@@ -294,5 +287,5 @@ def text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -> int:
 def blocks(model: ModelShape | ModularShape, module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network in the order they run."""
     if isinstance(model, ModularShape):
-        return model.blocks(module)
+        return [*model.list_blocks(module)]
     return [block for name in model.blocks for block in module.get_submodule(name).children()]

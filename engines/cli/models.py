@@ -1,6 +1,7 @@
 """`fluvial models`: list the models that can be trained, or try every pipeline of diffusers as a tiny random one."""
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -92,8 +93,10 @@ def write_tiny(args: Sequence[str]) -> None:
     prompts = "prompts.jsonl" if asked.media else "classes.txt" if is_classes else "@animals"
     sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
     size = f"--pipeline.height {asked.size} --pipeline.width {asked.size} --pipeline.frames {asked.frames}"
+    call = [f"{key}={json.dumps(value)}" for key, value in asked.call.items() if name not in adapters]
+    call = ["--pipeline.call", *map(shlex.quote, call)] if call else []
     print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(asked.media) or 'none'}")
-    print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}")
+    print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}", *call)
 
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:

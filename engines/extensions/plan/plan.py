@@ -120,7 +120,9 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "schedule", "micro_batch", "learners", "graphs"), BATCH)
+        counts = dict.fromkeys(
+            ("gpus", "micro_batches", "samples", "steps", "schedule", "micro_batch", "learners", "graphs"), BATCH
+        )
         check_fields(self, "", **counts, teachers=INDEX, memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
@@ -255,11 +257,14 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     if config.pipeline.side is not None and model.resolution is None:
         raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
     modular, module = isinstance(model, ModularShape), build_on_meta(name, config.train, config.lora)
-    for option in ("frames", "call"):
-        if not modular and getattr(config.pipeline, option) != getattr(ImageSize, option):
-            raise no_effect(f"pipeline.{option}", f"with {name}, which is no modular pipeline")
-    if not modular and config.schedule is not None:
-        raise no_effect("schedule", f"with {name}, which is no modular pipeline")
+    given = {
+        "pipeline.frames": config.pipeline.frames != 1,
+        "pipeline.call": config.pipeline.call,
+        "schedule": config.schedule,
+    }
+    if not modular and any(given.values()):
+        option = next(option for option, value in given.items() if value)
+        raise no_effect(option, f"with {name}, which is not a modular pipeline")
     asked = find_asked(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
     asked = asked._replace(compute=config.engine.compute_dtype(device))
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
