@@ -98,7 +98,8 @@ def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], s
     try:
         yield
     except causes as error:
-        own = getattr(error, "strerror", None) or " ".join(str(error).split())
+        text = error.message() if isinstance(error, FluvialError) else str(error)  # whose fields are still marked
+        own = getattr(error, "strerror", None) or " ".join(text.split())
         raise kind(f"{says}: {own}" if says else own) from error
 
 
