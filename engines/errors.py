@@ -98,7 +98,8 @@ def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], s
     try:
         yield
     except causes as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        text = error.message() if isinstance(error, FluvialError) else str(error)  # whose fields are still marked
+        reason = getattr(error, "strerror", None) or " ".join(text.split())
         raise kind(f"{says}: {reason}" if says else reason) from error
 
 

@@ -32,7 +32,7 @@ _kept = WeakTensorKeyDictionary()
 def remember(tensor: Tensor, host: Tensor) -> Tensor:
     """Return `tensor`, whose values are those of `host`, a tensor of the same shape on the CPU."""
     versioned = not (tensor.is_inference() or host.is_inference())
-    if not (_on_host(tensor) or tensor.is_meta) and host.numel() <= MOST and versioned:
+    if not _on_host(tensor) and host.numel() <= MOST and versioned:
         _kept[tensor] = _Kept(host, (tensor._version, host._version))
     return tensor
 
@@ -66,7 +66,7 @@ def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     On an accelerator the function is called twice, for the device and for the host; it only moves, joins and repeats values.
     """
     out = function(*tensors)
-    if _on_host(out) or out.is_meta or out.numel() > MOST:
+    if _on_host(out) or out.numel() > MOST:
         return out
     hosts = [host for tensor in tensors if (host := recall(tensor)) is not None]
     return remember(out, function(*hosts)) if len(hosts) == len(tensors) else out

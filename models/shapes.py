@@ -14,14 +14,27 @@ from torch import Tensor, nn
 from fluvial.models.original.whole import pipeline_folder
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, read_index, read_settings
+from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, is_modular, read_index, read_settings
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.quantised import Base
+from fluvial.models.replay.arguments import parse_argument
 
 # Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
 CONDITIONING = ("encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
 FRAMES = 81  # of a video
+EXAMPLE = 'a photo of an apple on a table, and a sign that reads "1 APPLE"'
+
+
+class Asked(NamedTuple):
+    """Side of an image, and what else a modular pipeline is opened with; other networks need the side alone."""
+
+    side: int  # in pixels
+    frames: int | None = None
+    steps: int = 3
+    call: tuple[str, ...] = ()  # name=value
+    guided: bool = False
+    compute: torch.dtype = torch.float32
 
 
 class ModelShape(NamedTuple):
@@ -35,6 +48,69 @@ class ModelShape(NamedTuple):
     micro_batch: int = 1  # default
     # (samples, resolution, frames, dtype) -> VAE and a function that decodes; None without a VAE
     decoder: Callable[[int, int, int | None, torch.dtype], tuple[nn.Module, Callable[[], Tensor]]] | None = None
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether the samples have frames."""
+        return bool(self.inputs(1, self.resolution or 0)["hidden_states"].ndim == 5)
+
+    def inputs_of(self, samples: int, asked: Asked) -> dict[str, Any]:
+        """Return the keyword arguments of a pass of samples, videos with as many frames as asked."""
+        inputs = self.inputs(samples, asked.side)
+        if asked.frames is not None and self.makes_videos:
+            inputs["hidden_states"] = inputs["hidden_states"][:, :, :1].repeat(1, 1, latent_frames(asked.frames), 1, 1)
+        return inputs
+
+    def predict(self, module: nn.Module, samples: int, asked: Asked) -> Tensor:
+        """Return the output of a pass of samples on the meta device."""
+        out: Tensor = module(**self.inputs_of(samples, asked), return_dict=False)[0]
+        return out
+
+    def stored(self, asked: Asked) -> tuple[int, int]:
+        """Return the bytes of a sample and of its conditioning."""
+        inputs = self.inputs_of(1, asked)
+        return inputs["hidden_states"].nbytes, sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+
+
+class ModularShape:
+    """The same of a modular pipeline's folder, whose other parts are read and run on the host to know a pass.
+
+    Args:
+        folder: folder of the pipeline.
+    """
+
+    resolution, micro_batch, decoder = 1024, 1, None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._opened = folder, dict[Asked, Any]()
+        model = self._open(Asked(self.resolution))
+        self.lora_targets: tuple[str, ...] = model.lora_targets
+        self.build, self.list_blocks = partial(model.build, empty=True), model.blocks
+
+    def predict(self, module: nn.Module, samples: int, asked: Asked) -> Tensor:
+        """Return the velocity of samples on the meta device."""
+        model, meta = self._open(asked), torch.device("meta")
+        levels, cond = model.known.levels[:1], model.encode([EXAMPLE])
+        *rows, sizes, level = (row.expand(samples, *row.shape[1:]) for row in (*cond, levels))  # the host reads the last two
+        x = _empty(samples, *model.known.shape)
+        v: Tensor = model.known.model.to(meta).predict(module, x, level, (*(row.to(meta) for row in rows), sizes))
+        return v
+
+    def stored(self, asked: Asked) -> tuple[int, int]:
+        """Return the bytes of a sample and of its conditioning."""
+        model = self._open(asked)
+        return _empty(*model.known.shape).nbytes, sum(row.nbytes for row in model.encode([EXAMPLE]))
+
+    def _open(self, asked: Asked) -> Any:
+        """Return the pipeline's model."""
+        from fluvial.models.modular.any_modular import AnyModular
+
+        if asked not in self._opened:
+            side, frames, steps, call, guided, compute = asked
+            size: dict[str, Any] = {"height": side, "width": side, "frames": frames or 1, "steps": steps, "compute": compute}
+            options: dict[str, Any] = {"call": dict(map(parse_argument, call)), "scale": 4.0 if guided else 1.0}
+            self._opened[asked] = AnyModular(self.folder, **size, **options, example=EXAMPLE, device="cpu")
+        return self._opened[asked]
 
 
 def _handwriting() -> nn.Module:
@@ -161,7 +237,7 @@ NETWORKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 @cache
-def model_shape(name: str) -> ModelShape | None:
+def model_shape(name: str) -> ModelShape | ModularShape | None:
     """Return a model of the catalogue by its name there, or that of a pipeline's folder or id; None if there is none.
 
     Raises:
@@ -174,6 +250,8 @@ def model_shape(name: str) -> ModelShape | None:
     folder = configuration(name) or pipeline_folder(name)
     pipeline = str(read_index(folder).get("_class_name"))
     adapter = built_in().get(pipeline)
+    if adapter is None and is_modular(folder):
+        return ModularShape(folder)
     if adapter is None:
         raise ValueError(
             f"{pipeline} has no adapter, so that the inputs of its network are known only as it runs: fluvial train "
@@ -225,6 +303,8 @@ def text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -> int:
     )
 
 
-def blocks(model: ModelShape, module: nn.Module) -> list[nn.Module]:
+def blocks(model: ModelShape | ModularShape, module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network in the order they run."""
+    if isinstance(model, ModularShape):
+        return [*model.list_blocks(module)]
     return [block for name in model.blocks for block in module.get_submodule(name).children()]

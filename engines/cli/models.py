@@ -1,6 +1,7 @@
 """`fluvial models`: list the models that can be trained, or try every pipeline of diffusers as a tiny random one."""
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -93,8 +94,10 @@ def write_tiny(args: Sequence[str]) -> None:
     sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
     size = f"--pipeline.height {asked.size} --pipeline.width {asked.size}"
     size += f" --pipeline.frames {asked.frames}" if asked.frames > 1 else ""
+    call = [f"{key}={json.dumps(value)}" for key, value in asked.call.items() if name not in adapters]
+    call = ["--pipeline.call", *map(shlex.quote, call)] if call else []
     print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(asked.media) or 'none'}")
-    print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}")
+    print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}", *call)
 
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:

@@ -340,6 +340,8 @@ class Network:
         return getattr(vars(self)["_module"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # a block may write into its samples afterwards, which a backward pass would read
+            args, kwargs = optree.tree_map(lambda leaf: leaf.clone() if _is_matrix(leaf) else leaf, (args, kwargs))
         return self._module(*args, **kwargs)
 
     @property
@@ -347,6 +349,11 @@ class Network:
         """The forward pass of the network itself, whose parameters tell the blocks what to pass."""
         module = vars(self)["_module"]
         return module.experts[module.part].forward if isinstance(module, Through) else module.forward
+
+
+def _is_matrix(leaf: Any) -> bool:
+    """Return whether an input is a tensor of numbers, and not of times, whose values the host may know."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
 
 
 class Watched(Network):

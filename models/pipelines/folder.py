@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import os
 import shutil
 import sys
@@ -218,12 +219,17 @@ def _lacks(part: Path, *, weights: bool) -> str | None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence warnings and progress bars of diffusers and transformers inside the context; errors are still logged."""
+    """Silence warnings and progress bars of diffusers and transformers inside the context; errors are still logged.
+
+    Not those that blocks of modular pipelines log with their traceback before they raise them.
+    """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     loggers: list[Any] = [diffusers_logging, transformers_logging]
     before = [(each.get_verbosity(), each.is_progress_bar_enabled()) for each in loggers]
+    blocks = logging.getLogger("diffusers.modular_pipelines")
+    kept = blocks.level
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Cannot (dis|en)able progress bars")  # set by the environment
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")  # older versions have no other name for it
@@ -231,8 +237,10 @@ def quietly() -> Iterator[None]:
             for each in loggers:
                 each.set_verbosity_error()
                 each.disable_progress_bar()
+            blocks.setLevel(logging.CRITICAL)
             yield
         finally:
+            blocks.setLevel(kept)
             for each, (level, bars) in zip(loggers, before, strict=True):
                 each.set_verbosity(level)
                 if bars:

@@ -146,7 +146,7 @@ class AnyPipeline(WithExperts):
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
-        network = getattr(self._load_pipeline(), self.part)
+        network = self.build_part(self.part, empty=True)
         layers = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual if {*usual} - {"to_out.0"} else attention_layers(network)

@@ -1,6 +1,7 @@
 """Arguments of a pipeline's call: those of a run, and those that make several samples of a prompt."""
 
 import inspect
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -241,3 +242,12 @@ def exactly(asked: Mapping[str, Any]) -> str:
         return f"{value.size} {value.tobytes()!r}" if isinstance(value, Image.Image) else repr(value)
 
     return ", ".join(f"{name}={whole(value)}" for name, value in asked.items() if name not in UNSHOWN)
+
+
+def parse_argument(word: str) -> tuple[str, Any]:
+    """Return the name and the value of name=value; the value is JSON, or else text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

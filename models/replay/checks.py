@@ -33,9 +33,9 @@ def foreign(pipeline: str, doing: str) -> Iterator[None]:
     """Turn any exception of a pipeline's own code into a ValueError of one line that says what fails: "decode samples"."""
     try:
         yield
-    except ReplayError:
-        raise
     except Exception as error:
+        if type(error).__module__.startswith("fluvial."):  # of the network's own refusals, such as that of split tokens
+            raise
         missing = OPTIONAL.get(str(error.name)) if isinstance(error, NameError) else None
         if missing is not None and find_spec(missing) is None:
             raise ValueError(f"{pipeline} needs {missing}, which is not installed: pip install {missing}") from error

@@ -14,12 +14,12 @@ from fluvial.engines.extensions.plan.plan import (
     ENGINE_KNOBS,
     GIB,
     KNOBS,
-    ImageSize,
     Knobs,
     MemoryPlan,
     PlanConfig,
     find_transformer,
     plan,
+    size_of_run,
     turns_to_fit,
     unit_of,
 )
@@ -28,7 +28,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Base, Start, Teacher, Trained
 from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.log.progress import table
-from fluvial.models.shapes import text_encoder_bytes
+from fluvial.models.shapes import ModularShape, text_encoder_bytes
 
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
 
@@ -96,12 +96,13 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
     asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
     half = config.engine.compute_dtype(device).itemsize == 2
-    sizes = {} if name in MODELS else _text_sizes(config, name, half=half)
+    keeps_text = name in MODELS or isinstance(find_transformer(name), ModularShape)  # modular pipelines keep their encoders
+    sizes = {} if keeps_text else _text_sizes(config, name, half=half)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     planned = steps[-1][1].config
     micro_batch = config.engine.micro_batch if planned.micro_batch == asked.micro_batch else planned.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
-    if name not in MODELS:
+    if not keeps_text:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
         pipeline = replace(pipeline, text_base=_text_base(name, sizes, asked))
@@ -150,14 +151,14 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
     Raises:
         UsageError: the network's inputs are not known.
     """
-    has_sizes = find_transformer(name).resolution is not None
+    model = find_transformer(name)
     numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
     compute = str(config.engine.compute_dtype(device)).removeprefix("torch.")
     sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
         train=config.train,
-        pipeline=ImageSize(*config.pipeline.size, config.pipeline.frames) if has_sizes else ImageSize(),
+        pipeline=size_of_run(model, config.pipeline),
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),
@@ -168,6 +169,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         step_cache=config.rollout.step_cache,
         merged=config.rollout.reuse == "merged",
         samples=math.ceil(config.method.sampling.batch / ranks),
+        schedule=config.method.sampling.steps if isinstance(model, ModularShape) else None,
         steps=max(1, config.method.sampling.window.count(config.method.sampling.steps)),
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),

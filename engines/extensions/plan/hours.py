@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from fluvial.engines.extensions.plan.plan import ImageSize, build_on_meta, find_transformer
+from fluvial.engines.extensions.plan.plan import build_on_meta, find_asked, find_transformer, size_of_run
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Trained
 from fluvial.engines.run.method import RecordedRows
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig
+from fluvial.models.shapes import Asked, ModularShape
 
 PEAK = 989e12  # FLOP/s of an H100 SXM in dense bfloat16, by NVIDIA's data sheet
 SHARE = 0.4  # of it that is reached: assumed
@@ -47,11 +48,11 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     Raises:
         UsageError: the network's inputs are not known.
     """
-    method, asked = config.method, config.pipeline
-    sampling, rows = method.sampling, method.rows
-    size = ImageSize() if find_transformer(name).resolution is None else ImageSize(*asked.size, asked.frames)
-    forward, both = count_pass(name, config.train == "lora", config.lora, size)
-    halves = 2 if sampling.guidance.scale != 1 else 1
+    method, model = config.method, find_transformer(name)
+    sampling, rows, guided = method.sampling, method.rows, method.sampling.guidance.scale != 1
+    asked = find_asked(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
+    forward, both = count_pass(name, config.train == "lora", config.lora, asked)
+    halves = 2 if guided and not isinstance(model, ModularShape) else 1
     recorded = sampling.window.count(sampling.steps)
     each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
     samples = sampling.batch * config.updates / config.updates_per_rollout
@@ -62,13 +63,13 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
 
 
 @cache
-def count_pass(name: str, adapts: bool, lora: LoraConfig, size: ImageSize) -> tuple[int, int]:
+def count_pass(name: str, adapts: bool, lora: LoraConfig, asked: Asked) -> tuple[int, int]:
     """Return the operations of a forward pass of one sample, and of one with its backward pass, as shapes alone say."""
     model, module = find_transformer(name), build_on_meta(name, "lora" if adapts else "full", lora)
     counted = []
     for grad in (False, True):
         with FlopCounter() as counter, torch.set_grad_enabled(grad):
-            out = module(**size.inputs(model, 1), return_dict=False)[0]
+            out = model.predict(module, 1, asked)
             if grad:
                 trained = [p for p in module.parameters() if p.requires_grad]
                 torch.autograd.grad(out.float().square().sum(), trained, allow_unused=True)

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +19,13 @@ from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
-from fluvial.engines.run.jobs.settings import parse_bytes
+from fluvial.engines.run.jobs.settings import PipelineConfig, parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, latent_frames, model_shape
+from fluvial.models.shapes import MODELS, Asked, ModelShape, ModularShape, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
@@ -41,12 +41,14 @@ class ImageSize:
     Args:
         height: Height of the images, in pixels; by default the width.
         width: Width of the images, in pixels; by default the height.
-        frames: Number of frames of a video; by default 81.
+        frames: Number of frames of a video; by default 81, of a modular pipeline 1.
+        call: Further arguments of a modular pipeline's call, as name=value.
     """
 
     height: int | None = None
     width: int | None = None
     frames: int | None = None
+    call: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "pipeline", height=PIXELS, width=PIXELS, frames=FRAMES)
@@ -56,13 +58,6 @@ class ImageSize:
         """Side of a square with as many pixels, rounded up to a multiple of `SIDE`: memory depends on their number alone."""
         height, width = self.height or self.width, self.width or self.height
         return math.ceil(math.sqrt(height * width) / SIDE) * SIDE if height and width else None
-
-    def inputs(self, model: ModelShape, samples: int) -> dict[str, Any]:
-        """Return the inputs of a network for samples of this size."""
-        found = model.inputs(samples, self.side or model.resolution or 0)
-        if self.frames is not None and (latents := found["hidden_states"]).ndim == 5:
-            found["hidden_states"] = latents[:, :, :1].repeat(1, 1, latent_frames(self.frames), 1, 1)
-        return found
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,7 @@ class PlanConfig:
         merged: Make rollouts with merged adapters, whose weights a rollout holds a second time.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
+        schedule: Number of steps of a modular pipeline's schedule, by default as many as are stored.
         fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
         gpu: Name of the GPU as its driver has it, for the bandwidth at which blocks on the host are copied to it.
@@ -111,6 +107,7 @@ class PlanConfig:
     merged: bool = False
     samples: int = 16
     steps: int = 3
+    schedule: int | None = None
     fit: str | None = None
     memory_gib: float = 80.0
     gpu: str = "NVIDIA H100 80GB HBM3"
@@ -123,7 +120,9 @@ class PlanConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("gpus", "micro_batches", "samples", "steps", "micro_batch", "learners", "graphs"), BATCH)
+        counts = dict.fromkeys(
+            ("gpus", "micro_batches", "samples", "steps", "schedule", "micro_batch", "learners", "graphs"), BATCH
+        )
         check_fields(self, "", **counts, teachers=INDEX, memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
         for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
             if degree != "auto" and self.gpus % degree:
@@ -257,19 +256,23 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     model = find_transformer(name)
     if config.pipeline.side is not None and model.resolution is None:
         raise UsageError("pipeline.height", config.pipeline.height, hint=f"{name} has images of one size only; leave it out")
-    module, size = build_on_meta(name, config.train, config.lora), config.pipeline
+    modular, module = isinstance(model, ModularShape), build_on_meta(name, config.train, config.lora)
+    for option, value in () if modular else (("pipeline.call", config.pipeline.call), ("schedule", config.schedule)):
+        if value:
+            raise no_effect(option, f"with {name}, which is not a modular pipeline")
+    asked = find_asked(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    asked = asked._replace(compute=config.engine.compute_dtype(device))
+    if isinstance(model, ModelShape) and (asked.frames or 1) > 1 and not model.makes_videos:
+        raise UsageError("pipeline.frames", asked.frames, hint=f"{name} makes images alone; leave it out")
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
-    halves, batch = 2 if config.guidance else 1, config.micro_batch or model.micro_batch
-    inputs = size.inputs(model, 1)
-    if (size.frames or 1) > 1 and inputs["hidden_states"].ndim != 5:
-        raise UsageError("pipeline.frames", size.frames, hint=f"{name} makes images alone; leave it out")
-    latent = inputs["hidden_states"].nbytes
-    conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+    halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
+    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
+        latent, conditioning = model.stored(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
-        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, size)
+        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, asked)
     if config.merged:
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
@@ -297,7 +300,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 ),
                 device=device,
                 samples=batch * halves * (config.graphs if update else 1),
-                size=size,
+                asked=asked,
                 grad=update,
             ),
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
@@ -313,7 +316,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(batch, DECODED)
-        decode = held._replace(activations=_decoder(name, images, size, config.engine.compute_dtype(device)))
+        decode = held._replace(activations=_decoder(name, images, asked))
     return MemoryPlan(config, phase("update"), rollout, decode)
 
 
@@ -448,7 +451,7 @@ def unit_of(largest: int) -> Unit:
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 
-def find_transformer(name: str) -> ModelShape:
+def find_transformer(name: str) -> ModelShape | ModularShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
     with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
         shape = model_shape(name)
@@ -468,7 +471,7 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, size: ImageSize) -> int:
+def _block_output(name: str, samples: int, asked: Asked) -> int:
     """Return the largest number of values that a block returns of some samples."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
@@ -477,18 +480,18 @@ def _block_output(name: str, samples: int, size: ImageSize) -> int:
 
     handles = [block.register_forward_hook(note) for block in blocks(model, module)]
     with torch.no_grad():
-        module(**size.inputs(model, samples), return_dict=False)
+        model.predict(module, samples, asked)
     for handle in handles:
         handle.remove()
     return max(sizes)
 
 
 @cache
-def _decoder(name: str, images: int, size: ImageSize, dtype: torch.dtype) -> int:
+def _decoder(name: str, images: int, asked: Asked) -> int:
     """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
     model = find_transformer(name)
     assert model.decoder is not None
-    vae, decode = model.decoder(images, size.side or model.resolution or 0, size.frames, dtype)
+    vae, decode = model.decoder(images, asked.side, asked.frames, asked.compute)
     held = [*vae.parameters(), *vae.buffers()]
     with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
         decode()
@@ -504,18 +507,26 @@ def _activations(
     engine: EngineConfig,
     device: torch.device,
     samples: int,
-    size: ImageSize,
+    asked: Asked,
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    inputs = size.inputs(model, samples)
-
-    def forward(module: nn.Module) -> Tensor:
-        out: Tensor = module(**inputs, return_dict=False)[0]
-        return out
-
+    forward = partial(model.predict, samples=samples, asked=asked)
     return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+
+
+def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
+    """Return the size that a run is planned for."""
+    height, width = config.size
+    if isinstance(model, ModularShape):
+        return ImageSize(height, width, config.frames, config.call)
+    return ImageSize() if model.resolution is None else ImageSize(height, width, config.frames)
+
+
+def find_asked(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> Asked:
+    """Return what a pass of a model is computed for."""
+    return Asked(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 
 
 def _count(number: int) -> str:

@@ -1,6 +1,5 @@
 """Jobs of diffusers' pipelines, and of a user-defined model."""
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -140,6 +139,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     from fluvial.models.pipelines.folder import is_modular
     from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
+    from fluvial.models.replay.arguments import parse_argument
 
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
     dtype = torch.bfloat16 if half else torch.float32
@@ -148,7 +148,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["text_tokens"] = config.text_tokens
     folder = pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
     if has_adapter(folder):
-        call, known = dict(map(_parse_value, config.call)), list_call_options(folder)
+        call, known = dict(map(parse_argument, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
         options |= call
@@ -179,7 +179,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
     kind = AnyModular if is_modular(folder) else AnyPipeline
-    return kind(folder, **size, call=dict(map(_parse_value, config.call)), **options)
+    return kind(folder, **size, call=dict(map(parse_argument, config.call)), **options)
 
 
 def check_second_scale(model: Any, *, guided: bool) -> None:
@@ -212,12 +212,3 @@ def _adapt(name: str, config: PipelineConfig) -> Any:
             "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
         )
     return load_adapter(name)
-
-
-def _parse_value(word: str) -> tuple[str, Any]:
-    """Return the name and the value of name=value; the value is JSON, or else text."""
-    name, _, value = word.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

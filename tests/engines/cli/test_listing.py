@@ -1,6 +1,7 @@
 """Lists that need no torch: recipes, installed ones too, and models."""
 
 import inspect
+import shlex
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -60,7 +61,7 @@ def test_installed_recipes_and_adapters_are_listed_without_importing_them(
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
-@pytest.mark.parametrize("name", [*built_in(), "FluxKontextPipeline", "Krea2ModularPipeline"])
+@pytest.mark.parametrize("name", [*built_in(), "FluxKontextPipeline", "Flux3ModularPipeline"])
 def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
     if said.endswith(": none"):
         few = "--evaluation.every 0 --evaluation.samples 2 --evaluation.final-samples 2 --engine.micro-batch 2"
-        assert "2 updates, 4 samples" in fluvial(*command.split()[1:], *few.split())
+        assert "2 updates, 4 samples" in fluvial(*shlex.split(command)[1:], *few.split())
 
 
 @pytest.mark.parametrize("typed", ["--tiny", "--tiny NoPipeline --out x", "--tiny FluxPipeline --to x"])

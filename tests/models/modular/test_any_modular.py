@@ -21,6 +21,7 @@ from fluvial.models import is_recorded, knows_any_level
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.modular import any_modular
 from fluvial.models.modular.blocks import Watched
+from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.replay.media import use_modes
 from fluvial.models.tiny.modular import find_call
 from fluvial.models.tiny.pipelines import surroundings
@@ -107,6 +108,9 @@ def test_the_check_passes_and_levels_are_known(name: str, folder: Folders) -> No
     assert model.check(model.build().eval(), [*prompts(name, 1), *prompts(name)]) <= TRAIN[name].error  # one twice
     assert is_recorded(model)
     assert knows_any_level(model) == TRAIN[name].any_level
+    module, levels, x = model.build(), model.known.levels, normal(key(1), (2, *model.known.shape))
+    model.predict(module, x, levels[:2], model.encode(prompts(name)[:1] * 2)).square().sum().backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
 @pytest.mark.bits
@@ -312,6 +316,42 @@ def test_guiders_that_are_functions_of_the_outputs(
     model = opened("Flux3", folder("Flux3"))
     assert model.check(model.build().eval(), prompts("Flux3")) == 0
     assert type(model._load_pipeline().guider).__name__ == guider
+
+
+@pytest.mark.long
+def test_ltx_2_3_is_a_network_of_ltx_2(tmp_path: Path) -> None:
+    """With gates, and cross-attention that is modulated by the other stream's time; its own call is the same to the bit."""
+    import diffusers
+
+    part = tiny_modular.folder_of("LTX2", tmp_path / "model") / "transformer"
+    settings = dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True)
+    network = diffusers.LTX2VideoTransformer3DModel.from_config({**read_settings(part / "config.json"), **settings})
+    network.save_pretrained(part)
+    with surroundings("LTX2ModularPipeline", 32):
+        model = opened("LTX2", part.parent, call={"use_cross_timestep": True})
+        assert model.check(model.build().eval(), prompts("LTX2")) == 0
+
+
+@pytest.mark.long
+def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkeypatch: Patch) -> None:
+    """As those of skip-layer guidance, which leaves out the first."""
+    import diffusers
+
+    layer = diffusers.hooks.LayerSkipConfig(indices=[0], fqn="blocks")
+    guider = diffusers.SkipLayerGuidance(
+        skip_layer_config=[layer], skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0
+    )
+    place = any_modular.AnyModular._place_parts
+
+    def with_guider(self: Any, pipe: Any, blocks: Any) -> None:
+        pipe.update_components(guider=guider)
+        place(self, pipe, blocks)
+
+    monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
+    with surroundings("WanModularPipeline", 32):
+        refuses(
+            "its steps call the network 2 to 3 times, expected as often each", lambda: opened("Wan", folder("Wan")).known
+        )
 
 
 @pytest.mark.parametrize(

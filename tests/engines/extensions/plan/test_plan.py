@@ -1,5 +1,6 @@
 """Plans: parameter counts of published transformers, a small transformer measured, and the knobs that make a plan fit."""
 
+import json
 import re
 from dataclasses import replace
 from itertools import pairwise, product
@@ -9,7 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from helpers import tiny_conditioned, tiny_pipelines
+from helpers import tiny_conditioned, tiny_modular, tiny_pipelines
 from helpers.marks import long
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -35,6 +36,7 @@ from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
 from fluvial.models.shapes import MODELS, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
+from fluvial.models.tiny.modular import find_call
 
 TRAINS: tuple[Train, Train] = ("full", "lora")
 
@@ -256,6 +258,27 @@ def test_a_pipelines_folder_is_planned_too(tmp_path: Path) -> None:
         held = open_model(folder).build(empty=True).parameters()
         assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
         assert found.update.activations > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of the networks' own norms
+@pytest.mark.parametrize("name", ["Flux3", long("MiniMaxH3"), long("Wan22")])
+def test_a_modular_pipeline_is_planned_by_its_own_blocks(name: str, tmp_path: Path) -> None:
+    """Its pass has both halves of guidance, and a video as many frames as asked; both networks of Wan 2.2 count."""
+    folder, asked = str(tiny_modular.folder_of(name, tmp_path / name)), find_call(f"{name}ModularPipeline")
+    call = tuple(f"{option}={json.dumps(value)}" for option, value in asked.call.items())
+    size, guided = ImageSize(asked.size, asked.size, asked.frames, call), asked.scale != 1
+    config = PlanConfig(train="full", pipeline=size, schedule=4, guidance=guided)
+    held = tiny_modular.opened(name, Path(folder)).build(empty=True).parameters()
+    found = plan(folder, config)
+    assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
+    assert found.update.activations > found.rollout.activations > 0
+    if name == "Flux3":
+        assert found.update.activations > 1.7 * plan(folder, replace(config, guidance=False)).update.activations
+    with pytest.raises(UsageError, match=r"^the memory of \S+ cannot be computed: .*no_such_argument"):
+        plan(folder, replace(config, pipeline=replace(config.pipeline, call=("no_such_argument=1",))))
+    for what in ({"pipeline": ImageSize(call=("a=1",))}, {"schedule": 4}):
+        with pytest.raises(UsageError, match="has no effect with handwriting, which is not a modular pipeline"):
+            plan("handwriting", replace(PlanConfig(), **what))
 
 
 def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
