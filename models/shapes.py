@@ -279,7 +279,8 @@ def model_shape(name: str) -> ModelShape | ModularShape | None:
             tensors["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
         return tensors
 
-    return _read_folder(folder, inputs, min(1024, 8 * (settings.get("sample_size") or 128)))
+    halvings = len(read_settings(folder / "vae" / "config.json").get("block_out_channels", range(4))) - 1
+    return _read_folder(folder, inputs, min(1024, (settings.get("sample_size") or 128) << halvings))
 
 
 @cache

@@ -393,7 +393,9 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     """Exit code 1 where it does not; the report is written either way."""
     words = ["train", "grpo", "--dry-run", "--as-gpus", "8", "--report", str(tmp_path)]
     assert command_line(words) == 0
-    assert "It fits into 80 GiB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "It fits into 80 GiB" in shown
+    assert "about 0 GPU hours at 40%" in shown
     assert json.loads((tmp_path / "dry-run.json").read_text())["ranks"] == 8
     assert (tmp_path / "memory.svg").is_file()
     assert command_line([*words, "--gpu-memory-gib", "6.05"]) == 1

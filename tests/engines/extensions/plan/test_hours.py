@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fluvial.engines.cli.train import configure
 from fluvial.engines.extensions.plan.hours import PEAK, SHARE, count_pass, count_run
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
@@ -51,11 +52,12 @@ def test_operations_of_a_run_are_those_of_its_passes() -> None:
 @pytest.mark.long
 def test_hours_of_the_page_are_those_of_the_plan() -> None:
     """And where a source states hours, the network alone takes less."""
-    said = re.findall(r"(\d+) for\s`(\w+/[\w.-]+/[\w-]+)`", PAGE.read_text())
-    assert len(said) == 3
-    for hours, name in said:
-        run = resolve(find(name))
-        assert f"{count_run(run, run.model).hours:.0f}" == hours
+    commands = re.findall(r"^fluvial train (.+(?:\\\n.+)*?) +# (\d+)", PAGE.read_text(), re.MULTILINE)
+    assert len(commands) == 10
+    for command, hours in commands:
+        words = command.replace("\\\n", " ").replace("--processes 8", "").split()
+        run = configure("config", words)
+        assert f"{count_run(run, run.model).hours:.0f}" == hours, command
     for name, most in (("dancegrpo/flux.1-dev/hpsv2-16gpu", 12 * 16), ("dancegrpo/flux.1-dev/hpsv2-8gpu", 24 * 8)):
         run = resolve(find(name))
         assert most / 10 < count_run(run, run.model).hours < most

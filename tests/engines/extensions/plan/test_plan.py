@@ -185,6 +185,8 @@ def test_what_references_guidance_and_resolutions_take() -> None:
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
         assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
+        video = ImageSize(64, 64, frames=33).inputs(model, 1)["hidden_states"]
+        assert video.ndim != 5 or video.shape == (1, 16, 9, 8, 8)
 
 
 def test_the_knobs_are_turned_from_the_cheapest() -> None:
@@ -307,6 +309,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
+    with pytest.raises(UsageError, match=r"pipeline.frames is 9.* makes images alone"):
+        plan("handwriting", PlanConfig(pipeline=ImageSize(frames=9)))
     with pytest.raises(UsageError, match="images of one size only"):
         plan("handwriting", PlanConfig(pipeline=ImageSize(64, 64)))
 
