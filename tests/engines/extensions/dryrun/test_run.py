@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import tiny_conditioned, tiny_modular, tiny_pipelines, tiny_replayed
 from helpers.dry_runs import between, check, gathers, reductions, simulations
 from helpers.marks import long

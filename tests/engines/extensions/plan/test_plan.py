@@ -34,7 +34,7 @@ from fluvial.models.lora import LoraConfig, add_lora, lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
-from fluvial.models.shapes import MODELS, blocks, model_shape
+from fluvial.models.shapes import MODELS, PassShape, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 from fluvial.models.tiny.modular import find_call
 
@@ -185,7 +185,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
         assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
-        video = ImageSize(64, 64, frames=33).inputs(model, 1)["hidden_states"]
+        video = model.inputs_of(1, PassShape(64, 33))["hidden_states"]
         assert video.ndim != 5 or video.shape == (1, 16, 9, 8, 8)
 
 
