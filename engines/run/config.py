@@ -373,22 +373,8 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """
     of_run = {each.name for each in dataclasses.fields(TrainConfig)}
     names = {name if name.partition(".")[0] in of_run else f"method.{name}": value for name, value in values.items()}
-    of_method = {each.name for each in dataclasses.fields(values.get("method", config.method))}
-    if unknown := next((name for name in values if "." not in name and name not in of_run | of_method), None):
-        raise UsageError(f"there is no field method.{unknown}{_explain(unknown, config)}")
     changed: TrainConfig = _with_values(config, names, "")
     return changed
-
-
-def _explain(name: str, config: TrainConfig) -> str:
-    """Return a hint at the field that a name without a dot means, as on the command line."""
-    from fluvial.engines.run.files.hints import explain_unknown, find_settings
-    from fluvial.engines.run.files.write import list_settings
-
-    known = [each for each, _, _ in list_settings(config)]
-    meant = " or ".join(find_settings(name, known))
-    hint = f"name {meant}" if meant else explain_unknown(name, known)
-    return f": {hint}" if hint else did_you_mean(name, known)
 
 
 def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:

@@ -13,9 +13,8 @@ from helpers.marks import long
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.train import configure, configure_all
-from fluvial.engines.errors import UsageError
 from fluvial.engines.run import recipes
-from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import ALIASES, load_foreign
 from fluvial.engines.run.files.read import read_settings
 from fluvial.engines.run.files.write import write_all, write_differences
@@ -235,13 +234,6 @@ def test_every_name_of_another_trainer_points_to_a_setting_that_there_is() -> No
 def test_a_flag_of_another_trainer_is_answered_by_ours(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "grpo", *typed.split()]) == 2
     assert says in launch.one_line(capsys.readouterr().err)
-
-
-def test_a_name_in_python_is_answered_by_ours() -> None:
-    """A last part, the name of another trainer, a misprint."""
-    for name, says in {"group": "name sampling.group", "learning_rate": "optimizer.lr", "updatez": "did you mean"}.items():
-        with pytest.raises(UsageError, match=rf"there is no field method.{name}.*{says}"):
-            with_values(recipes.grpo(), {name: 3})
 
 
 @pytest.mark.long
