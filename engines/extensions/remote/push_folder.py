@@ -34,8 +34,7 @@ class Pushed(NamedTuple):
 class PushFolder:
     """A folder of one trainer below one that servers see.
 
-    The trainer holds a lock on it, which the system takes back when the trainer dies. The next trainer removes folders that
-    nobody holds: in shared memory they would take memory until the machine restarts.
+    The trainer holds a lock on it, which the system takes back when the trainer dies; see `remove_left`.
 
     Args:
         parent: folder that servers see; by default `find_shared_folder()`.
@@ -46,12 +45,9 @@ class PushFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = find_shared_folder() if parent is None else parent.absolute()
-        with convert_errors(
-            RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"
-        ):
+        with convert_errors(RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"):
             parent.mkdir(parents=True, exist_ok=True)
-            for other in parent.glob(f"{PREFIX}*"):
-                _remove_if_left(other)
+            remove_left(parent)
             name = uuid.uuid4().hex[:16]
             made = parent / f".{name}"  # gets its name when it is locked, so that nobody takes it for one that was left
             made.mkdir()
@@ -84,15 +80,16 @@ class PushFolder:
             os.close(self._lock)
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a trainer's folder if the trainer is no more."""
-    with suppress(OSError):
-        lock = os.open(folder / LOCK, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+def remove_left(parent: Path) -> None:
+    """Remove the folders of dead trainers: in shared memory they would take memory until the machine restarts."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            lock = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def factors_in(folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Models that `fluvial serve` opens: built-in ones, pipelines of diffusers, a user-defined one, the export of a run."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers import tiny_pipelines
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.remote.push_folder import PushFolder
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
 from fluvial.engines.extensions.wire.tensors import tree_of
 from fluvial.engines.run.jobs.settings import PipelineConfig
@@ -99,3 +101,12 @@ def test_a_network_in_bfloat16_keeps_its_buffers(tmp_path: Path) -> None:
     assert torch.bfloat16 not in {buffer.dtype for buffer in of.weights.module.buffers()}
     (sample,) = servers.served(of, micro_batch=2).samples(prompt="a", seed=1)
     assert servers.log_probs(sample).isfinite().all()
+
+
+def test_what_a_dead_trainer_left_is_removed(tmp_path: Path) -> None:
+    dead, alive = (PushFolder(tmp_path / name) for name in ("dead", "alive"))
+    os.close(dead._lock)  # as the system does
+    (dead.path / "bucket-0").write_bytes(b"half")
+    policy("handwriting", roots=[tmp_path / "dead", tmp_path / "alive"])
+    assert [dead.path.exists(), alive.path.exists()] == [False, True]
+    alive.close()
