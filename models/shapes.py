@@ -26,7 +26,7 @@ FRAMES = 81  # of a video
 EXAMPLE = 'a photo of an apple on a table, and a sign that reads "1 APPLE"'
 
 
-class Asked(NamedTuple):
+class PassShape(NamedTuple):
     """Side of an image, and what else a modular pipeline is opened with; other networks need the side alone."""
 
     side: int  # in pixels
@@ -49,12 +49,12 @@ class ModelShape(NamedTuple):
     # (samples, resolution, dtype) -> VAE and a function that decodes; None without a VAE
     decoder: Callable[[int, int, torch.dtype], tuple[nn.Module, Callable[[], Tensor]]] | None = None
 
-    def predict(self, module: nn.Module, samples: int, asked: Asked) -> Tensor:
+    def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
         """Return the output of a pass of samples on the meta device."""
         out: Tensor = module(**self.inputs(samples, asked.side), return_dict=False)[0]
         return out
 
-    def stored(self, asked: Asked) -> tuple[int, int]:
+    def stored(self, asked: PassShape) -> tuple[int, int]:
         """Return the bytes of a sample and of its conditioning."""
         inputs = self.inputs(1, asked.side)
         return inputs["hidden_states"].nbytes, sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
@@ -70,12 +70,12 @@ class ModularShape:
     resolution, micro_batch, decoder = 1024, 1, None
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._opened = folder, dict[Asked, Any]()
-        model = self._open(Asked(self.resolution))
+        self.folder, self._opened = folder, dict[PassShape, Any]()
+        model = self._open(PassShape(self.resolution))
         self.lora_targets: tuple[str, ...] = model.lora_targets
         self.build, self.list_blocks = partial(model.build, empty=True), model.blocks
 
-    def predict(self, module: nn.Module, samples: int, asked: Asked) -> Tensor:
+    def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
         """Return the velocity of samples on the meta device."""
         model, meta = self._open(asked), torch.device("meta")
         levels, cond = model.known.levels[:1], model.encode([EXAMPLE])
@@ -84,12 +84,12 @@ class ModularShape:
         v: Tensor = model.known.model.to(meta).predict(module, x, level, (*(row.to(meta) for row in rows), sizes))
         return v
 
-    def stored(self, asked: Asked) -> tuple[int, int]:
+    def stored(self, asked: PassShape) -> tuple[int, int]:
         """Return the bytes of a sample and of its conditioning."""
         model = self._open(asked)
         return _empty(*model.known.shape).nbytes, sum(row.nbytes for row in model.encode([EXAMPLE]))
 
-    def _open(self, asked: Asked) -> Any:
+    def _open(self, asked: PassShape) -> Any:
         """Return the pipeline's model."""
         from fluvial.models.modular.any_modular import AnyModular
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from fluvial.engines.extensions.plan.plan import build_on_meta, find_asked, find_transformer, size_of_run
+from fluvial.engines.extensions.plan.plan import build_on_meta, find_pass, find_transformer, size_of_run
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Trained
 from fluvial.engines.run.method import RecordedRows
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig
-from fluvial.models.shapes import Asked, ModularShape
+from fluvial.models.shapes import ModularShape, PassShape
 
 PEAK = 989e12  # FLOP/s of an H100 SXM in dense bfloat16, by NVIDIA's data sheet
 SHARE = 0.4  # of it that is reached: assumed
@@ -50,7 +50,7 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     """
     method, model = config.method, find_transformer(name)
     sampling, rows, guided = method.sampling, method.rows, method.sampling.guidance.scale != 1
-    asked = find_asked(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
+    asked = find_pass(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
     forward, both = count_pass(name, config.train == "lora", config.lora, asked)
     halves = 2 if guided and not isinstance(model, ModularShape) else 1
     recorded = sampling.window.count(sampling.steps)
@@ -63,7 +63,7 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
 
 
 @cache
-def count_pass(name: str, adapts: bool, lora: LoraConfig, asked: Asked) -> tuple[int, int]:
+def count_pass(name: str, adapts: bool, lora: LoraConfig, asked: PassShape) -> tuple[int, int]:
     """Return the operations of a forward pass of one sample, and of one with its backward pass, as shapes alone say."""
     model, module = find_transformer(name), build_on_meta(name, "lora" if adapts else "full", lora)
     counted = []

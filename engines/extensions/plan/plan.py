@@ -25,7 +25,7 @@ from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import MODELS, Asked, ModelShape, ModularShape, blocks, model_shape
+from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, blocks, model_shape
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
@@ -265,7 +265,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     if not modular and any(given.values()):
         option = next(option for option, value in given.items() if value)
         raise no_effect(option, f"with {name}, which is not a modular pipeline")
-    asked = find_asked(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    asked = find_pass(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
     asked = asked._replace(compute=config.engine.compute_dtype(device))
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
@@ -472,7 +472,7 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, asked: Asked) -> int:
+def _block_output(name: str, samples: int, asked: PassShape) -> int:
     """Return the largest number of values that a block returns of some samples."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
@@ -508,7 +508,7 @@ def _activations(
     engine: EngineConfig,
     device: torch.device,
     samples: int,
-    asked: Asked,
+    asked: PassShape,
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
@@ -525,9 +525,9 @@ def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> Ima
     return ImageSize() if model.resolution is None else ImageSize(height, width)
 
 
-def find_asked(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> Asked:
+def find_pass(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
     """Return what a pass of a model is computed for."""
-    return Asked(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
+    return PassShape(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 
 
 def _count(number: int) -> str:

@@ -14,7 +14,7 @@ from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig
-from fluvial.models.shapes import Asked, model_shape
+from fluvial.models.shapes import PassShape, model_shape
 
 PAGE = Path(__file__).parents[4] / "engines" / "extensions" / "published" / "README.md"
 
@@ -26,7 +26,7 @@ def test_a_pass_is_what_is_counted_with_values() -> None:
     module = shape.build()
     with FlopCounter() as counter, torch.no_grad():
         module(**{name: torch.zeros_like(each, device="cpu") for name, each in shape.inputs(1, 0).items()})
-    full, adapters = (count_pass("handwriting", adapts, LoraConfig(rank=2), Asked(0)) for adapts in (False, True))
+    full, adapters = (count_pass("handwriting", adapts, LoraConfig(rank=2), PassShape(0)) for adapts in (False, True))
     assert full[0] == counter.model
     assert 2.7 * full[0] < full[1] <= 3.3 * full[0]
     assert 1.5 * adapters[0] < adapters[1] < full[1]
@@ -36,7 +36,7 @@ def test_operations_of_a_run_are_those_of_its_passes() -> None:
     """Of samples and steps, both halves of guidance, each recorded step once per epoch, and the networks beside it."""
     run = with_values(RECIPES["grpo"]("handwriting"), {"updates": 20})
     sampling, halves = run.method.sampling, 1 + (run.method.sampling.guidance.scale != 1)
-    forward, both = count_pass("handwriting", run.train == "lora", run.lora, Asked(0))
+    forward, both = count_pass("handwriting", run.train == "lora", run.lora, PassShape(0))
     found, samples = count_run(run, "handwriting"), sampling.batch * 20 / run.updates_per_rollout
     rows: Any = run.method.rows
     pairs = samples * rows.trained.count(sampling.window.count(sampling.steps))
