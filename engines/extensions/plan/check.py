@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fluvial.engines.engine.engine import Engine, LossFn
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass_shape, plan
+from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass, plan
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import default_device, is_accelerator
@@ -106,7 +106,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    asked = find_pass_shape(model, config.pipeline, config.steps, guided=config.guidance)
+    asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)
     whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fluvial.engines.extensions.plan.plan import build_on_meta, find_pass_shape, find_transformer, size_of_run
+from fluvial.engines.extensions.plan.plan import build_on_meta, find_pass, find_transformer, size_of_run
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Trained
 from fluvial.engines.run.method import RecordedRows
@@ -50,7 +50,7 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     """
     method, model = config.method, find_transformer(name)
     sampling, rows, guided = method.sampling, method.rows, method.sampling.guidance.scale != 1
-    asked = find_pass_shape(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
+    asked = find_pass(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
     forward, both = count_pass(name, config.train == "lora", config.lora, asked)
     halves = 2 if guided and not isinstance(model, ModularShape) else 1
     recorded = sampling.window.count(sampling.steps)

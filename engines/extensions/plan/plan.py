@@ -260,7 +260,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     for option, value in () if modular else (("pipeline.call", config.pipeline.call), ("schedule", config.schedule)):
         if value:
             raise no_effect(option, f"with {name}, which is not a modular pipeline")
-    asked = find_pass_shape(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    asked = find_pass(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
     asked = asked._replace(compute=config.engine.compute_dtype(device))
     if isinstance(model, ModelShape) and (asked.frames or 1) > 1 and not model.makes_videos:
         raise UsageError("pipeline.frames", asked.frames, hint=f"{name} makes images alone; leave it out")
@@ -524,7 +524,7 @@ def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> Ima
     return ImageSize() if model.resolution is None else ImageSize(height, width, config.frames)
 
 
-def find_pass_shape(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
+def find_pass(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
     """Return what a pass of a model is computed for."""
     return PassShape(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 

@@ -45,7 +45,9 @@ class PushFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = find_shared_folder() if parent is None else parent.absolute()
-        with convert_errors(RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"):
+        with convert_errors(
+            RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"
+        ):
             parent.mkdir(parents=True, exist_ok=True)
             remove_left(parent)
             name = uuid.uuid4().hex[:16]

@@ -149,6 +149,15 @@ def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_pa
     assert "the pipeline changes samples between steps" in inpaint["reason"]
 
 
+@pytest.mark.long
+def test_a_modular_pipeline_trains_on_ranks_and_from_a_server(tmp_path: Path) -> None:
+    program = (
+        "import sys; from fluvial.engines.cli import main; main.main(['models', '--measured', *sys.argv[1:], '--json'])"
+    )
+    (row,) = measured(("Flux3ModularPipeline",), tmp_path, program)
+    assert {"trains": True, "how": "blocks", "error": 0, "ratio": 1.0, **YES}.items() <= row.items()
+
+
 def adapted_by_hand() -> tuple[int, int]:
     """Return the layers and parameters that a LoRA of rank 32 adapts in the tiny FLUX, counted without PEFT."""
     from torch import nn
@@ -177,7 +186,7 @@ import sys
 from fluvial.engines.cli import main
 from fluvial.bench.trial import pipelines
 
-pipelines._two_ranks = pipelines._served = lambda *args, **named: ""  # which no version of diffusers takes part in
+pipelines._two_ranks = pipelines._train_served = lambda *args, **named: ""  # which no version of diffusers takes part in
 raise SystemExit(main.run(["models", "--measured", *sys.argv[1:], "--json"]))
 """
 
