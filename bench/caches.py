@@ -1,7 +1,7 @@
 """How far samples with a step cache are from those of whole steps, and how many operations it leaves out."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fluvial.bench import harness
 from fluvial.core.random import key
@@ -10,9 +10,9 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.models import load_adapter
 from fluvial.models.flops import FlopCounter
-from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
+from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
-CACHES = (NoCache(), *map(FirstBlockCache, (0.05, 0.1, 0.2)), *map(GuidanceCache, (2, 3, 5)))
+CACHES: tuple[StepCacheChoice, ...] = (NoCache(), *map(FirstBlockCache, (0.05, 0.1, 0.2)), *map(GuidanceCache, (2, 3, 5)))
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class CachesConfig:
 
 def run(config: CachesConfig) -> list[dict[str, str]]:
     """Print a row per number of steps and cache, as a table of Markdown."""
-    model, prompts = load_adapter(MODELS[config.model].model), MODELS[config.model].prompts
-    module, shape, rows = model.build().eval(), model.latent_shape(), list[dict[str, str]]()
-    requests = Requests(as_prompts(prompts), range(len(prompts)), key(0))
+    model: Any = load_adapter(MODELS[config.model].model)
+    prompts, module, shape = MODELS[config.model].prompts, model.build().eval(), model.latent_shape()
+    requests, rows = Requests(as_prompts(prompts), range(len(prompts)), key(0)), list[dict[str, str]]()
     for steps in config.steps:
         sampling, whole = Sampling(shape, model.schedule(steps, shape), Guidance(4.5)), None
         for cache in CACHES:

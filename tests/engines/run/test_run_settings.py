@@ -260,10 +260,12 @@ def test_a_recorded_threshold_is_a_cache_of_blocks(tmp_path: Path) -> None:
     with_values(cached, {"method": Nft(old=NoOld()), "sampling": replace(CACHED, sampler=Ode(), window=AllSteps())})
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
     one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records of a run of the built-in model with and without, and as one graph; the update is exactly on policy."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     found, graphs = [], Graphs(monkeypatch)
     for compiles, reuse in ((False, "exact"), (False, "none"), ("reduce-overhead", "exact")):
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
@@ -277,6 +279,8 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
         del record["seconds"], record["speed"], record["memory"]
         found.append(record)
     assert found[0] == found[1] == found[2]
+    with pytest.raises(UsageError, match="reduce-overhead', expected True or auto: graphs need CUDA"):
+        Trainer(with_values(run, {"engine.compile": "reduce-overhead"}), handwriting_jobs.job(), one)
 
 
 @pytest.mark.parametrize(
