@@ -42,8 +42,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
 from fluvial.models import decode_samples
 from fluvial.models.host_values import to_device
-from fluvial.models.reuse import Reuse
-from fluvial.models.step_cache import FirstBlockCache
+from fluvial.models.step_cache import FirstBlockCache, Reuse
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer

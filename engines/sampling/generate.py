@@ -40,8 +40,7 @@ from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decode_sa
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
-from fluvial.models.reuse import PassReuse, Reuse
-from fluvial.models.step_cache import NoCache, StepCacheChoice
+from fluvial.models.step_cache import NoCache, PassReuse, Reuse, StepCacheChoice
 
 
 @dataclass(frozen=True)
