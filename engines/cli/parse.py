@@ -84,6 +84,8 @@ def parse_config(
 
     try:
         with flags_in_errors(base):
+            if "--" in args:
+                raise UsageError("'--' is a word too many: expected flags and their values")
             typed = expand_flags(args, field_names(base))
             hidden = set(unused(base)) if asked else set[str]()
             form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None), hidden=hidden)

@@ -29,7 +29,8 @@ def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[
     source = f"{sampling.prompts} prompts x {sampling.group} samples, {sampling.steps} steps"
     source = source if config.makes_samples else "given data"
     batches = f"{rollouts} batch{'es' if rollouts > 1 else ''} of {sampling.batch} ({source})"
-    yield f"{config.updates - done} updates on {per_update} samples each: {batches}"
+    left = config.updates - done
+    yield f"{left} update{'s' if left > 1 else ''} on {per_update} samples each: {batches}"
 
 
 def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> float:
