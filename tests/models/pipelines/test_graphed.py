@@ -25,6 +25,7 @@ def graphs(monkeypatch: Patch) -> Graphs:
     return Graphs(monkeypatch)
 
 
+@pytest.mark.long
 @each_row
 def test_a_rollout_of_graphs_has_the_same_bits(name: str, folders: Folders, graphs: Graphs) -> None:
     """One graph for all steps and chunks."""
