@@ -1,9 +1,9 @@
 """Items of an update: a pytree of tensors with one row per item, split into micro-batches, and the numbers they leave."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from optree import PyTree
@@ -123,7 +123,7 @@ class Diagnostics:
         column = iter(zip(*ranks, strict=True))
         loss, items = sum(next(column)), sum(next(column))
         mean = {name: sum(next(column)) / max(items, 1) for name in self.names}
-        max_abs = {name: _max(next(column)) for name in self.names}
+        max_abs = {name: float(np.max(next(column))) for name in self.names}  # NaN if one is
         parts = None
         if self.parts is not None:
             held = [sum(next(column)) for _ in range(self.parts.shape[1])]
@@ -143,8 +143,3 @@ class Numbers(NamedTuple):
     max_abs: dict[str, float]
     parts: PartNumbers | None
     memory: tuple[float, ...]  # the largest of the ranks
-
-
-def _max(values: Sequence[float]) -> float:
-    """Return the largest value, NaN if one of them is NaN."""
-    return math.nan if any(math.isnan(value) for value in values) else max(values)

@@ -155,6 +155,7 @@ def update_record(
     assert rewards is not None
     advantage, correction = rest.pop("advantage", None), rest.pop("correction", None)
     padding = rest.pop("padding", batch.plan.padding)
+    kinds = ("allocated", "reserved") if len(updates[-1].memory) == 2 else ("resident",)
     record = {
         "update": engine.updates,
         "samples": samples,
@@ -164,7 +165,8 @@ def update_record(
         **(advantage_record(advantage) if columns.names else {}),
         **{name: value for name, value in rest.items() if name != "diversity"},
         "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
-        "memory": memory(updates[-1]),
+        # The largest of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident.
+        "memory": {name: size / 2**30 for name, size in zip(kinds, updates[-1].memory, strict=True)},
         "skipped_steps": engine.skipped,
         "loss_scale": engine.scale if config.engine.compute == "float16" else None,
         "seconds": seconds,
@@ -316,12 +318,6 @@ def measure_speed(
     if scored and rewards is not None:
         numbers |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return numbers
-
-
-def memory(update: UpdateInfo) -> dict[str, float]:
-    """Return the largest memory of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident."""
-    names = ("allocated", "reserved") if len(update.memory) == 2 else ("resident",)
-    return {name: size / 2**30 for name, size in zip(names, update.memory, strict=True)}
 
 
 def select_shown(record: Mapping[str, Any]) -> dict[str, float]:
