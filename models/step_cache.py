@@ -1,4 +1,4 @@
-"""What the passes of a chunk, on its way through a schedule, take over from earlier ones.
+"""Caches of a chunk on its way through a schedule: results of a pass that later ones reuse.
 
 Caches between deterministic steps are of the later blocks of a pass, or of the unconditional half of guidance.
 
@@ -215,7 +215,7 @@ class PassReuse:
 
     @contextmanager
     def step(self, *, exact: bool) -> Iterator[Callable[..., Any]]:
-        """Let the passes of a step reuse what is kept, and return the function of both halves of guidance.
+        """Reuse kept results in the passes of a step, and yield the function that computes both halves of guidance.
 
         Args:
             exact: compute the step in full, without `cache`.

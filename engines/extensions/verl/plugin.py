@@ -70,8 +70,8 @@ def differences(base: type) -> list[str]:
         if rest := [p.name for p in _parameters(ours) if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
             differences += [f"{name} has no {each}" for each in rest if each not in arguments]
         known = {p.name for p in _parameters(ours)}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in _parameters(ours))
-        differences += [f"{name} has {each}" for each in arguments if each not in known and not takes_all]
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in _parameters(ours))
+        differences += [f"{name} has {each}" for each in arguments if each not in known and not accepts_any]
     return differences
 
 

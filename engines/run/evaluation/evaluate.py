@@ -210,6 +210,6 @@ def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
         return torch.cat([*images])
     # As a sheet shows them: in 8 bits, and of a video only some frames.
     shown = [batch[:, :, pick_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
-    pictures = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
-    by_rank = world.gather_items(pictures)[:: world.sequence]
+    as_bytes = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
+    by_rank = world.gather_items(as_bytes)[:: world.sequence]
     return torch.cat([batch for part in by_rank for batch in part]).float() / 255
