@@ -17,6 +17,7 @@ from fluvial.bench.peers.verl_omni import VerlOmni
 from fluvial.bench.peers.work import CPU, Halves, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_choice, check_number
+from fluvial.core.step import KLWeight
 from fluvial.engines.run.passes import micro_batch
 
 TRANSFORMER = "transformer"  # the forward and backward passes alone, which both sides have to make
@@ -39,11 +40,12 @@ class Project(NamedTuple):
     micro_batches: bool = True  # whether its update is timed with fewer samples per pass, too
     accelerators: bool = False  # whether it runs on an accelerator here
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
+    kl: KLWeight | None = None  # weight of a step's KL in its loss; None is a loss without a KL term here
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True),
-    "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True),
+    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True, kl="rate"),
+    "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True, kl="mse"),
     "unirl": Project("UniRL", UniRLPeer),
     "verl_omni": Project("verl-omni", VerlOmni, samples=False, micro_batches=False),
     "verl_omni_default": Project(
@@ -69,6 +71,7 @@ class PeersConfig:
         steps: steps of the schedule.
         windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
         ranks: numbers of processes; more than one only for projects that run on several.
+        kl: weight of a KL term to the network without adapters; not 0 only for projects whose loss has one.
         runs: number of timed rounds.
         threads: CPU threads per process.
         skip_done: leave out what peers.csv has of these commits with at least as many rounds.
@@ -84,6 +87,7 @@ class PeersConfig:
     steps: int = 10
     windows: tuple[int, ...] = (0,)
     ranks: tuple[int, ...] = (1,)
+    kl: float = 0.0
     runs: int = 7
     threads: int = 1
     skip_done: bool = False
@@ -93,6 +97,7 @@ class PeersConfig:
     def __post_init__(self) -> None:
         for name in ("samples", "steps", "runs", "threads"):
             check_number("peers", name, getattr(self, name), low=1)
+        check_number("peers", "kl", self.kl, low=0)
         for name in ("pairs", "ranks"):
             if min(getattr(self, name), default=1) < 1 or not self.ranks:
                 raise ValueError(f"peers: {name} is {getattr(self, name)}, expected numbers of at least 1")
@@ -113,7 +118,15 @@ class PeerCase(NamedTuple):
     ranks: int
     window: int  # stochastic steps; 0 is all
 
-    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Halves = "both", device: torch.device = CPU) -> Work:
+    def of(
+        self,
+        config: PeersConfig,
+        *,
+        rank: int = 0,
+        gradient: Halves = "both",
+        kl_weight: KLWeight | None = None,
+        device: torch.device = CPU,
+    ) -> Work:
         """Return the work of a rank."""
         return Work(
             SIZES[self.size],
@@ -123,6 +136,8 @@ class PeerCase(NamedTuple):
             rank=rank,
             ranks=self.ranks,
             gradient=gradient,
+            kl=0.0 if kl_weight is None else config.kl,
+            kl_weight=kl_weight or "rate",
             device=device,
         )
 
@@ -177,3 +192,4 @@ class PeerRow:
     wall_p50: float = 0.0  # ratio of wall times, of the slowest process; 0 if not measured
     wall_seconds: float = 0.0
     peer_wall_seconds: float = 0.0
+    kl: float = 0.0  # weight of the KL term

@@ -48,10 +48,14 @@ class FlowGrpoPeer(Peer):
             mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=not is_accelerator(work.device)
         )
         transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
+        if (
+            transformer is self.module
+        ):  # one process: its KL reads DDP's attribute, past `nn.Module`, which would go in circles
+            object.__setattr__(transformer, "module", transformer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
                 cfg=True,
-                beta=0.0,
+                beta=work.kl,
                 adv_clip_max=1e9,
                 clip_range=work.clip,
                 max_grad_norm=work.max_grad_norm,

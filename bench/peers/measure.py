@@ -184,7 +184,8 @@ def measure(
     Raises:
         RunError: the two sides disagree, or the clone does not have the code that runs here.
     """
-    work = case.of(config, rank=world.rank, gradient=project.gradient(folder), device=world.device)
+    halves = project.gradient(folder)
+    work = case.of(config, rank=world.rank, gradient=halves, kl_weight=project.kl, device=world.device)
     start = live_bytes()
     ours = Ours(work, world)
     built = live_bytes()
@@ -268,6 +269,7 @@ def common_columns(
         "fluvial": clone.commit(ROOT),
         "samples": config.samples,
         "steps": config.steps,
+        "kl": 0.0 if case.peer == TRANSFORMER else config.kl,
         "held_bytes": held[0],
         "peer_held_bytes": held[1],
         "log_prob_distance": agreement.log_prob,

@@ -20,6 +20,7 @@ from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.losses import StepKLConfig
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -85,6 +86,7 @@ class Ours:
             method=Grpo(
                 clip_low=work.clip,
                 clip_high=work.clip,
+                kl=StepKLConfig(coef=work.kl, weight=work.kl_weight) if work.kl else StepKLConfig(),
                 sampling=SamplingConfig(
                     prompts=1,
                     group=work.ranks * work.samples,
@@ -182,8 +184,9 @@ class Ours:
 
     def _update(self, run: Run, items: Items) -> UpdateInfo:
         """Take the step that GRPO takes on items."""
-        (part,) = run.minibatches(items, key(0), self.parts.config.method.passes)
-        return run.update(part, self.parts.config.method.loss, split_guidance=True)
+        method = self.parts.config.method
+        (part,) = run.minibatches(items, key(0), method.passes)
+        return run.update(run.predict(part, *method.networks()), method.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

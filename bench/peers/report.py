@@ -22,7 +22,7 @@ NAMES = {
     "verl_omni": "verl-omni, stored log-probabilities",
     "verl_omni_default": "verl-omni, default",
 }
-Key = tuple[str, str, int, int]  # peer, size, ranks, window
+Key = tuple[str, str, int, int, int, float]  # peer, size, ranks, window, steps, weight of the KL
 Rows = dict[tuple[str, int, int], PeerRow]  # by phase and pairs per pass, of fluvial and of the project
 
 
@@ -58,6 +58,8 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
             print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")
+        elif name != TRANSFORMER and config.kl and projects[name].kl is None:
+            print(f"{name}: skipped, its loss has no KL term here")
         elif name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
             there.append(name)
         else:
@@ -83,7 +85,8 @@ def is_done(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project]
         row
         for row in rows
         if (row.peer, row.size, row.ranks, row.window) == case
-        and (row.commit, row.fluvial, row.samples, row.steps) == (commit, clone.commit(ROOT), config.samples, config.steps)
+        and (row.commit, row.fluvial) == (commit, clone.commit(ROOT))
+        and (row.samples, row.steps, row.kl) == (config.samples, config.steps, 0.0 if alone else config.kl)
         and row.runs >= config.runs
     ]
     expected = {("update", number) for number in case.pairs(config)}
@@ -101,6 +104,7 @@ def show(rows: Sequence[PeerRow]) -> None:
             "size": row.size,
             "ranks": str(row.ranks),
             "window": str(row.window or "all"),
+            "KL": f"{row.kl:g}",
             "what": row.what,
             "pairs per pass": str(row.pairs),
             "theirs": str(row.peer_pairs),
@@ -124,16 +128,15 @@ def markdown(rows: Sequence[PeerRow]) -> str:
     newest = [row for row in rows if row.fluvial == rows[-1].fluvial]
     by_case: dict[Key, Rows] = {}
     for row in newest:
-        by_case.setdefault((row.peer, row.size, row.ranks, row.window), {})[row.what, row.pairs, row.peer_pairs] = row
+        key = row.peer, row.size, row.ranks, row.window, row.steps, row.kl
+        by_case.setdefault(key, {})[row.what, row.pairs, row.peer_pairs] = row
     order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_place)
-    cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, key[3]), {})) for key in order]
+    cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, *key[3:5], 0.0), {})) for key in order]
     if not cases:
         return "peers.csv has no row of a project"
-    ratios = [_head(key, phase_rows) | _ratios(phase_rows) for key, phase_rows, _ in cases]
-    shares = [
-        _head(key, phase_rows) | _shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone
-    ]
-    memory = [_head(key, phase_rows) | _memory(phase_rows) for key, phase_rows, _ in cases]
+    ratios = [_head(key) | _ratios(phase_rows) for key, phase_rows, _ in cases]
+    shares = [_head(key) | _shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone]
+    memory = [_head(key) | _memory(phase_rows) for key, phase_rows, _ in cases]
     measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
     projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
     commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
@@ -145,19 +148,19 @@ def markdown(rows: Sequence[PeerRow]) -> str:
     return "\n\n".join([made, apart, *map(harness.markdown, (ratios, shares, memory))])
 
 
-def _place(key: Key) -> tuple[int, int, str, int]:
-    peer, size, ranks, window = key
-    return ranks, window, {"tiny": "0", "small": "1"}.get(size, size), KNOWN.index(peer)
+def _place(key: Key) -> tuple[int, int, int, float, str, int]:
+    peer, size, ranks, window, steps, kl = key
+    return ranks, window, steps, kl, {"tiny": "0", "small": "1"}.get(size, size), KNOWN.index(peer)
 
 
-def _head(key: Key, rows: Rows) -> dict[str, str]:
-    peer, size, ranks, window = key
-    steps = next(iter(rows.values())).steps
+def _head(key: Key) -> dict[str, str]:
+    peer, size, ranks, window, steps, kl = key
     return {
         "project": NAMES[peer],
         "size": size,
         "processes": str(ranks),
         "steps with noise": f"{window or steps} of {steps}",
+        "KL": f"{kl:g}" if kl else "no",
     }
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.bench.update.cases import NetworkSize
 from fluvial.core.random import fold_in, key, normal
+from fluvial.core.step import KLWeight
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.model import CodeCond
@@ -98,6 +99,8 @@ class Work:
         scale: guidance scale.
         eta: scale of Flow-SDE's noise.
         clip: half-width of the ratio's range.
+        kl: weight of the KL term to the network without adapters; 0 leaves the term out.
+        kl_weight: weight of the KL of a step, as the project has it.
         lr: learning rate of AdamW, so small that timed updates stay where they started.
         max_grad_norm: bound of the gradient's norm; the default never clips, because gradients are compared.
         lora: adapters of the layers that both projects adapt.
@@ -114,6 +117,8 @@ class Work:
     scale: float = 4.5
     eta: float = 0.7
     clip: float = 1e-3
+    kl: float = 0.0
+    kl_weight: KLWeight = "rate"
     lr: float = 1e-6
     max_grad_norm: float = 1e9
     lora: LoraConfig = LORA_CONFIG

@@ -67,6 +67,14 @@ class StandIn(Peer):
         error = ((x_next - mean) ** 2).flatten(1).mean(1)
         return -error / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
 
+    def kl_rate(self, x: Tensor, step: int) -> Tensor:
+        """Return the KL of a step to the network without adapters, divided by its length."""
+        mean, std = self.mean_std(x, step)
+        with torch.no_grad(), self.module.disable_adapter():
+            reference, _ = self.mean_std(x, step)
+        dt = self.sigmas[step] - self.sigmas[step + 1]
+        return ((mean - reference) ** 2).flatten(1).mean(1) * dt / (2 * std**2)
+
     @torch.no_grad()
     def rollout(self) -> Sampled:
         made, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
@@ -92,6 +100,8 @@ class StandIn(Peer):
             ratio = (log_prob - part.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)
             losses = torch.maximum(-part.advantage * ratio, -part.advantage * held)
+            if self.work.kl:
+                losses = losses + self.work.kl * self.kl_rate(part.x[:, place], step)
             loss = losses.sum() / stored.log_prob.numel()
             loss.backward()
             total += float(loss.detach())
@@ -106,7 +116,7 @@ class StandIn(Peer):
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
     (tmp_path / "clones" / "stand-in").mkdir(parents=True, exist_ok=True)
     return {
-        "flow_grpo": Project("stand-in", build),
+        "flow_grpo": Project("stand-in", build, kl="rate"),
         "flow_factory": Project("absent", build),
         "unirl": Project("stand-in", build, samples=False),
     }
@@ -184,19 +194,34 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
 
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
-    ("changes", "what"), [({"scale": 1.01}, "log-prob"), ({"slope": 1.01}, "gradient"), ("conditional", "gradient")]
+    ("changes", "what"),
+    [
+        ({"scale": 1.01}, "log-prob"),
+        ({"slope": 1.01}, "gradient"),
+        ({"gradient": lambda clone: "conditional"}, "gradient"),
+        ({"kl": "exact"}, "loss"),
+    ],
 )
 def test_a_project_that_disagrees_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, what: str
 ) -> None:
-    """In its model, its gradient, or the halves of guidance that it differentiates; nothing is written."""
+    """In its model, its gradient, the halves of guidance that it differentiates, or its KL; nothing is written."""
     monkeypatch.setattr(measure, "time_in_turn", lambda *arguments: pytest.fail("it was timed"))
-    table = projects(tmp_path, partial(StandIn, **changes) if changes != "conditional" else StandIn)
-    if changes == "conditional":
-        table["flow_grpo"] = table["flow_grpo"]._replace(gradient=lambda clone: "conditional")
+    table = projects(tmp_path, StandIn if "kl" in changes or "gradient" in changes else partial(StandIn, **changes))
+    if table["flow_grpo"].build is StandIn:
+        table["flow_grpo"] = table["flow_grpo"]._replace(**changes)
     with pytest.raises(RunError, match=f"flow_grpo: the {what} is .* apart, expected at most 1e-05, so nothing was timed"):
-        run(config(tmp_path), table)
+        run(config(tmp_path, kl=4.0), table)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_a_kl_term_is_that_of_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its rows hold the weight, and a project without the term is skipped."""
+    asked = config(tmp_path, kl=4.0, steps=2, runs=1, peers=("flow_grpo", "unirl"))
+    rows = run(asked, projects(tmp_path))
+    assert {(row.peer, row.kl) for row in rows} == {("flow_grpo", 4.0)}
+    assert "unirl: skipped, its loss has no KL term here" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -360,10 +385,10 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     assert told.strip() == report.markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
     own = f"8 and 8: {cell} | 40 and 8: 0.50 (0.40 to 0.60)"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | {own} | {cell} | 6.00 |" in told
-    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | 8 and 8: {cell} | 8 and 8: {cell} | - | - |" in told
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | {cell} | {cell} | {own} | {cell} | 6.00 |" in told
+    assert f"| Flow-GRPO | small | 2 | 3 of 10 | no | - | {cell} | 8 and 8: {cell} | 8 and 8: {cell} | - | - |" in told
     rest = "30, 20 of"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
     assert "Flow-GRPO at `abc`" in told
     assert "medians of 3 rounds" in told
