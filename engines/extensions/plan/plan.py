@@ -268,7 +268,8 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
     halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
-    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
+    computed = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
+    with computed():
         latent, conditioning = model.stored(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
@@ -277,16 +278,10 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
-    def phase(kind: Phase) -> Accounting:
+    def pass_of(kind: Phase) -> tuple[Stretch, ...]:
         update = kind == "update"
-        return memory.account(
-            module,
-            blocks(model, module),
-            optimizer=config.optimizer,
-            engine=config.engine,
-            device=device,
-            ranks=config.gpus,
-            activations=_activations(
+        with computed():
+            return _activations(
                 name,
                 config.train,
                 config.lora,
@@ -302,9 +297,20 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 samples=batch * halves * (config.graphs if update else 1),
                 asked=asked,
                 grad=update,
-            ),
+            )
+
+    def phase(kind: Phase) -> Accounting:
+        return memory.account(
+            module,
+            blocks(model, module),
+            optimizer=config.optimizer,
+            engine=config.engine,
+            device=device,
+            ranks=config.gpus,
+            activations=pass_of(kind),
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
-            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves)
+            + (kept if kind == "rollout" else 0),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,
             learners=config.learners,
