@@ -12,12 +12,14 @@ import pytest
 import torch
 from helpers import tiny_conditioned, tiny_modular, tiny_pipelines
 from helpers.marks import long
+from helpers.refusals import refuses
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
-from fluvial.engines.extensions.plan.fit import steps_to_fit
+from fluvial.engines.extensions.plan.fit import plan_of, steps_to_fit
+from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.plan.memory import Stretch, account
 from fluvial.engines.extensions.plan.plan import (
     GIB,
@@ -29,7 +31,9 @@ from fluvial.engines.extensions.plan.plan import (
     first_to_fit,
     plan,
 )
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.passes.storages import LiveStorages
+from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.lora import LoraConfig, add_lora, lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
@@ -281,6 +285,15 @@ def test_a_modular_pipeline_is_planned_by_its_own_blocks(name: str, tmp_path: Pa
     for what in ({"pipeline": ImageSize(call=("a=1",))}, {"schedule": 4}):
         with pytest.raises(UsageError, match="has no effect with handwriting, which is not a modular pipeline"):
             plan("handwriting", replace(PlanConfig(), **what))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the pipeline's own parts
+def test_a_network_that_reads_values_is_left_to_a_dry_run(tmp_path: Path) -> None:
+    folder = str(tiny_modular.folder_of("QwenImage21", tmp_path / "model"))
+    config = PlanConfig(pipeline=ImageSize(32, 32))
+    refuses(r"^the memory of \S+ cannot be computed: its network reads values, .* --dry-run", plan, folder, config)
+    run = with_values(RECIPES["grpo"](folder), {"pipeline.height": 32, "pipeline.width": 32, "prompts": ("prompts.txt",)})
+    refuses(r"^the operations of \S+ cannot be counted: its network reads values", count_run, run, folder)
 
 
 def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
