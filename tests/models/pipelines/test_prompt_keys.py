@@ -1,9 +1,7 @@
 """Keys and values of a prompt that sees neither noise level nor sample: kept over steps, counted, and samples stay."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import handwriting_jobs, tiny_modular
-from helpers import tiny_jobs as tiny_job
+from helpers import handwriting_jobs
 from helpers.lora_model import perturb
 from helpers.refusals import refuses
 from helpers.tiny_conditioned import draw_image
@@ -22,14 +19,13 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.extensions.plan.plan import ImageSize, PlanConfig, plan
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig, Truncate
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
-from fluvial.engines.sampling.window import AllSteps, RandomWindow
+from fluvial.engines.sampling.window import AllSteps
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.prompt_layers import PromptKeys
@@ -214,7 +210,13 @@ def edit_run(folder: Path, reuse: str) -> TrainConfig:
     sampling = SamplingConfig(prompts=2, group=2, steps=STEPS, window=AllSteps(), guidance=Guidance(3.0, negative="bad"))
     changes: dict[str, Any] = {"train": "lora", "sampling": sampling, "rollout.reuse": reuse, "out": folder / "run"}
     changes |= {"pipeline.height": SIDE, "pipeline.width": SIDE, "pipeline.call": (f"output_resolution={SIDE}",)}
-    changes |= {"updates": 2, "passes.minibatches": 1, "engine.micro_batch": 2, "engine.compile": False, "engine.compute": "float32"}
+    changes |= {
+        "updates": 2,
+        "passes.minibatches": 1,
+        "engine.micro_batch": 2,
+        "engine.compile": False,
+        "engine.compute": "float32",
+    }
     return with_values(config, {**changes, "evaluation.every": 0, "optimizer": OptimizerConfig(lr=0.1)})
 
 
