@@ -98,7 +98,9 @@ class PromptKeys:
     def __init__(self, module: nn.Module) -> None:
         if (cache := _find_cache(module)) is None:
             raise ValueError(f"prompt keys: {explain_no_keys(module)}")
+        network: Any = module
         self._module, self._forward, self._make = module, module.forward, cache
+        self._blocks = len(network.transformer_blocks)
         self.__signature__ = inspect.signature(module.forward)  # blocks of modular pipelines pass what it takes
         self._kept: list[tuple[Any, Tensor]] = []  # of each call of a prediction, and the prompt that it was for
         self._calls = 0
@@ -129,7 +131,7 @@ class PromptKeys:
         self._calls += 1
         first = call == len(self._kept)
         if first:
-            self._kept.append((self._make(len(self._module.transformer_blocks)), text))
+            self._kept.append((self._make(self._blocks), text))
         cache, text_before = self._kept[call]
         if text.shape != text_before.shape or (can_look(text) and not torch.equal(text, text_before)):
             raise ValueError("prompt keys: a call has another prompt than the first prediction's, whose keys are kept")

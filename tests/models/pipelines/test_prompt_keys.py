@@ -105,6 +105,7 @@ def test_the_first_step_keeps_keys_and_the_next_compute_the_sample_alone() -> No
     assert "forward" not in network.__dict__
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_blocks_that_are_compiled_keep_keys_too() -> None:
     from torch._dynamo.testing import CompileCounter
@@ -220,6 +221,7 @@ def edit_run(folder: Path, reuse: str) -> TrainConfig:
     return with_values(config, {**changes, "evaluation.every": 0, "optimizer": OptimizerConfig(lr=0.1)})
 
 
+@pytest.mark.long
 def test_an_update_computes_the_whole_prompt_with_its_gradient(one: World, tmp_path: Path) -> None:
     """First ratios are 1 within rounding, also of an adapter that has an effect; the weights move."""
     config = edit_run(tmp_path, "keys")
