@@ -58,6 +58,7 @@ from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
 from fluvial.models.lora_files import load_lora
+from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
 
 
@@ -231,6 +232,8 @@ def _open_engine(
     engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
     if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
         raise UsageError("engine.compile", "reduce-overhead", "True or auto", "graphs need CUDA, and whole weights per rank")
+    if config.rollout.reuse == "keys" and (reason := explain_no_keys(module)) is not None:
+        raise UsageError("rollout.reuse", "keys", "exact", reason)
     return engine, others, base + adapter
 
 

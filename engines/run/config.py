@@ -170,9 +170,10 @@ class TrainConfig:
         if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
-        if self.compares_exactly and rollout.reuse == "merged" and self.engine.compute != "float32":
-            hint = "merged weights are rounded in half precision, and ratios need a correction"
-            yield UsageError("rollout.reuse", "merged", "exact, or `correction` truncate", hint)
+        rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys are rounded otherwise"}
+        if self.compares_exactly and rollout.reuse in rounded and self.engine.compute != "float32":
+            hint = f"{rounded[rollout.reuse]} in half precision, and ratios need a correction"
+            yield UsageError("rollout.reuse", rollout.reuse, "exact, or `correction` truncate", hint)
         if self.compares_exactly and rollout.ahead:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
@@ -215,6 +216,12 @@ class TrainConfig:
         if (merges or graphs) and (engine.offload == "always" or engine.swaps_blocks):
             hint = "`rollout.reuse` merged keeps all weights on the device" if merges else here
             yield UsageError("engine.offload", engine.offload, "none or phases", hint)
+        if rollout.reuse == "keys" and graphs:
+            hint = "with `engine.compile` reduce-overhead a graph holds no results of earlier passes"
+            yield UsageError("rollout.reuse", "keys", "exact or none", hint)
+        if rollout.reuse == "keys" and engine.context_parallel > 1:
+            hint = "`rollout.reuse` keys keeps those of whole sequences on a rank"
+            yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
         if graphs and not self.makes_samples:
             yield UsageError("engine.compile", engine.compile, "True", "there is no rollout, whose passes would be graphs")
         if engine.base != "auto" and rollout.is_served:

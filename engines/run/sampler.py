@@ -420,6 +420,7 @@ class RolloutSampler:
             text_tokens=tokens,
             after=asked.window.tail,
             reuse=self._reuse(),
+            keep_keys=rollout.reuse == "keys",
             step_cache=rollout.step_cache,
             graphs=config.engine.compile == "reduce-overhead",
             final=self._sends_final,

@@ -196,6 +196,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     # Rollouts
     (lambda: run(rollout__autocast=True), "rollout.autocast is True, expected False, or correction truncate"),
     (lambda: run(**MERGED), "rollout.reuse is 'merged', expected exact, or correction truncate"),
+    (lambda: run(rollout__reuse="keys"), "rollout.reuse is 'keys', expected exact, or correction truncate: sums over kept"),
+    *(
+        (lambda name=name, value=value: run(rollout__reuse="keys", correction=TRUNCATE, **{name: value}), says)
+        for name, value, says in (
+            ("engine__compile", "reduce-overhead", "rollout.reuse is 'keys', expected exact or none: with engine.compile"),
+            ("engine__context_parallel", 2, "engine.context_parallel is 2, expected 1: rollout.reuse keys keeps"),
+            ("rollout__source", "http://127.0.0.1:1", "rollout.reuse is 'keys', expected exact: servers keep no keys"),
+        )
+    ),
     (
         lambda: run(**{**MERGED, "train": "full"}, correction=TRUNCATE),
         "rollout.reuse has no effect of kind merged with train full",

@@ -142,6 +142,25 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+def test_keys_of_the_prompt_are_held_and_leave_out_operations(tmp_path: Path) -> None:
+    """Of Qwen-Image 2.1 in blocks; and passes of CUDA graphs, which run as written, are among what is not simulated."""
+    asked, folder = find_call("QwenImage21ModularPipeline"), tiny_modular.folder_of("QwenImage21", tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, window=AllSteps(), guidance=Guidance(asked.scale))
+    changes: dict[str, Any] = {"train": "lora", "sampling": rollout, "pipeline.height": 32, "pipeline.width": 32, **SMALL}
+    changes |= {"updates": 1, "passes.minibatches": 1, "correction": Truncate(), "prompts": (str(tmp_path / "prompts.txt"),)}
+    config = with_values(replace(RECIPES["grpo"](str(folder)), rewards=("jpeg",)), changes)
+    whole, kept = (dry_run(with_values(config, {"rollout.reuse": reuse})) for reuse in ("exact", "keys"))
+    check(kept)
+    assert kept.phase("update").flops == whole.phase("update").flops
+    assert kept.phase("rollout").flops < 0.7 * whole.phase("rollout").flops
+    assert kept.phase("rollout").peak > whole.phase("rollout").peak
+    graphs = with_values(config, {"engine.compile": "reduce-overhead"})
+    assert any(note.startswith("CUDA graphs of rollout passes") for note in dry_run(graphs).notes)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "sd-image", "xl-image", "sd-inpaint", "xl-inpaint"]
 )
