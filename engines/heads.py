@@ -14,7 +14,7 @@ from fluvial.models.lora import HEADS, linear_layers
 class FeatureHead(nn.Module):
     """The mean over all tokens of a small network of each of them.
 
-        number = mean over tokens h of w . leaky_relu(norm(W h), 0.2)
+        number = mean over tokens h of w . leaky_relu(norm(W h + c), 0.2) + b
 
     W halves the width of the features. It is the head of transformers in FastGen (NVlabs/FastGen, `Discriminator_ImageDiT`)
     with layer in place of group normalisation, and a kernel of one token in place of 4 x 4 with stride 2: a block's tokens
@@ -26,11 +26,8 @@ class FeatureHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = max(width // 2, 1)
-        self.width = width
-        self.layers = nn.Sequential(
-            nn.Linear(width, inner), nn.LayerNorm(inner), nn.LeakyReLU(0.2), nn.Linear(inner, 1, bias=False)
-        )
+        inner, self.width = max(width // 2, 1), width
+        self.into, self.norm, self.out = nn.Linear(width, inner), nn.LayerNorm(inner), nn.Linear(inner, 1)
 
     def forward(self, streams: Sequence[Tensor]) -> Tensor:
         """Return a number per sample, float32 `[B]`.
@@ -40,8 +37,9 @@ class FeatureHead(nn.Module):
                 tokens of all of them.
         """
         tokens = torch.cat([stream.reshape(len(stream), -1, self.width) for stream in streams], dim=1)
-        numbers: Tensor = self.layers(tokens.to(self.layers[0].weight.dtype)).float().mean((1, 2))
-        return numbers
+        hidden = self.norm(self.into(tokens.to(self.into.weight.dtype)))
+        numbers: Tensor = self.out(nn.functional.leaky_relu(hidden, 0.2))
+        return numbers.float().mean((1, 2))
 
 
 def add_head(module: nn.Module, blocks: Sequence[nn.Module], name: str, *, seed: int) -> None:
@@ -65,7 +63,7 @@ def add_head(module: nn.Module, blocks: Sequence[nn.Module], name: str, *, seed:
         head = FeatureHead(width)
     if not hasattr(module, HEADS):
         setattr(module, HEADS, nn.ModuleDict())
-    module.get_submodule(HEADS)[name] = head  # type: ignore[index]
+    module.get_submodule(HEADS).add_module(name, head)
 
 
 def find_width(block: nn.Module) -> int:
@@ -96,7 +94,8 @@ def read_head(module: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iter
     Raises:
         UsageError: no pass ran, or the middle block returns no tokens of the width of the head.
     """
-    block, head, numbers = _find_middle(module, blocks), module.get_submodule(HEADS)[name], list[Tensor]()  # type: ignore[index]
+    block, head, numbers = _find_middle(module, blocks), module.get_submodule(f"{HEADS}.{name}"), list[Tensor]()
+    assert isinstance(head, FeatureHead)
 
     def read(block: nn.Module, args: tuple, returned: object) -> None:
         tensors = [leaf for leaf in optree.tree_leaves(returned) if isinstance(leaf, Tensor)]

@@ -66,8 +66,10 @@ class Dmd2(Matching, name="dmd2"):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Learn from no reward but that of the term, and from images with an adversary."""
-        rewards, opposed = "gradients" if self.reward_term.coef else None, isinstance(self.gan, HeadGan)
-        return replace(Matching.needs, rewards=rewards, images=opposed, graphs=1 + opposed)
+        needs, opposed = Matching.needs, isinstance(self.gan, HeadGan)
+        return replace(
+            needs, rewards="gradients" if self.reward_term.coef else None, images=opposed, graphs=needs.graphs + opposed
+        )
 
     def networks(self) -> Networks:
         """Keep the teacher, and the model of the student's samples, which learns, and has a head with an adversary."""

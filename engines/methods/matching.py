@@ -71,7 +71,7 @@ class Matching(Method):
         return {"real": real, "fake": Trained(self.fake)}
 
     def split(self, run: "Run", batch: "Batch", key: Key, count: int, **samples: Tensor) -> "Iterator[Items]":
-        """Yield the recorded steps of each of `count` shares of the samples, with further tensors `[slots, ...]` of these."""
+        """Yield the recorded steps of each of `count` shares of the samples, with tensors of the samples, `[slots, ...]`."""
         steps = run.record_steps(batch, key, trained=self.rows.trained, keep=run.grade(batch).keep)
         steps = steps.with_predictions(**{name: values[steps.rows.sample] for name, values in samples.items()})
         return run.minibatches(steps, key, PassesConfig(minibatches=count))

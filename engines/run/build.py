@@ -19,8 +19,8 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
-from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.heads import add_head, list_head
+from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint

@@ -30,8 +30,8 @@ from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme,
 from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
-from fluvial.kernels.dispatch import resolve
 from fluvial.engines.streams import Stream
+from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, decode_samples, host_values, is_recorded, knows_any_level
 from fluvial.models.routing import Routed
 

@@ -163,7 +163,7 @@ class Run(Rollouts):
                     products.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
         return torch.cat(products)[: len(items.rows.level)]
 
-    def differentiate(self, items: Items, name: str, function: Loss) -> tuple[Tensor, Tensor]:
+    def differentiate(self, items: Items, name: str, function: Callable[[Tensor, Any], Tensor]) -> tuple[Tensor, Tensor]:
         """Return a function of a network at each row, `[P]`, and its gradient with respect to x, float32 `[P, *event]`.
 
         Args:
