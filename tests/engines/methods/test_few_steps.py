@@ -143,6 +143,9 @@ def test_an_adversary_of_no_weight_is_none(one: World, train: str) -> None:
         method = replace(OPPOSED, gan=gan, fake=OptimizerConfig(lr=1e-2))
         run = tiny.Run(tiny.config(Path("out"), method=method, sampling=method.sampling, train=train, updates=2), one)
         records = [run.rollout() for _ in range(2)]
+        engines = run.trainer.engine, run.trainer.loop.run.networks.trained["fake"]
+        learnt = [any(name.startswith(HEADS) for name in engine.trainable) for engine in engines]
+        assert learnt == [False, gan.kind == "head"]
         found.append(({name: t for name, t in run.weights().items() if HEADS not in name}, fakes(run), records[-1]))
     (student, fake, _), *others = found
     same = [
