@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from helpers.tables import normals
 from hypothesis import given
@@ -37,6 +38,7 @@ def test_sure_logits_stay_finite() -> None:
     assert float(generator_loss(sure)) == float(discriminator_loss(-sure, sure)) == 0
 
 
+@pytest.mark.long
 @given(seed=seeds, p=st.floats(0.05, 0.95), q=st.floats(0.05, 0.95))
 def test_the_best_discriminator_is_the_log_ratio_of_the_densities(seed: int, p: float, q: float) -> None:
     """Of samples with two values, of which the generated ones take the first with probability q, real ones with p."""

@@ -45,6 +45,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_a_head_reads_the_middle_block_and_changes_nothing(checkpointing: str) -> None:
     """Also of a checkpointed block, which runs again in the backward pass; its gradient reaches the blocks before it."""
@@ -66,6 +67,7 @@ def test_a_head_reads_the_middle_block_and_changes_nothing(checkpointing: str) -
     assert all(parameter.grad is not None for parameter in head.parameters())
 
 
+@pytest.mark.long
 def test_heads_of_a_seed_are_the_same_and_no_part_of_the_base() -> None:
     nets = [Handwriting(None).build() for _ in range(3)]
     for net, seed in zip(nets, (0, 0, 1), strict=True):

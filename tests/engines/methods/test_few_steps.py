@@ -135,6 +135,7 @@ def fakes(run: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trained.state().items() if HEADS not in name}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_an_adversary_of_no_weight_is_none(one: World, train: str) -> None:
     """To the bit, after two rollouts, of the student and the fake; with a weight both are others."""
@@ -183,6 +184,7 @@ def test_a_head_that_knows_nothing_pays_log_2_and_moves_nobody(one: World) -> No
     assert told["generated"] == told["real"] == 0.5
 
 
+@pytest.mark.long
 def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
     """Of each row's loss with respect to its clean sample, against a chain of passes with the graph kept."""
     method = replace(OPPOSED, fake_updates=1, gan=HeadGan())
@@ -208,6 +210,7 @@ def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
         assert_close(torch.autograd.grad(term.sum(), x0)[0], 5e-3 * want)  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_the_fake_sees_images_of_the_prompts_with_the_noise_of_the_samples(one: World) -> None:
     """At the same level; a sample's image has its prompt."""
     asked = list[str]()

@@ -69,6 +69,7 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
 
 
+@pytest.mark.long
 def test_an_adversary_runs() -> None:
     """The network with the head, the images, and the gradient with respect to samples, on full weights of 8 ranks."""
     check(dry_run(with_values(recipe("dmd2"), {"gan": HeadGan(), "train": "full"}), ranks=8))
