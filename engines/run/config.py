@@ -13,7 +13,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.plugins import did_you_mean
-from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, list_single
+from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, find_heads, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import (
     CheckpointConfig,
@@ -146,7 +146,7 @@ class TrainConfig:
         watches = self.evaluation.every and learns
         yield not watches, "evaluation.stop_when_gamed", "without rewards to learn from and `evaluation.every`"
         hint = f"{name}, which learns from rollouts or preferences here (sft learns from images)"
-        yield not from_data or pairs, "data.images", hint
+        yield not (from_data or needs.images) or pairs, "data.images", hint
         yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
@@ -189,6 +189,9 @@ class TrainConfig:
             yield UsageError(f"rollout.{name}", value, "its default", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
+        if find_heads(self.networks) and self.engine.context_parallel > 1:
+            hint = f"a head of {name} reads all tokens of a sample, and ranks that share one hold some each"
+            yield UsageError("engine.context_parallel", self.engine.context_parallel, "1", hint)
         for network in self.networks.values():
             if isinstance(network, Trained):
                 settings = next(at for at, each in _optimizers(method) if each is network.optimizer)

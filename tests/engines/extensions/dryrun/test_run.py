@@ -24,7 +24,7 @@ from fluvial.engines.extensions.plan.fit import plan_of
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
-from fluvial.engines.methods import Distill
+from fluvial.engines.methods import Distill, HeadGan
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
@@ -67,6 +67,12 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
         check(dry_run(recipe(name), ranks=ranks), read_backs=read_backs)
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
+
+
+@pytest.mark.long
+def test_an_adversary_runs() -> None:
+    """The network with the head, the images, and the gradient with respect to samples, on full weights of 8 ranks."""
+    check(dry_run(with_values(recipe("dmd2"), {"gan": HeadGan(), "train": "full"}), ranks=8))
 
 
 def test_items_that_move_between_ranks_are_of_known_samples(tmp_path: Path) -> None:
