@@ -4,8 +4,8 @@ Randomness is drawn from explicit keys (`core.random`). A key is split by foldin
 drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
 
     rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION,
-                                                          RENOISING, STEPPING, BACKPROP, REFILL; the round is folded
-                                                          into REFILL, and PROMPTS, SAMPLES into that
+                                                          RENOISING, STEPPING, BACKPROP, IMAGES, REFILL; the round is
+                                                          folded into REFILL, and PROMPTS, SAMPLES into that
       sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
       noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE. The keys of
                                                           RENOISING and STEPPING are split so, too
@@ -53,6 +53,7 @@ class Stream(IntEnum):
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
     RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
     STEPPING = "rollout", 15  # noise of steps back from there; the number of the draw and the place are folded in
+    IMAGES = "rollout", 16  # given images of the prompts of a rollout
     REFILL = "rollout", 14  # samples in place of others
     BACKPROP = "rollout", 20  # where the gradient of a reward flows: through how many of the last steps, or at which levels
     INITIAL = "sample", 0  # initial noise

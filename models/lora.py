@@ -18,6 +18,7 @@ from fluvial.core.checks import RANK, FieldError, check_fields
 from fluvial.models.lora_layer import PARTS, Product, lighten, merge_weight
 from fluvial.models.quantised import QuantisedLinear
 
+HEADS = "fluvial_heads"  # module of a network that holds what reads its features, beside the network's weights
 # Linear layers of the joint attention of MM-DiTs, by diffusers' names.
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
@@ -332,8 +333,8 @@ def adapter_parts(module: nn.Module, adapter: str) -> dict[str, dict[str, str]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter's name belongs to an adapter, trained or not."""
-    return ".lora_" in name or ".lokr_" in name
+    """Return whether a parameter's name belongs to an adapter, trained or not, or to a head: to what the base has not."""
+    return ".lora_" in name or ".lokr_" in name or name.startswith(f"{HEADS}.")
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:

@@ -3,19 +3,29 @@
 Their results are the same at every step of a rollout, whose weights do not change, so they are computed once. An adapter
 names them in `prompt_layers`, as patterns of `fnmatch`, e.g. `context_embedder` and `*.attn2.to_k`. A layer whose input
 depends on the noise level or the image, such as the text stream of an MM-DiT's blocks, must not be named.
+
+Where the whole prefix of a joint sequence, prompt and images of an edit, sees neither, its keys and values in each block are
+kept by the network itself (`PromptKeys`): diffusers' `kv_cache` of Qwen-Image 2.1.
 """
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import optree
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fluvial.core.checks import can_look
 from fluvial.models.protocol import DiffusionModel
+
+# Networks of diffusers whose prompt sees neither the noise level nor the sample, and the class that keeps its keys.
+KEY_CACHES = {"QwenImage21Transformer2DModel": "QwenImage21KVCache"}
 
 
 class PromptLayers:
@@ -66,6 +76,84 @@ class PromptLayers:
             return results[call]
 
         return remember
+
+
+class PromptKeys:
+    """Keys and values of the prompt's tokens in every block of a network, for one batch of prompts and fixed weights.
+
+    The first prediction computes the whole sequence of n prompt tokens (in an edit, those of its images among them) and m
+    tokens of the sample, the next ones the m alone, whose queries see all n + m keys. So a pass is m / (n + m) of its
+    products with weights. Its sums are of the same numbers in another layout, which may round otherwise.
+
+    Memory: 2 B n d values per block and call, of B samples and width d, in the dtype of the computation, until the object is
+    dropped.
+
+    Args:
+        module: network of `KEY_CACHES`, with adapters or sharded, whose sequences are not.
+
+    Raises:
+        ValueError: the network keeps none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if (cache := _find_cache(module)) is None:
+            raise ValueError(f"prompt keys: {explain_no_keys(module)}")
+        network: Any = module
+        self._module, self._forward, self._make = module, module.forward, cache
+        self._blocks = len(network.transformer_blocks)
+        self.__signature__ = inspect.signature(module.forward)  # blocks of modular pipelines pass what it takes
+        self._kept: list[tuple[Any, Tensor]] = []  # of each call of a prediction, and the prompt that it was for
+        self._calls = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        layers = [layer for cache, _ in self._kept for layer in cache.layer_caches]
+        return sum(leaf.nbytes for layer in layers for leaf in optree.tree_leaves([layer.k, layer.v]))
+
+    @contextmanager
+    def prediction(self) -> Iterator[None]:
+        """Make the network keep keys and values in the first prediction, and read them in the next ones.
+
+        Raises:
+            ValueError: gradients are enabled, which stored keys would not have; or a call has another prompt than the first
+                prediction's. On a GPU the latter is not checked.
+        """
+        if torch.is_grad_enabled():
+            raise ValueError("prompt keys: gradients are enabled, and stored keys have none: use torch.no_grad()")
+        self._calls = 0
+        with replace_forwards([self._module], [self]):
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a call; in later predictions that of the sample's tokens alone, which come last."""
+        call, text = self._calls, kwargs["encoder_hidden_states"]
+        self._calls += 1
+        first = call == len(self._kept)
+        if first:
+            self._kept.append((self._make(self._blocks), text))
+        cache, text_before = self._kept[call]
+        if text.shape != text_before.shape or (can_look(text) and not torch.equal(text, text_before)):
+            raise ValueError("prompt keys: a call has another prompt than the first prediction's, whose keys are kept")
+        return self._forward(*args, **{**kwargs, "kv_cache": cache, "kv_cache_mode": "extract" if first else "cached"})
+
+
+def explain_no_keys(module: nn.Module) -> str | None:
+    """Return why the keys and values of a network's prompt cannot be kept, see `PromptKeys`; None where they can."""
+    if _find_cache(module) is not None:
+        return None
+    return f"{type(module).__name__} does not keep its prompt apart from noise level and sample, as Qwen-Image 2.1 does"
+
+
+def _find_cache(module: nn.Module) -> Any:
+    """Return the class that keeps the keys and values of a network's prompt; None if there is none.
+
+    Sharding puts a class of its own before the network's.
+    """
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in KEY_CACHES]
+    if not kinds or not getattr(module, "config", {}).get("causal_condition"):
+        return None
+    return getattr(sys.modules[kinds[0].__module__], KEY_CACHES[kinds[0].__name__])
 
 
 @contextmanager

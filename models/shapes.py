@@ -88,12 +88,20 @@ class ModularShape:
         self.build, self.list_blocks = partial(model.build, empty=True), model.blocks
 
     def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
-        """Return the velocity of samples on the meta device."""
+        """Return the velocity of samples on the meta device.
+
+        Raises:
+            ValueError: the network reads values of its inputs, of which the meta device has none.
+        """
         model, meta = self._open(asked), torch.device("meta")
         levels, cond = model.known.levels[:1], model.encode([EXAMPLE])
         *rows, sizes, level = (row.expand(samples, *row.shape[1:]) for row in (*cond, levels))  # the host reads the last two
         x = _empty(samples, *model.known.shape)
-        v: Tensor = model.known.model.to(meta).predict(module, x, level, (*(row.to(meta) for row in rows), sizes))
+        try:
+            v: Tensor = model.known.model.to(meta).predict(module, x, level, (*(row.to(meta) for row in rows), sizes))
+        except RuntimeError as error:
+            says = f"its network reads values, so that fluvial train --dry-run is what counts it: {error}"
+            raise ValueError(" ".join(says.split())) from error
         return v
 
     def stored(self, asked: PassShape) -> tuple[int, int]:

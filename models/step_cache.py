@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fluvial.core.checks import check_fields
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import KeptDifference, guidance_halves
-from fluvial.models.prompt_layers import PromptLayers, replace_forwards
+from fluvial.models.prompt_layers import PromptKeys, PromptLayers, replace_forwards
 from fluvial.models.protocol import DiffusionModel
 
 
@@ -199,19 +199,33 @@ class PassReuse:
         model, module: adapter and network, whose weights do not change as long as the object lives.
         layers: layers that see the prompt alone whose results are kept: all, those outside of the repeated blocks, or none.
             With all, merged weights are kept, too.
+        keys: whether keys and values of the prompt's tokens are kept, too.
         cache: what deterministic steps take over.
         guided: whether the passes have guidance.
+
+    Raises:
+        ValueError: the network cannot keep keys.
     """
 
     def __init__(
-        self, model: DiffusionModel, module: nn.Module, *, layers: Reuse, cache: StepCacheChoice, guided: bool
+        self,
+        model: DiffusionModel,
+        module: nn.Module,
+        *,
+        layers: Reuse,
+        cache: StepCacheChoice,
+        guided: bool,
+        keys: bool = False,
     ) -> None:
         self._adapters = FixedAdapters(module) if layers == "all" else None
         self._blocks = StepCache(model, module, cache.threshold) if isinstance(cache, FirstBlockCache) else None
         self._kept = KeptDifference(cache.every) if isinstance(cache, GuidanceCache) and guided else None
         # By whether a step computes one half of guidance, which gives the layers other inputs than both do.
-        kinds = 0 if layers == "none" else 1 if self._kept is None else 2
-        self._layers = [PromptLayers(model, module, in_blocks=layers == "all") for _ in range(kinds)]
+        kinds = 1 if self._kept is None else 2
+        self._layers = [
+            PromptLayers(model, module, in_blocks=layers == "all") for _ in range(kinds if layers != "none" else 0)
+        ]
+        self._keys = [PromptKeys(module) for _ in range(kinds if keys else 0)]
 
     @contextmanager
     def step(self, *, exact: bool) -> Iterator[Callable[..., Any]]:
@@ -224,6 +238,7 @@ class PassReuse:
         with (
             nullcontext() if self._adapters is None else self._adapters.prediction(),
             self._layers[near].prediction() if self._layers else nullcontext(),
+            self._keys[near].prediction() if self._keys else nullcontext(),
             nullcontext() if self._blocks is None else self._blocks.prediction(exact=exact),
         ):
             yield guidance_halves if kept is None else kept.reuse if near else kept.compute

@@ -22,6 +22,7 @@ FLOORS = (
     (
         "engines.errors",
         "engines.attention",
+        "engines.heads",
         "engines.offload",
         "engines.files",
         "engines.rendezvous",

@@ -20,7 +20,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.offload import frozen_tensors, on_host
 from fluvial.models.device import is_accelerator
-from fluvial.models.lora import is_adapter
+from fluvial.models.lora import HEADS, is_adapter
 from fluvial.models.quantised import quantise_linear
 from fluvial.models.routing import Routed
 
@@ -103,7 +103,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=config.comm == "reshard",
+            # A head reads features within the pass, and its gradient enters there, so what is in no block stays gathered.
+            reshard_after_forward=config.comm == "reshard" and not hasattr(unit, HEADS),
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if offloads else OffloadPolicy(),
         )

@@ -17,7 +17,7 @@ from fluvial.engines.methods.gardo import Gardo
 from fluvial.engines.methods.gates import Doubt, Everywhere
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.kto import Kto
-from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
+from fluvial.engines.methods.losses import ErrorInfo, HeadGan, KLConfig, NoGan, StepKLConfig
 from fluvial.engines.methods.mapo import Mapo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
@@ -69,6 +69,7 @@ __all__ = [
     "Gardo",
     "Grpo",
     "Guard",
+    "HeadGan",
     "Images",
     "KLConfig",
     "Kto",
@@ -78,6 +79,7 @@ __all__ = [
     "Needs",
     "Nft",
     "NoCorrection",
+    "NoGan",
     "NoiseMargin",
     "NoisedRows",
     "NoisingConfig",

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.methods.losses import RewardTermConfig
+from fluvial.engines.methods.losses import Gan, HeadGan, NoGan, RewardTermConfig
 from fluvial.engines.methods.matching import Matching, clean
+from fluvial.engines.run.declared import Networks, Trained
 from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -29,7 +30,8 @@ class Dmd2(Matching, name="dmd2"):
     """DMD2: the student's clean samples, with noise on them, look alike to the teacher and to the fake (arXiv 2405.14867).
 
     The student takes few steps, each to the clean sample that it predicts and back to a lower level with new noise. One of
-    them has a gradient. The loss on images of its adversarial variant is not offered.
+    them has a gradient. With `gan` the samples are to look like images that are given, too, of which a head of the fake
+    learns to tell them; the prompts are the captions of these images then.
 
     Args:
         sampling: How the student samples: few steps of cps at eta 1, without guidance.
@@ -43,6 +45,7 @@ class Dmd2(Matching, name="dmd2"):
         form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
         reward_term: Term of a differentiable reward.
+        gan: Adversarial term on given images: `NoGan` or `HeadGan`.
     """
 
     serving_solver = "consistency"
@@ -58,17 +61,29 @@ class Dmd2(Matching, name="dmd2"):
     form: MatchForm = "dmd"
     huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
+    gan: Gan = NoGan()
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from no reward but that of the term."""
-        return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else None)
+        """Learn from no reward but that of the term, and from images with an adversary."""
+        needs, opposed = Matching.needs, isinstance(self.gan, HeadGan)
+        return replace(
+            needs, rewards="gradients" if self.reward_term.coef else None, images=opposed, graphs=needs.graphs + opposed
+        )
+
+    def networks(self) -> Networks:
+        """Keep the teacher, and the model of the student's samples, which learns, and has a head with an adversary."""
+        return {**super().networks(), "fake": Trained(self.fake, head=isinstance(self.gan, HeadGan))}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the student's samples; then move the student on the last of them, before the fake learns these."""
-        for number, part in enumerate(self.split(run, batch, key, self.fake_updates), start=1):
+        images = self.gan.read(run, batch, key)
+        for number, part in enumerate(self.split(run, batch, key, self.fake_updates, **images), start=1):
             x0, zero = clean(part.rows, part.rows.predictions["old"]), part.rows.level * 0
+            noise = partial(run.renoise, part, level=zero, levels=self.fake_levels, key=key)
             if number == self.fake_updates:
-                noisy = run.renoise(part, x0, zero, self.levels, key)
-                yield run.update(self.correct(run, part, noisy), partial(self.loss, reward=self.reward_term.bind(run, part)))
-            run.update(run.renoise(part, x0, zero, self.fake_levels, key, draw=number), self.fake_loss, network="fake")
+                items = self.correct(run, part, run.renoise(part, x0, zero, self.levels, key))
+                items = self.gan.oppose(run, items, x0, partial(noise, draw=number + 1), "fake")
+                reward = self.reward_term.bind(run, part)
+                yield run.update(items, partial(self.loss, reward=lambda *at, r=reward: r(*at) + self.gan.fool(*at)))
+            run.update(*self.gan.judge(run, part, x0, partial(noise, draw=number), "fake", self.fake_loss), network="fake")

@@ -1,28 +1,30 @@
-"""KL terms and diagnostics that the losses of methods share."""
+"""KL terms, further terms and diagnostics that the losses of methods share."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_fields
+from fluvial.core.adversarial import discriminator_loss, generator_loss
+from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.correction import rollout_weights
 from fluvial.core.gaussian import Reduction
 from fluvial.core.policy import PolicyInfo, step_scale
+from fluvial.core.random import Key
 from fluvial.core.step import KLWeight, kl_factor, weigh_kl
 from fluvial.engines.choices import refuse_unused
-from fluvial.engines.run.declared import Follower, Networks, Start
+from fluvial.engines.run.declared import Follower, Loss, Networks, Start
 from fluvial.engines.sampling.config import Correction, NoCorrection
 from fluvial.engines.sampling.items import RecordedSteps, Rows
 from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Items
+    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
 
 Weighting = Literal["none", "std_over_b"]  # of the surrogate of a recorded step
@@ -191,6 +193,96 @@ class RewardTermConfig:
             return self.coef * (-score if self.margin is None else (self.margin - score).relu())
 
         return lack
+
+
+@dataclass(frozen=True)
+class NoGan:
+    """No adversarial term: no head, and no images."""
+
+    kind: ClassVar[str] = "none"
+
+    def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
+        """Return the items as they are."""
+        return items
+
+    def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
+        """Return 0."""
+        return 0.0
+
+    def judge(
+        self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
+    ) -> tuple["Items", Loss]:
+        """Return noised samples, and the loss of the network."""
+        return noise(x0), loss
+
+
+class CriticInfo(NamedTuple):
+    """Diagnostics of a network with a head, one number per item, without gradient."""
+
+    error: Tensor  # mean squared error before the item's weight
+    generated: Tensor  # probability of being real, of a generated sample, by the head
+    real: Tensor  # that of a given image
+
+
+@dataclass(frozen=True)
+class HeadGan:
+    """A head on the fake's middle block tells noised samples from noised images, which the student is to prevent (DMD2).
+
+        student    + weight softplus(-D(x_t))
+        fake       + critic_weight (softplus(D(x_t)) + softplus(-D(y_t)))
+
+    x_t is a noised sample of the student, y_t a noised image of its prompt, with the same noise at the same level, and D
+    what the head says. The head learns with the fake, whose other weights this loss moves, too.
+
+    Args:
+        weight: Weight of the student's term. 5e-3 is that of DMD2's code for SDXL (1e-3 for SD1.5).
+        critic_weight: Weight of the fake's term, 1e-2 in that code.
+    """
+
+    kind: ClassVar[str] = "head"
+    weight: float = 5e-3
+    critic_weight: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_fields(self, "gan", weight=(0, 1e6), critic_weight=(0, 1e6))
+
+    def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
+        """Return an image of the prompt of each sample, `[slots, *event]`."""
+        return {"image": run.read_images(batch, key)}
+
+    def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
+        """Return the items with the loss of noised clean samples by the head, and its gradient with respect to these."""
+        noisy = noise(x0)
+        loss, slope = run.differentiate(noisy, network, lambda v, rows: generator_loss(rows.predictions["head"]))
+        return items.with_predictions(fooling=loss, slope=slope * (1 - per_sample(noisy.rows.level, slope)))
+
+    def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
+        """Return the student's term, `[P]`: its value at the clean samples of `oppose`, with its gradient there."""
+        p = rows.predictions
+        return self.weight * (p["fooling"] + (p["slope"] * (x0 - x0.detach())).flatten(1).sum(1))
+
+    def judge(
+        self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
+    ) -> tuple["Items", Loss]:
+        """Return noised samples with noised images, and the loss of the network with the fake's term."""
+        noisy = noise(x0).with_predictions(image=noise(items.rows.predictions["image"]).rows.x)
+
+        def add_term(v: Tensor, rows: Any) -> tuple[Tensor, CriticInfo]:
+            generated = rows.predictions["head"]
+            real = run.judge(noisy, rows._replace(x=rows.predictions["image"]), network)
+            error, info = loss(v, rows)
+            told = CriticInfo(info.error, generated.detach().sigmoid(), real.detach().sigmoid())
+            return error + self.critic_weight * discriminator_loss(generated, real), told
+
+        return noisy, add_term
+
+
+Noise = Callable[[Tensor], "Items"]  # of clean samples
+Gan = NoGan | HeadGan
 
 
 class ErrorInfo(NamedTuple):

@@ -70,9 +70,10 @@ class Matching(Method):
         real = Base(self.guidance) if self.teacher is None else Teacher(self.teacher, self.guidance)
         return {"real": real, "fake": Trained(self.fake)}
 
-    def split(self, run: "Run", batch: "Batch", key: Key, count: int) -> "Iterator[Items]":
-        """Yield the recorded steps of each of `count` shares of the samples."""
+    def split(self, run: "Run", batch: "Batch", key: Key, count: int, **samples: Tensor) -> "Iterator[Items]":
+        """Yield the recorded steps of each of `count` shares of the samples, with tensors of the samples, `[slots, ...]`."""
         steps = run.record_steps(batch, key, trained=self.rows.trained, keep=run.grade(batch).keep)
+        steps = steps.with_predictions(**{name: values[steps.rows.sample] for name, values in samples.items()})
         return run.minibatches(steps, key, PassesConfig(minibatches=count))
 
     def correct(self, run: "Run", part: "Items", noisy: "Items") -> "Items":

@@ -19,12 +19,13 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
+from fluvial.engines.heads import add_head, list_head
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.declared import Base, BySource, Start, Teacher, Trained
+from fluvial.engines.run.declared import Base, BySource, Start, Teacher, Trained, find_heads
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
@@ -58,6 +59,7 @@ from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
 from fluvial.models.lora_files import load_lora
+from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
 
 
@@ -231,6 +233,8 @@ def _open_engine(
     engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
     if config.engine.compile == "reduce-overhead" and not (world.device.type == "cuda" and engine.sharded.is_whole):
         raise UsageError("engine.compile", "reduce-overhead", "True or auto", "graphs need CUDA, and whole weights per rank")
+    if config.rollout.reuse == "keys" and (reason := explain_no_keys(module)) is not None:
+        raise UsageError("rollout.reuse", "keys", "exact", reason)
     return engine, others, base + adapter
 
 
@@ -279,7 +283,7 @@ def _pairs(
 def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collection[str]]:
     """Return the parameters of the adapters that are networks of their own and learn, by network."""
     learn = [name for name, network in config.networks.items() if isinstance(network, Trained) and config.train == "lora"]
-    return {name: [*adapter_names(module, name).values()] for name in learn}
+    return {name: [*adapter_names(module, name).values(), *list_head(module, name)] for name in learn}
 
 
 @collective
@@ -296,7 +300,7 @@ def _networks(
         if isinstance(network, Start | Base) and config.train == "full":
             frozen[name] = _open_frozen(config, job, engine.world, weights)
         elif isinstance(network, Trained):
-            trained[name] = _open_trained(config, job, network, engine, weights, adapters.get(name))
+            trained[name] = _open_trained(config, job, name, engine, weights, adapters.get(name))
         elif isinstance(network, Teacher) and not network.is_adapter:
             assert network.weights is not None
             taught = job.with_weights(network.weights)
@@ -312,14 +316,18 @@ def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:
 
 
 def _open_trained(
-    config: TrainConfig, job: Job, network: Trained, engine: Engine, weights: Weights | None, adapter: Collection[str] | None
+    config: TrainConfig, job: Job, name: str, engine: Engine, weights: Weights | None, adapter: Collection[str] | None
 ) -> Engine:
     """Return the engine of a second network that learns: of an adapter of the policy's module, or of a module of its own."""
+    network = config.networks[name]
+    assert isinstance(network, Trained)
     if adapter is not None:
         return Engine(engine.sharded, config=network.optimizer, parameters=adapter)
     with engine.world.agreed():
         module = _network(config, job)
-    blocks = job.model.blocks(module)
+        blocks = job.model.blocks(module)
+        if network.head:
+            add_head(module, blocks, name, seed=config.seed)
     return Engine(module, blocks, network.optimizer, engine.world, sharding=config.engine, weights=weights)
 
 
@@ -445,7 +453,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
             records = preference_records(source.folder, check=job.model.check_prompt, **apart)
             return EncodedPreferences(records, job.images)
         return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
-    if not config.makes_samples and job.data is None:
+    if (not config.makes_samples or config.method.needs.images) and job.data is None:
         raise UsageError(
             f"{config.method.method_name} learns from data, and this job has none: set `data.images` to a folder of "
             "images with captions, or pass data to the job"
@@ -548,6 +556,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         for name, each in {**start, **teachers}.items():
             with convert_errors(UsageError, ValueError, says=f"`{'teacher' if name in teachers else 'lora.weights'}`"):
                 load_lora(module, each.tensors, name)
+        for name in sorted(find_heads(config.networks)):
+            add_head(module, job.model.blocks(module), name, seed=config.seed)
     return module, "".join(f" {digest(each)}" for each in (*([] if adapter is None else [adapter]), *teachers.values()))
 
 

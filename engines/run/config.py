@@ -13,7 +13,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.plugins import did_you_mean
-from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, list_single
+from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, find_heads, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import (
     CheckpointConfig,
@@ -146,7 +146,7 @@ class TrainConfig:
         watches = self.evaluation.every and learns
         yield not watches, "evaluation.stop_when_gamed", "without rewards to learn from and `evaluation.every`"
         hint = f"{name}, which learns from rollouts or preferences here (sft learns from images)"
-        yield not from_data or pairs, "data.images", hint
+        yield not (from_data or needs.images) or pairs, "data.images", hint
         yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
         for field in ("data.cache", "data.errors"):
             yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
@@ -170,9 +170,10 @@ class TrainConfig:
         if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
-        if self.compares_exactly and rollout.reuse == "merged" and self.engine.compute != "float32":
-            hint = "merged weights are rounded in half precision, and ratios need a correction"
-            yield UsageError("rollout.reuse", "merged", "exact, or `correction` truncate", hint)
+        rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys are rounded otherwise"}
+        if self.compares_exactly and rollout.reuse in rounded and self.engine.compute != "float32":
+            hint = f"{rounded[rollout.reuse]} in half precision, and ratios need a correction"
+            yield UsageError("rollout.reuse", rollout.reuse, "exact, or `correction` truncate", hint)
         if self.compares_exactly and rollout.ahead:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
@@ -188,6 +189,9 @@ class TrainConfig:
             yield UsageError(f"rollout.{name}", value, "its default", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
+        if find_heads(self.networks) and self.engine.context_parallel > 1:
+            hint = f"a head of {name} reads all tokens of a sample, and ranks that share one hold some each"
+            yield UsageError("engine.context_parallel", self.engine.context_parallel, "1", hint)
         for network in self.networks.values():
             if isinstance(network, Trained):
                 settings = next(at for at, each in _optimizers(method) if each is network.optimizer)
@@ -215,6 +219,12 @@ class TrainConfig:
         if (merges or graphs) and (engine.offload == "always" or engine.swaps_blocks):
             hint = "`rollout.reuse` merged keeps all weights on the device" if merges else here
             yield UsageError("engine.offload", engine.offload, "none or phases", hint)
+        if rollout.reuse == "keys" and graphs:
+            hint = "with `engine.compile` reduce-overhead a graph holds no results of earlier passes"
+            yield UsageError("rollout.reuse", "keys", "exact or none", hint)
+        if rollout.reuse == "keys" and engine.context_parallel > 1:
+            hint = "`rollout.reuse` keys keeps those of whole sequences on a rank"
+            yield UsageError("engine.context_parallel", engine.context_parallel, "1", hint)
         if graphs and not self.makes_samples:
             yield UsageError("engine.compile", engine.compile, "True", "there is no rollout, whose passes would be graphs")
         if engine.base != "auto" and rollout.is_served:

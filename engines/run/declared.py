@@ -101,10 +101,13 @@ class Trained:
     Args:
         optimizer: its optimizer.
         guidance: its own scale of classifier-free guidance.
+        head: whether it has a head, which learns with it: a number per sample from what its middle block returns, in
+            `rows.predictions["head"]`. It reads one pass, so that such a network has no guidance.
     """
 
     optimizer: OptimizerConfig
     guidance: float | None = 1.0
+    head: bool = False
 
     def problems(self, name: str) -> Iterator[UsageError]:
         """Yield what has no meaning among the settings of its optimizer, which are those of the field `name`."""
@@ -256,6 +259,11 @@ def list_single(networks: Networks) -> Networks:
         else:
             single[name] = network
     return single
+
+
+def find_heads(networks: Networks) -> set[str]:
+    """Return the names of the networks with a head."""
+    return {name for name, network in networks.items() if isinstance(network, Trained) and network.head}
 
 
 def find_followers(networks: Networks) -> dict[str, Follower]:

@@ -126,6 +126,7 @@ class Needs:
         least_rewards: number of rewards without which it cannot learn.
         rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
         graphs: largest number of forward passes of a row that a loss holds until its backward pass.
+        images: prompts of a rollout are captions of given images, which are learnt from, too.
     """
 
     prediction: Prediction | None = None
@@ -136,6 +137,7 @@ class Needs:
     least_rewards: int = 0
     rewards: Literal["scores", "gradients"] | None = "scores"
     graphs: int = 1
+    images: bool = False
 
 
 class Method:

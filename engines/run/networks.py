@@ -5,12 +5,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import optree
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import collective
-from fluvial.engines.run.declared import Base, Follower, Networks, SameNetwork, Start, Teacher, Trained, find_followers
+from fluvial.engines.heads import read_head
+from fluvial.engines.run.declared import (
+    Base,
+    Follower,
+    Networks,
+    SameNetwork,
+    Start,
+    Teacher,
+    Trained,
+    find_followers,
+    find_heads,
+)
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -49,7 +60,7 @@ class BuiltNetworks:
         self.declared, self.engine, self.trained, self.model = declared, engine, trained, model
         modules = {name: each.sharded for name, each in trained.items() if each.sharded is not engine.sharded}
         self.separate = {**frozen, **modules}
-        self.followers = find_followers(declared)
+        self.followers, self.heads = find_followers(declared), find_heads(declared)
         self.start = START if continues else None
 
     @collective
@@ -92,6 +103,10 @@ class BuiltNetworks:
             return nullcontext()
         adapter = self.start if isinstance(network, Start) else None if isinstance(network, Base) else name
         return use_adapter(self.engine.module, adapter)
+
+    def read_head(self, name: str, module: nn.Module) -> AbstractContextManager[list[Tensor]]:
+        """Return a context with the list of what a network's head says in each forward pass inside it, see `heads`."""
+        return read_head(module, self.model.blocks(module), name)
 
     @contextmanager
     def open_sampler(self) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.core.random import Key
+from fluvial.core.random import Key, fold_in
 from fluvial.engines import plugins
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs, texts
@@ -30,6 +30,7 @@ from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme,
 from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
+from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, decode_samples, host_values, is_recorded, knows_any_level
 from fluvial.models.routing import Routed
@@ -177,6 +178,10 @@ class Rollouts:
         plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
         samples = self.sampler.read_data(plan, self.runners if scored else None)
         return self._batch(plan, made=make_batch(samples), scoring=Scoring(self.runners))
+
+    def read_images(self, batch: Batch, key: Key) -> Tensor:
+        """Return a clean sample of the job's data for the prompt of each of this rank's samples, `[slots, *event]`."""
+        return self.sampler.read_images(batch.plan.requests._replace(key=fold_in(key, Stream.IMAGES)))
 
     def read_pairs(self, key: Key) -> Batch:
         """Return the next of the given preferences, as a batch of pairs."""

@@ -163,6 +163,24 @@ class Run(Rollouts):
                     products.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
         return torch.cat(products)[: len(items.rows.level)]
 
+    def differentiate(self, items: Items, name: str, function: Callable[[Tensor, Any], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return a function of a network at each row, `[P]`, and its gradient with respect to x, float32 `[P, *event]`.
+
+        Args:
+            name: a network that the method declares, or policy.
+            function: `(v, rows) -> [P]` of its prediction, and of what its head says if it has one.
+        """
+        cond, values, gradients = self._condition(name, items), list[Tensor](), list[Tensor]()
+        with self.networks.open(name) as module:
+            for rows in self._passes(items):
+                with torch.enable_grad():
+                    x = rows.x.requires_grad_()
+                    value = function(*self._predict_with_head(name, module, rows._replace(x=x), cond))
+                    gradients.append(torch.autograd.grad(value.sum(), x)[0].float())
+                    values.append(value.detach())
+        real = len(items.rows.level)
+        return torch.cat(values)[:real], torch.cat(gradients)[:real]
+
     def gather(self, items: Items, values: Tensor) -> Tensor:
         """Return a number per row of this rank as a table of all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
         table = values.new_zeros(items.used.numel() + 1)  # the last entry is that of repeats
@@ -212,6 +230,12 @@ class Run(Rollouts):
         """Return the prediction at rows of items, with gradient, of the network that learns: for a loss that takes steps."""
         module = self.networks.trained.get(network, self.engine).module
         return self._predict(module, rows, self._condition(network, items))
+
+    def judge(self, items: Items, rows: Rows, network: str) -> Tensor:
+        """Return what the head of a network that learns says of rows of items, `[P]`, with gradient: for a loss."""
+        module, cond = self.networks.trained[network].module, self._condition(network, items)
+        judged: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
+        return judged
 
     def reward_gradient(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
@@ -296,14 +320,16 @@ class Run(Rollouts):
         """Return what `Engine.update` takes, of the mean of a loss over the items of all ranks."""
         cond, loss, sizes = self._condition(network, items), self.check_loss(loss), self._pass_sizes(items.pad_to)
         options = {"count": max(items.count, 1), "micro_batch": sizes, "pad_to": items.pad_to, "inputs": cond}
-        of_rows = partial(self._loss, module, cond=cond, loss=loss, split_guidance=split_guidance)
+        of_rows = partial(self._loss, module, network=network, cond=cond, loss=loss, split_guidance=split_guidance)
         return (items.rows, of_rows, items.rows.weight), options
 
     def _condition(self, network: str, items: Items) -> Cond:
         """Return the conditioning of items for a network."""
         return self.networks.condition(network, items.cond, self.config.method.sampling.guidance.negative)
 
-    def _loss(self, module: nn.Module, rows: Any, *, cond: Cond, loss: Loss, split_guidance: bool) -> tuple[Tensor, Any]:
+    def _loss(
+        self, module: nn.Module, rows: Any, *, network: str, cond: Cond, loss: Loss, split_guidance: bool
+    ) -> tuple[Tensor, Any]:
         """Return the loss of each row of a micro-batch, and diagnostics."""
         model = self.job.model
         inputs, options = self._inputs(rows, cond)
@@ -311,6 +337,8 @@ class Run(Rollouts):
             v, v_uncond = guidance_halves(model, module, *inputs, **options)
             scale = scale_at(model, inputs[-1], rows.level, rows.timestep)
             rows = _with(rows, {"uncond": v_uncond})._replace(guidance=scale)
+        elif network in self.networks.heads:
+            v, rows = self._predict_with_head(network, module, rows, cond)
         else:
             v = self._predict(module, rows, cond)
         before = {name: v.detach() for name in self._before if name not in rows.predictions}
@@ -322,6 +350,14 @@ class Run(Rollouts):
         inputs, options = self._inputs(rows, cond)
         v = guided_velocity(self.job.model, module, *inputs, **options)
         return v.unflatten(0, (-1, 2)) if isinstance(rows, Pairs) else v
+
+    def _predict_with_head(self, network: str, module: nn.Module, rows: Any, cond: Cond) -> tuple[Tensor, Any]:
+        """Return a network's prediction at each row, and the rows with what its head says of them, if it has one."""
+        if network not in self.networks.heads:
+            return self._predict(module, rows, cond), rows
+        with self.networks.read_head(network, module) as said:
+            v = self._predict(module, rows, cond)
+        return v, _with(rows, {"head": said[0]})
 
     def _inputs(self, rows: Rows, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
         """Return the model's inputs (x, level, conditioning) for a micro-batch, and the options of its guidance."""

@@ -420,6 +420,7 @@ class RolloutSampler:
             text_tokens=tokens,
             after=asked.window.tail,
             reuse=self._reuse(),
+            keep_keys=rollout.reuse == "keys",
             step_cache=rollout.step_cache,
             graphs=config.engine.compile == "reduce-overhead",
             final=self._sends_final,
@@ -440,15 +441,26 @@ class RolloutSampler:
             return None
         return SharedPrefix(sampling.window.count_shared_steps(stochastic.steps_of([0])), sampling.group)
 
+    def read_images(self, requests: Requests) -> Tensor:
+        """Return a clean sample of the job's data for each prompt that is asked for, `[slots, *event]`."""
+        starts = range(0, len(requests.ids), self.config.samples_per_pass)
+        return torch.cat([self._read_chunk(requests, start) for start in starts])
+
+    def _read_chunk(self, requests: Requests, start: int) -> Tensor:
+        """Return the clean samples of one pass, from a place on."""
+        assert self.job.data is not None
+        prompts = copy_prompts(requests.prompts[start : start + self.config.samples_per_pass])
+        # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
+        x0: Tensor = to_device(self.job.data(fold_in(requests.key, requests.ids[start]), prompts).clone(), self.world.device)
+        return x0
+
     def read_data(self, plan: RolloutPlan, rewards: RewardRunners | None) -> SampleBatch:
         """Return clean samples of the job's data, whose images the rewards score, if any."""
-        assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []
-        prompts, ids, tokens = plan.requests.prompts, plan.requests.ids, plan.sampling.text_tokens
-        for start in range(0, len(ids), size):
+        prompts, tokens = plan.requests.prompts, plan.sampling.text_tokens
+        for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
-            # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
-            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copy_prompts(part)).clone(), device)
+            x0 = self._read_chunk(plan.requests, start)
             if rewards is not None:
                 with torch.no_grad():
                     images = decode_samples(self.job.model, x0, model_inputs(part))

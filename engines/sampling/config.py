@@ -219,7 +219,7 @@ class RolloutConfig:
     """
 
     ahead: int = 0
-    reuse: Literal["none", "exact", "merged"] = "exact"
+    reuse: Literal["none", "exact", "keys", "merged"] = "exact"
     step_cache: StepCacheChoice = NoCache()
     autocast: bool = False
     source: str = ""
@@ -236,8 +236,9 @@ class RolloutConfig:
             expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
         refuse_unused(self, "rollout.")
-        if self.is_served and self.reuse == "merged":
-            raise UsageError("rollout.reuse", "merged", "exact", "servers merge adapters as they are configured")
+        if self.is_served and self.reuse in ("keys", "merged"):
+            hint = "servers merge adapters as they are configured" if self.reuse == "merged" else "servers keep no keys"
+            raise UsageError("rollout.reuse", self.reuse, "exact", hint)
         if self.is_served and self.step_cache != NoCache():
             raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers compute every step whole")
 

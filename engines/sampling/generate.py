@@ -194,8 +194,10 @@ class Sampling:
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
             those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
             `models.fixed_adapters`.
+        keep_keys: keep keys and values of the prompt's tokens per chunk, of a network that can, see `models.prompt_layers`.
         step_cache: what deterministic steps take over from earlier ones, see `models.step_cache`.
-        graphs: launch each pass as a CUDA graph, see `sampling.graphed`; without `reuse`, `step_cache` and `autocast`.
+        graphs: launch each pass as a CUDA graph, see `sampling.graphed`; without `reuse`, `keep_keys`, `step_cache` and
+            `autocast`.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
@@ -211,6 +213,7 @@ class Sampling:
     text_tokens: int | None = None
     after: Tail = field(default_factory=Tail)
     reuse: Reuse = "none"
+    keep_keys: bool = False
     step_cache: StepCacheChoice = field(default_factory=NoCache)
     graphs: bool = False
     observe: Callable[[Step], None] | None = None
@@ -411,7 +414,8 @@ def prediction_of(
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
     is_guided = isinstance(cond, Guided)
     both = both_halves(cond) if is_guided and guidance.forwards == "one" and graph is None else None
-    reuse = PassReuse(model, module, layers=sampling.reuse, cache=sampling.step_cache, guided=is_guided)
+    kept: dict[str, Any] = {"layers": sampling.reuse, "keys": sampling.keep_keys, "cache": sampling.step_cache}
+    reuse = PassReuse(model, module, **kept, guided=is_guided)
     exact_steps = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:

@@ -252,9 +252,13 @@ def _can_be_fitted(parts: Sequence[Tensor], v: Tensor) -> bool:
 
 
 def _least_squares(columns: Sequence[Tensor], wanted: Tensor) -> list[float]:
-    """Return the weights of columns `[n]` whose sum is nearest to what is wanted, in float64."""
+    """Return the weights of columns `[n]` whose sum is nearest to what is wanted, in float64, the least of equal columns.
+
+    Columns are equal where guidance skips a layer that has no effect; LAPACK's default driver, gelsy, then misses the sum.
+    """
     both = (torch.stack([*columns], dim=1), wanted[:, None])
-    solved: list[float] = torch.linalg.lstsq(*(each.detach().double().cpu() for each in both)).solution[:, 0].tolist()
+    both = [each.detach().double().cpu() for each in both]
+    solved: list[float] = torch.linalg.lstsq(*both, driver="gelsd").solution[:, 0].tolist()
     return solved
 
 

@@ -87,6 +87,16 @@ def test_caches_leave_out_operations_and_change_pixels() -> None:
     assert 1 >= operations["first_block 0.05"] > operations["first_block 0.1"] > operations["first_block 0.2"]
 
 
+def test_keys_of_an_edit_leave_out_its_prompt() -> None:
+    """Four steps: one of the whole sequence, and three of the sample, which is less than half of it."""
+    none, keys = caches.run(caches.CachesConfig("edits", steps=(4,), runs=1))
+    assert (none["operations"], none["most"]) == ("1.0000", "0.0000")
+    assert 0.25 + 0.75 * 0.45 < float(keys["operations"]) < 0.25 + 0.75 * 0.55
+    assert float(keys["most"]) <= 1e-4
+    with pytest.raises(UsageError, match="`runs` has no effect with `model` words, which is not timed"):
+        caches.CachesConfig("words", runs=2)
+
+
 def test_a_run_is_watched_until_its_first_update(capsys: pytest.CaptureFixture[str]) -> None:
     """Line, image and update are each seen, in this order; a run that ends before them ends in one line."""
     small = "--final-samples 4 --micro-batch 4 --sampling.prompts 1 --sampling.group 4"

@@ -40,7 +40,7 @@ def rows(accept: Callable[[FunctionCall], object], *, graphs: bool = False) -> p
 
 # Functions whose results have the dtype of what they are given, and those of one number per sample that depends on it alone.
 KEEP = ("checks", "ema", "sigmas", "step.kl", "table", "types")
-OBJECTIVES = ("adjoint", "awm", "correction", "crd", "dgpo", "distill", "dpo", "guidance", "nft", "policy")
+OBJECTIVES = ("adjoint", "adversarial", "awm", "correction", "crd", "dgpo", "distill", "dpo", "guidance", "nft", "policy")
 MATHEMATICS = (*OBJECTIVES, "flow_m", "gaussian", "step", "trans")
 TOGETHER = ("dgpo.group_weight", "dpo.best_and_worst", "nft.check", "transitions.check", "transitions.sampler_name")
 

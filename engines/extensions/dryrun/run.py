@@ -66,6 +66,9 @@ def dry_run(
             notes.append("trials for update_micro_batch auto: as many pairs per pass as samples here")
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
+        if config.engine.compile == "reduce-overhead":
+            says = "their inputs, and their pool while images are decoded, come on top (fluvial plan counts both)"
+            notes.append(f"CUDA graphs of rollout passes: these run as written, and {says}")
         run = _Run(simulation, changed, more)
         with warnings.catch_warnings(), replace_attribute(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
             warnings.simplefilter("ignore")  # of values that are not there

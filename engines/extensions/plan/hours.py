@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.plan.plan import build_on_meta, find_pass, find_transformer, size_of_run
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Trained
@@ -51,7 +52,8 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     method, model = config.method, find_transformer(name)
     sampling, rows, guided = method.sampling, method.rows, method.sampling.guidance.scale != 1
     asked = find_pass(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
-    forward, both = count_pass(name, config.train == "lora", config.lora, asked)
+    with convert_errors(UsageError, ValueError, says=f"the operations of {name} cannot be counted"):
+        forward, both = count_pass(name, config.train == "lora", config.lora, asked)
     halves = 2 if guided and not isinstance(model, ModularShape) else 1
     recorded = sampling.window.count(sampling.steps)
     each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each

@@ -61,6 +61,7 @@ class Accounting(NamedTuple):
     trajectory: int  # tensors that a rollout stored
     host: int
     copied: int = 0  # from the host in a pass, with blocks that are swapped
+    graph: int = 0  # a rollout's CUDA graph, with `engine.compile` reduce-overhead, beyond `activations`
 
     @property
     def total(self) -> int:

@@ -196,16 +196,22 @@ def _engine(where: Callable[[PlanConfig], bool] = lambda config: True, **fields:
     return lambda config: replace(config, engine=replace(config.engine, **fields)) if where(config) else config
 
 
+def _needs_whole(config: PlanConfig) -> bool:
+    """Return whether rollouts need all weights on the device, merged or as graphs know them."""
+    return config.merged or config.engine.compile == "reduce-overhead"
+
+
 def _has_base(config: PlanConfig) -> bool:
-    """Return whether there is a frozen base that lies on the device and is not quantised yet."""
-    return config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
+    """Return whether there is a frozen base that lies on the device, is not merged and not quantised yet."""
+    engine = config.engine
+    return config.train == "lora" and engine.base == "auto" and engine.offload != "always" and not config.merged
 
 
 def _can_swap(config: PlanConfig) -> bool:
     """Return whether frozen blocks can lie on the host: every rank computes with whole weights."""
     engine = config.engine
     whole = engine.comm == "keep" and engine.context_parallel == 1 and engine.replicas in ("auto", config.gpus)
-    return whole and config.train == "lora" and engine.offload == "none"
+    return whole and config.train == "lora" and engine.offload == "none" and not _needs_whole(config)
 
 
 def _keeps_blocks(config: PlanConfig) -> bool:
@@ -225,7 +231,7 @@ ENGINE_KNOBS: Knobs = {
     "--engine.checkpointing block": _engine(_keeps_blocks, checkpointing="block"),
     "--engine.checkpointing host": _engine(_keeps_blocks, checkpointing="host"),
     "--micro-batch 1": lambda config: config if config.micro_batch is None else replace(config, micro_batch=1),
-    "--engine.comm reshard": _engine(comm="reshard"),
+    "--engine.comm reshard": _engine(lambda config: not _needs_whole(config), comm="reshard"),
     "--engine.grad-sync every": _engine(grad_sync="every"),
     "--engine.masters bfloat16": _engine(_can_round, masters="bfloat16"),
     "--engine.base int8": _engine(_has_base, base="int8"),
@@ -233,7 +239,10 @@ ENGINE_KNOBS: Knobs = {
     "--engine.base nf4": _engine(_has_base, base="nf4"),
     # A quantised base is not sharded.
     "--engine.offload always": _engine(
-        lambda config: config.engine.base == "auto" and config.engine.offload in ("none", "phases"), offload="always"
+        lambda config: (
+            config.engine.base == "auto" and config.engine.offload in ("none", "phases") and not _needs_whole(config)
+        ),
+        offload="always",
     ),
 }
 KNOBS: Knobs = {  # adapters are held in float32
@@ -268,7 +277,8 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
     halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
-    with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
+    computed = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
+    with computed():
         latent, conditioning = model.stored(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
@@ -277,16 +287,10 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
-    def phase(kind: Phase) -> Accounting:
+    def pass_of(kind: Phase) -> tuple[Stretch, ...]:
         update = kind == "update"
-        return memory.account(
-            module,
-            blocks(model, module),
-            optimizer=config.optimizer,
-            engine=config.engine,
-            device=device,
-            ranks=config.gpus,
-            activations=_activations(
+        with computed():
+            return _activations(
                 name,
                 config.train,
                 config.lora,
@@ -302,9 +306,20 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 samples=batch * halves * (config.graphs if update else 1),
                 asked=asked,
                 grad=update,
-            ),
+            )
+
+    def phase(kind: Phase) -> Accounting:
+        return memory.account(
+            module,
+            blocks(model, module),
+            optimizer=config.optimizer,
+            engine=config.engine,
+            device=device,
+            ranks=config.gpus,
+            activations=pass_of(kind),
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
-            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves)
+            + (kept if kind == "rollout" else 0),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,
             learners=config.learners,
@@ -312,11 +327,16 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         )
 
     rollout, decode = phase("rollout"), None
+    graphed = config.engine.compile == "reduce-overhead"
+    if graphed:  # sample, level, timestep, scale of guidance and conditioning at fixed addresses, and the velocity
+        rollout = rollout._replace(graph=batch * (2 * latent + 4 * (1 + halves) + conditioning * halves))
     if model.decoder is not None:
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(batch, DECODED)
-        decode = held._replace(activations=_decoder(name, images, asked))
+        # The pool of a graph, which holds the activations of a pass, is no other computation's.
+        graph = held.graph + (held.activations if graphed else 0)
+        decode = held._replace(activations=_decoder(name, images, asked), graph=graph)
     return MemoryPlan(config, phase("update"), rollout, decode)
 
 

@@ -185,7 +185,7 @@ def measure(effects: Mapping[str, Tensor], answer: Tensor, known: float) -> Bind
     if not seen:
         return Binding({}, (), len(effects), 0.0)
     table = torch.stack([effects[name] / norms[name] for name in seen])
-    inverse = torch.linalg.lstsq(table @ table.T, torch.eye(len(seen), dtype=table.dtype)).solution
+    inverse = torch.linalg.lstsq(table @ table.T, torch.eye(len(seen), dtype=table.dtype), driver="gelsd").solution
     solved = inverse @ (table @ answer)
     rest = float((answer - solved @ table).norm())
     typical = sorted(norms[name] for name in seen)[len(seen) // 2]

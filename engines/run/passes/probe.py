@@ -23,7 +23,7 @@ from fluvial.models import Schedule
 from fluvial.models.fixed_adapters import merge_adapters
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.padding import MULTIPLE, trim, trims_padding
-from fluvial.models.prompt_layers import PromptLayers
+from fluvial.models.prompt_layers import PromptKeys, PromptLayers
 
 
 class RunPasses:
@@ -58,6 +58,12 @@ class RunPasses:
             reuse = self.config.rollout.reuse
             merged = merge_adapters(module) if reuse == "merged" else nullcontext()
             with nullcontext() if reuse == "none" else known.prediction(), merged:
+                if reuse != "keys":
+                    return self._predict(module, size, shape, tokens, guided=guided)
+                keys = PromptKeys(module)  # which the first step keeps, and all others read
+                with keys.prediction():
+                    self._predict(module, size, shape, tokens, guided=guided)
+            with known.prediction(), keys.prediction():
                 return self._predict(module, size, shape, tokens, guided=guided)
 
         def update(module: nn.Module, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Methods of few steps and of reward gradients: their limits are other methods, and their losses the published formulas."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from fluvial.core.transitions import cps
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.losses import RewardTermConfig
+from fluvial.engines.methods.losses import HeadGan, NoGan, RewardTermConfig
 from fluvial.engines.methods.srpo import prefix
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.methods.table import AcDmd, Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
@@ -28,9 +29,11 @@ from fluvial.engines.run.declared import Follower, Trained
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
+from fluvial.engines.sampling.noising import UniformLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
 from fluvial.models.guidance import Guided
+from fluvial.models.lora import HEADS
 
 CPS = SamplingConfig(prompts=3, group=4, steps=4, sampler=Stochastic("cps", 0.9))
 WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -123,6 +126,112 @@ def test_a_reward_joins_a_matching_loss_after_some_updates(one: World) -> None:
     assert any((found["on"][name] - plain[name]).abs().max() > 1e-6 for name in plain)
 
 
+OPPOSED = Dmd2(sampling=replace(CPS, prompts=12, group=1, sampler=Stochastic("cps", 1.0)), fake_updates=2)
+
+
+def fakes(run: Any) -> dict[str, Tensor]:
+    """Return the weights of the fake, without those of its head."""
+    trained = run.trainer.loop.run.networks.trained["fake"]
+    return {name: tensor.clone() for name, tensor in trained.state().items() if HEADS not in name}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_an_adversary_of_no_weight_is_none(one: World, train: str) -> None:
+    """To the bit, after two rollouts, of the student and the fake; with a weight both are others."""
+    found = []
+    for gan in (NoGan(), HeadGan(0.0, 0.0), HeadGan(0.0, 1.0), HeadGan(1.0, 0.0)):
+        method = replace(OPPOSED, gan=gan, fake=OptimizerConfig(lr=1e-2))
+        run = tiny.Run(tiny.config(Path("out"), method=method, sampling=method.sampling, train=train, updates=2), one)
+        records = [run.rollout() for _ in range(2)]
+        engines = run.trainer.engine, run.trainer.loop.run.networks.trained["fake"]
+        learnt = [any(name.startswith(HEADS) for name in engine.trainable) for engine in engines]
+        assert learnt == [False, gan.kind == "head"]
+        found.append(({name: t for name, t in run.weights().items() if HEADS not in name}, fakes(run), records[-1]))
+    (student, fake, _), *others = found
+    same = [
+        [all(torch.equal(values, each[name]) for name, values in alone.items()) for alone, each in pairs]
+        for pairs in (((student, other[0]), (fake, other[1])) for other in others)
+    ]
+    assert same == [[True, True], [False, False], [False, False]]
+    told = found[2][2]["networks"]["fake"]["objective"]
+    assert 0 < told["generated"] < 1
+    assert 0 < told["real"] < 1
+    assert told["error"] > 0
+
+
+def zeroed(run: Any, name: str = "out") -> None:
+    """Set what a layer of the fake's head has to 0."""
+    module = run.trainer.loop.run.networks.trained["fake"].module
+    for parameter in module.get_submodule(f"{HEADS}.fake.{name}").parameters():
+        parameter.data.zero_()
+
+
+def test_a_head_that_knows_nothing_pays_log_2_and_moves_nobody(one: World) -> None:
+    """The student's loss is higher by the weight times log 2, and its gradient that of DMD2."""
+    once, found = replace(OPPOSED, fake_updates=1), []  # so that the head has learnt nothing when the student learns
+    for gan in (NoGan(), HeadGan(3.0, 0.5)):
+        run = tiny.Run(tiny.config(Path("out"), method=replace(once, gan=gan), sampling=once.sampling), one)
+        if gan.kind == "head":
+            zeroed(run)
+        found.append((run.rollout(), run.gradient()))
+    (plain, want), (opposed, got) = found
+    assert opposed["loss"] - plain["loss"] == pytest.approx(3 * math.log(2), rel=1e-5)
+    assert all(torch.equal(got[name], values) for name, values in want.items())
+    losses = [record["networks"]["fake"]["loss"] for record in (plain, opposed)]
+    assert losses[1] - losses[0] == pytest.approx(0.5 * 2 * math.log(2), rel=1e-5)
+    told = opposed["networks"]["fake"]["objective"]
+    assert told["generated"] == told["real"] == 0.5
+
+
+@pytest.mark.long
+def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
+    """Of each row's loss with respect to its clean sample, against a chain of passes with the graph kept."""
+    method = replace(OPPOSED, fake_updates=1, gan=HeadGan())
+    watched = Watched(method, one, optimizer=OptimizerConfig(lr=0.0))
+    watched.rollout()
+    run: Any = watched.trainer.loop.run
+    items = watched.seen["update"][0]
+    for level in (0.0, 0.4):
+
+        def noise(x0: Tensor, level: float = level) -> Any:
+            return run.renoise(items, x0, items.rows.level * 0, UniformLevels(level, level + 1e-6), key(5))
+
+        x0 = (items.rows.x - items.rows.level.view(-1, 1, 1, 1) * items.rows.predictions["old"]).requires_grad_()
+        rows = method.gan.oppose(run, items, x0.detach(), noise, "fake").rows
+        judged = run.judge(items, noise(x0).rows, "fake")
+        loss = torch.nn.functional.softplus(-judged)
+        assert_close(rows.predictions["fooling"], loss.detach())
+        (want,) = torch.autograd.grad(loss.sum(), x0)
+        assert float(want.abs().max()) > 1e-4
+        assert_close(rows.predictions["slope"], want)
+        term = method.gan.fool(rows, x0)
+        assert_close(term.detach(), 5e-3 * loss.detach())  # type: ignore[union-attr]
+        assert_close(torch.autograd.grad(term.sum(), x0)[0], 5e-3 * want)  # type: ignore[union-attr]
+
+
+@pytest.mark.long
+def test_the_fake_sees_images_of_the_prompts_with_the_noise_of_the_samples(one: World) -> None:
+    """At the same level; a sample's image has its prompt."""
+    asked = list[str]()
+
+    def images(drawn: Any, prompts: Any) -> Tensor:
+        asked.extend(prompt.text for prompt in prompts)
+        return torch.stack([torch.full(tiny.SHAPE, 10.0 * int(prompt.text)) for prompt in prompts])
+
+    watched = Watched(replace(OPPOSED, gan=HeadGan()), one, job=tiny.job(data=images))
+    batch = watched.rollout()
+    assert len(asked) == batch["samples"]
+    of_fake = [items for items in watched.seen["update"] if hasattr(items.rows, "noise")]
+    assert len(of_fake) == OPPOSED.fake_updates
+    for items in of_fake:
+        rows, each = items.rows, items.used.shape[1]
+        level = rows.level.view(-1, 1, 1, 1)
+        image = (rows.predictions["image"] - level * rows.noise) / (1 - level)
+        numbers = [10.0 * int(items.batch.prompt(place // each).text) for place in rows.place.tolist()]
+        assert_close(image.mean((1, 2, 3)), torch.tensor(numbers), rtol=1e-3, atol=1e-2)
+
+
 def test_refl_of_the_last_step_is_the_gradient_of_the_sample(one: World) -> None:
     """The reward recorded is that of the finished samples; below the margin its gradient is whole, above it is 0."""
     sampling = replace(CPS, prompts=12, group=1, sampler=Ode(), window=AllSteps(low=3))
@@ -193,8 +302,8 @@ def test_tdm_r1_is_the_sum_of_three_matching_losses(one: World) -> None:
 class Watched(tiny.Run):
     """A run that keeps the items of every prediction, update and accumulated term, in order."""
 
-    def __init__(self, method: Any, one: World, **changes: Any) -> None:
-        super().__init__(tiny.config(Path("out"), method=method, sampling=method.sampling, **changes), one)
+    def __init__(self, method: Any, one: World, job: Any = None, **changes: Any) -> None:
+        super().__init__(tiny.config(Path("out"), method=method, sampling=method.sampling, **changes), one, job)
         self.seen: dict[str, list[Any]] = {"predict": [], "update": [], "accumulate": []}
         run: Any = self.trainer.loop.run
 

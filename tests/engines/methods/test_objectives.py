@@ -14,12 +14,13 @@ from fluvial.core.guidance import classifier_free
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods import ChunkGrpo, grpo
+from fluvial.engines.methods import ChunkGrpo, HeadGan, grpo
 from fluvial.engines.methods.table import (
     METHODS,
     Awm,
     D3po,
     Distill,
+    Dmd2,
     Dpo,
     Grpo,
     Nft,
@@ -92,6 +93,7 @@ def test_what_does_not_fit_the_model(
     ("method", "lacks", "words"),
     [
         (Sft(), "data", "sft learns from data, and this job has none"),
+        (Dmd2(fake_updates=2, gan=HeadGan()), "data", "dmd2 learns from data, and this job has none"),
         (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
         (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
         (

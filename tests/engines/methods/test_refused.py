@@ -11,6 +11,7 @@ from helpers import tiny_jobs as tiny
 from helpers.objective_rows import GIVEN, TEACHER
 from helpers.spied_runs import ODE, STEPS
 
+from fluvial.engines.methods import HeadGan
 from fluvial.engines.methods import table as of
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import LinearOld, NoOld
@@ -49,6 +50,7 @@ CUT = RandomWindow(2, low=2, high=4)
 SERVED = RolloutConfig(source="http://127.0.0.1:1")
 TRUNCATE = Truncate()
 REFILLED = RefilledGroups()
+OPPOSED = of.Dmd2(fake_updates=1, gan=HeadGan())
 MSE = of.Distill(teacher=(TEACHER,), match="velocity_mse")
 
 
@@ -182,6 +184,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: cps(of.Rtdmd(), first=4), "first is 4, expected less than the 4 steps"),
     (lambda: ode(of.Srpo(), lowest=0.97), "highest is 0.9643, expected more than lowest"),
     (lambda: cps(of.Dmd2(), huber=0.1, fake_updates=1), "huber has no effect with form dmd"),
+    (lambda: HeadGan(weight=-1.0), "gan.weight is -1.0, expected"),
+    (lambda: cps(OPPOSED, **{"engine__context_parallel": 2}), "context_parallel is 2, expected 1: a head of dmd2 reads all"),
     # Passes and noise levels
     (lambda: cps(of.AcDmd(), fake_updates=3), "fake_updates is 3, expected a divisor of the 4 samples"),
     (lambda: run(passes__minibatches=3, updates=3), "passes.minibatches is 3, expected a divisor of the 4 samples"),
@@ -192,9 +196,20 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ode(of.Dpo(preferences=GIVEN), rewards=("brightness",)), "rewards has no effect with dpo"),
     (lambda: ode(of.Dpo(preferences=GIVEN), prompts=("prompts",)), "prompts has no effect with data or preferences"),
     (lambda: ode(of.Raft(), data__images=("photos",)), "data.images has no effect with raft, which learns from rollouts"),
+    (lambda: cps(of.Dmd2(fake_updates=1), data__images=("photos",)), "data.images has no effect with dmd2"),
+    (lambda: cps(OPPOSED, data__images=("photos",), prompts=("p",)), "prompts has no effect with data or preferences"),
     # Rollouts
     (lambda: run(rollout__autocast=True), "rollout.autocast is True, expected False, or correction truncate"),
     (lambda: run(**MERGED), "rollout.reuse is 'merged', expected exact, or correction truncate"),
+    (lambda: run(rollout__reuse="keys"), "rollout.reuse is 'keys', expected exact, or correction truncate: sums over kept"),
+    *(
+        (lambda name=name, value=value: run(rollout__reuse="keys", correction=TRUNCATE, **{name: value}), says)
+        for name, value, says in (
+            ("engine__compile", "reduce-overhead", "rollout.reuse is 'keys', expected exact or none: with engine.compile"),
+            ("engine__context_parallel", 2, "engine.context_parallel is 2, expected 1: rollout.reuse keys keeps"),
+            ("rollout__source", "http://127.0.0.1:1", "rollout.reuse is 'keys', expected exact: servers keep no keys"),
+        )
+    ),
     (
         lambda: run(**{**MERGED, "train": "full"}, correction=TRUNCATE),
         "rollout.reuse has no effect of kind merged with train full",

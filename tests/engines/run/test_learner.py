@@ -266,7 +266,7 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
     """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
     one, two = (launch.on_ranks(size, "workers.objective_ranks:rollouts", tmp_path)[0] for size in (1, 2))
     assert list(one) == list(two)
-    assert len(one) == 31
+    assert len(one) == 33
     assert one["refilled"]["refill"]["replaced"] > one["refilled"]["refill"]["flat"] > 0
     for name, alone in one.items():
         both = two[name]

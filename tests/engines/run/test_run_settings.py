@@ -281,6 +281,8 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
     assert found[0] == found[1] == found[2]
     with pytest.raises(UsageError, match="reduce-overhead', expected True or auto: graphs need CUDA"):
         Trainer(with_values(run, {"engine.compile": "reduce-overhead"}), handwriting_jobs.job(), one)
+    with pytest.raises(UsageError, match=r"rollout\.reuse is 'keys', expected exact: SD3Transformer2DModel does not keep"):
+        Trainer(with_values(run, {"rollout.reuse": "keys", "engine.compute": "float32"}), handwriting_jobs.job(), one)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.extensions.plan.plan import PlanConfig, plan
+from fluvial.engines.sampling import generate as generating
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.engines.sampling.graphed import GraphedPass
+from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, add_lora
 
 REFUSED = {"z-image", "wan-experts"}  # they cut each prompt to its own length, and choose one of two networks
@@ -57,3 +61,16 @@ def test_each_form_of_inputs_has_a_graph(graphs: Graphs) -> None:
     found = [graph(lambda x, level: x * weight + level, rows, x[0, 0]) for rows in (x, x + 1)]
     assert torch.equal(torch.stack(found), torch.stack([x, x + 1]) * weight + x[0, 0])
     assert graphs.count == 3
+
+
+def test_a_plan_counts_what_a_graph_holds(graphs: Graphs, monkeypatch: Patch) -> None:
+    """Its inputs with both halves of guidance, and the velocity; the pool is the activations of a pass."""
+    made, model = list[GraphedPass](), Handwriting()
+    monkeypatch.setattr(generating, "GraphedPass", lambda: made.append(GraphedPass()) or made[-1])
+    shape, requests = model.latent_shape(), Requests(as_prompts(["0427", "1234", "9999"]), range(3), key(3))
+    sampling = Sampling(shape, model.schedule(STEPS, shape), Guidance(3.0), graphs=True)
+    assert len([*generate(model, model.build().eval(), requests, sampling, micro_batch=3)]) == graphs.count == 1
+    ((held, _, velocity),) = made[0]._graphs.values()
+    config = PlanConfig(guidance=True, micro_batch=3, engine=EngineConfig(compile="reduce-overhead"))
+    planned = plan("handwriting", config).rollout.graph
+    assert planned == sum(tensor.untyped_storage().nbytes() for tensor in (*held, velocity))

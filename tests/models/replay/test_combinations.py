@@ -68,6 +68,17 @@ def test_a_rescaled_guidance_of_another_strength_is_refused() -> None:
     assert found(parts, v, x, rescales=()) is None
 
 
+@pytest.mark.parametrize("seed", range(10, 18))
+def test_equal_outputs_share_a_weight(seed: int) -> None:
+    """As without effect of the layer that LTX-2's guidance skips: the sum holds for samples whose outputs differ, too."""
+    c, u, other, x = (drawn(4 * seed + place) for place in range(4))
+    plain, clean = 3.0 * c - 2.0 * u - (c - other), of_clean_samples(c, u, x)
+    for parts, v, rescales in (([u, c, c, other], plain, ()), ([u, c, c], clean, (0.7,))):
+        one = found(parts, v, x, rescales=rescales)
+        assert one is not None
+        assert one.weights[1] == one.weights[2]
+
+
 def test_pieces_are_rescaled_apart() -> None:
     parts, x = [drawn(1, 3, 96), drawn(2, 3, 96) * 1.5], drawn(3, 3, 96)
     (c, sound), (u, other) = (part.split([64, 32], dim=1) for part in parts)

@@ -17,6 +17,7 @@ import fluvial.core
 from fluvial.core import (
     adjoint,
     advantages,
+    adversarial,
     awm,
     checks,
     correction,
@@ -220,6 +221,8 @@ ROWS = (
         "a b std v v_ref v_old",
         still="a b std v_ref v_old",
     ),
+    FunctionCall("adversarial.generator_loss", adversarial.generator_loss, "logit"),
+    FunctionCall("adversarial.discriminator_loss", adversarial.discriminator_loss, "logit logit_real"),
     FunctionCall("advantages.group_advantages", group_advantages, "reward"),
     FunctionCall("advantages.group_advantages batch", partial(group_advantages, scale="batch"), "reward"),
     FunctionCall(

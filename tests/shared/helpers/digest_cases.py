@@ -15,7 +15,7 @@ from fluvial.core.random import key
 from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.methods import Doubt, NoiseMargin
+from fluvial.engines.methods import Doubt, HeadGan, NoiseMargin
 from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
@@ -127,6 +127,7 @@ READ = ReadingConfig(prompts=12, steps=4)
 NOISED = NoisingConfig(each=3)
 FULL: dict[str, Any] = {"train": "full", "optimizer": OptimizerConfig(lr=1e-4, ema_decay=0.9)}
 KL = {"kl.coef": 0.1}
+GAN = HeadGan(weight=0.5, critic_weight=0.1)
 LAGGING = o.Nft(beta=1.0, old=LinearOld(rise=0.1))
 TRUNCATED = Truncate()
 
@@ -225,6 +226,7 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "dmd2-full": run(
             o.Dmd2(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL
         ),
+        "dmd2-gan": run(o.Dmd2(fake_updates=2, gan=GAN), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL),
         "ac-dmd": run(o.AcDmd(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 0.9)}),
         "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
         "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
@@ -410,6 +412,9 @@ def cases(folder: Path) -> dict[str, Case]:
         "resumed-dmd2": Case(
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
         ),
+        "resumed-dmd2-gan": Case(
+            run(o.Dmd2(fake_updates=2, gan=GAN), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
+        ),
         "resumed-tdm-r1": Case(run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"), way="resumed"),
         "resumed-adjoint": Case(run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",)), way="resumed"),
         "resumed-prodigy": Case(grpo(optimizer=OptimizerConfig("prodigy", lr=1.0)), way="resumed"),
@@ -454,6 +459,16 @@ def cases(folder: Path) -> dict[str, Case]:
             folder,
             "sd3",
             run(o.Sft(), READ, rewards=(), noising=NoisingConfig(each=2), **{"data.images": (str(folder / "foxes"),)}),
+            kind="foxes",
+        ),
+        "sd3-dmd2-gan": pipeline(
+            folder,
+            "sd3",
+            run(
+                o.Dmd2(fake_updates=2, gan=GAN),
+                replace(SINGLE, sampler=Stochastic("cps", 1.0)),
+                **{"data.images": (str(folder / "foxes"),), "engine.checkpointing": "block", "engine.init": "sharded"},
+            ),
             kind="foxes",
         ),
         "sd3-sizes": pipeline(folder, "sd3", grpo(guided, rollouts=3), **sizes),

@@ -9,7 +9,8 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import ConstantMargin, Doubt
+from fluvial.engines.gathered import gather
+from fluvial.engines.methods import ConstantMargin, Doubt, HeadGan
 from fluvial.engines.methods.table import (
     AcDmd,
     AdjointMatching,
@@ -58,6 +59,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
     "distill by source": {"method": Distill(teacher=("even=teacher", "odd=other")), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
+    "dmd2, gan": {
+        "method": Dmd2(fake_updates=2, gan=HeadGan(0.5, 0.1)),
+        "sampling": replace(FEW, sampler=Stochastic("cps", 1.0)),
+        "engine.comm": "reshard",
+    },
+    "dmd2, gan, lora": {
+        "method": Dmd2(fake_updates=2, gan=HeadGan(0.5, 0.1)),
+        "sampling": replace(FEW, sampler=Stochastic("cps", 1.0)),
+        "train": "lora",
+    },
     "ac-dmd": {"method": AcDmd(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 0.9))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "tdm-r1": {"method": TdmR1(), "sampling": replace(STEPS, sampler=Ode()), "train": "lora"},
@@ -102,7 +113,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def rollouts(world: World, folder: str) -> dict[str, Any]:
-    """Return {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
+    """Return {run: {reward, pairs, correction, gradients: AdamW's first moments after each update, and those of others}}."""
     result: dict[str, Any] = {}
     for name, changes in RUNS.items():
         run = tiny.config(Path(folder), optimizer=OptimizerConfig(weight_decay=0.0), **changes, **{"engine.micro_batch": 4})
@@ -117,6 +128,9 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
 
         trained.trainer.engine.update = noted  # type: ignore[method-assign]
         record = trained.rollout()
+        for engine in trained.trainer.loop.run.networks.trained.values():  # after its last update
+            moments = [gather(t).flatten() for name, t in engine.state().items() if name.startswith("exp_avg.")]
+            gradients.append(torch.cat(moments).tolist())
         result[name] = {
             "reward": record.get("reward"),
             "refill": record.get("refill"),

@@ -24,7 +24,7 @@ from fluvial.engines.extensions.plan.fit import plan_of
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
-from fluvial.engines.methods import Distill
+from fluvial.engines.methods import Distill, HeadGan
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
@@ -67,6 +67,12 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
         check(dry_run(recipe(name), ranks=ranks), read_backs=read_backs)
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
+
+
+@pytest.mark.long
+def test_an_adversary_runs() -> None:
+    """The network with the head, the images, and the gradient with respect to samples, on full weights of 8 ranks."""
+    check(dry_run(with_values(recipe("dmd2"), {"gan": HeadGan(), "train": "full"}), ranks=8))
 
 
 def test_items_that_move_between_ranks_are_of_known_samples(tmp_path: Path) -> None:
@@ -139,6 +145,25 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
         planned = plan(str(tmp_path / name), plan_of(config, str(tmp_path / name), ranks, torch.device("cuda")))
         assert 0.85 < planned.update.total / report.phase("update").peak < 1.0
     assert any("which are on the host here" in note for note in report.notes)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+def test_keys_of_the_prompt_are_held_and_leave_out_operations(tmp_path: Path) -> None:
+    """Of Qwen-Image 2.1 in blocks; and passes of CUDA graphs, which run as written, are among what is not simulated."""
+    asked, folder = find_call("QwenImage21ModularPipeline"), tiny_modular.folder_of("QwenImage21", tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, window=AllSteps(), guidance=Guidance(asked.scale))
+    changes: dict[str, Any] = {"train": "lora", "sampling": rollout, "pipeline.height": 32, "pipeline.width": 32, **SMALL}
+    changes |= {"updates": 1, "passes.minibatches": 1, "correction": Truncate(), "prompts": (str(tmp_path / "prompts.txt"),)}
+    config = with_values(replace(RECIPES["grpo"](str(folder)), rewards=("jpeg",)), changes)
+    whole, kept = (dry_run(with_values(config, {"rollout.reuse": reuse})) for reuse in ("exact", "keys"))
+    check(kept)
+    assert kept.phase("update").flops == whole.phase("update").flops
+    assert kept.phase("rollout").flops < 0.7 * whole.phase("rollout").flops
+    assert kept.phase("rollout").peak > whole.phase("rollout").peak
+    graphs = with_values(config, {"engine.compile": "reduce-overhead"})
+    assert any(note.startswith("CUDA graphs of rollout passes") for note in dry_run(graphs).notes)
 
 
 @pytest.mark.long

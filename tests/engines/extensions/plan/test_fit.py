@@ -15,6 +15,7 @@ from fluvial.engines.extensions.plan import fit
 from fluvial.engines.extensions.plan.fit import fit_config, plan_of
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
+from fluvial.engines.methods import HeadGan
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.recipes import RECIPES
@@ -56,6 +57,8 @@ def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) ->
 def test_a_run_is_planned_with_the_passes_that_its_loss_holds() -> None:
     graphs = [plan_of(RECIPES[name]("handwriting"), "handwriting", 1, CPU).graphs for name in ("ac-dmd", "dmd2", "grpo")]
     assert graphs == [3, 1, 1]
+    opposed = with_values(RECIPES["dmd2"]("handwriting"), {"gan": HeadGan()})
+    assert plan_of(opposed, "handwriting", 1, CPU).graphs == 2
 
 
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

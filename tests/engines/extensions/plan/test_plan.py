@@ -12,12 +12,14 @@ import pytest
 import torch
 from helpers import tiny_conditioned, tiny_modular, tiny_pipelines
 from helpers.marks import long
+from helpers.refusals import refuses
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
+from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.plan.memory import Stretch, account
 from fluvial.engines.extensions.plan.plan import (
     GIB,
@@ -29,7 +31,9 @@ from fluvial.engines.extensions.plan.plan import (
     first_to_fit,
     plan,
 )
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.passes.storages import LiveStorages
+from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.lora import LoraConfig, add_lora, lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
@@ -181,6 +185,13 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     adapted = sum(layer.base_layer.weight.numel() for layer in layers)
     assert merged.rollout.trajectory - apart.rollout.trajectory == 2 * adapted > 0
     assert merged.update == apart.update
+    graphed = EngineConfig(compile="reduce-overhead")
+    once, graph = (
+        plan("handwriting", PlanConfig(guidance=True, micro_batch=3, engine=each)) for each in (EngineConfig(), graphed)
+    )
+    # Sample and velocity; level, timestep and scale; tokens and pooled embeddings of both halves.
+    assert graph.rollout.total - once.rollout.total == 3 * 4 * (2 * 8 * 32 + 3 + 2 * (4 * 14 + 40))
+    assert graph.update == once.update
     for model in (model for model in MODELS.values() if model.resolution):
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
@@ -228,6 +239,16 @@ def test_a_memory_is_fitted_with_the_cheapest_settings() -> None:
     assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
     with pytest.raises(RunError, match=r"handwriting does not fit into 0.01MiB with 0 GiB kept free: the least is .* --"):
         steps_to_fit("handwriting", replace(start, fit="0.01MiB"))
+
+
+def test_no_knob_divides_weights_that_a_rollout_needs_whole() -> None:
+    for changes in ({"merged": True}, {"engine": EngineConfig(compile="reduce-overhead")}):
+        config = PlanConfig(gpus=8, **changes)  # type: ignore[arg-type]
+        turned = {flags for flags, turn in KNOBS.items() if turn(config) != config}
+        bases = {"--engine.base int8", "--engine.base nf4"}
+        assert turned & {"--engine.comm reshard", "--engine.offload blocks", "--engine.offload always", *bases} == (
+            set() if "merged" in changes else bases
+        )
 
 
 def test_bases_and_masters_are_knobs_of_what_they_act_on() -> None:
@@ -283,6 +304,15 @@ def test_a_modular_pipeline_is_planned_by_its_own_blocks(name: str, tmp_path: Pa
             plan("handwriting", replace(PlanConfig(), **what))
 
 
+@pytest.mark.filterwarnings("ignore")  # of the pipeline's own parts
+def test_a_network_that_reads_values_is_left_to_a_dry_run(tmp_path: Path) -> None:
+    folder = str(tiny_modular.folder_of("QwenImage21", tmp_path / "model"))
+    config = PlanConfig(pipeline=ImageSize(32, 32))
+    refuses(r"^the memory of \S+ cannot be computed: its network reads values, .* --dry-run", plan, folder, config)
+    run = with_values(RECIPES["grpo"](folder), {"pipeline.height": 32, "pipeline.width": 32, "prompts": ("prompts.txt",)})
+    refuses(r"^the operations of \S+ cannot be counted: its network reads values", count_run, run, folder)
+
+
 def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
     """Keys and values of CLIP embeddings, which some Wan networks have, are adapted, too."""
     folder = tiny_conditioned.save("wan-clip", tmp_path / "wan")
@@ -326,6 +356,9 @@ def test_decoding_is_beside_the_gathered_parameters() -> None:
         assert found.need == max(found.update.total, found.rollout.total, found.decode.total)
     assert keep.decode is not None
     assert keep.decode == keep.rollout._replace(activations=keep.decode.activations)
+    graphed = plan("sd3.5-medium", replace(config, engine=replace(config.engine, compile="reduce-overhead")))
+    assert graphed.decode is not None  # the pool of a graph is held as images are decoded
+    assert graphed.decode.total - keep.decode.total == graphed.rollout.graph + keep.rollout.activations
     assert reshard.decode is not None
     assert keep.decode.gathered == keep.rollout.gathered > reshard.decode.gathered
     assert plan("handwriting", PlanConfig()).decode is None

@@ -136,6 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
     "Sampling.eta": ({"sampling.sampler": SaSolver(0.5)}, r"sampler.solver is 'sa_solver', expected euler: servers"),
+    "Sampling.keep_keys": ({"rollout.reuse": "keys"}, r"rollout.reuse is 'keys', expected exact: servers keep no keys"),
     "Sampling.graphs": ({"engine.compile": "reduce-overhead"}, r"rollout.source is 'http://.*, expected nothing: with"),
     "Sampling.step_cache": (
         {"rollout.step_cache": FirstBlockCache(), "sampling.window": RandomWindow(2)},
