@@ -230,15 +230,6 @@ class TrainConfig:
         if engine.base != "auto" and rollout.is_served:
             hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
             yield UsageError("engine.base", engine.base, "auto", hint)
-        form = self.lora.form.kind
-        if (
-            self.train == "lora"
-            and form != "lora"
-            and rollout.is_served
-            and rollout.servers.weights in ("auto", "broadcast")
-        ):
-            hint = f"servers take no adapters of `lora.form` {form}, and merged weights do"
-            yield UsageError("rollout.servers.weights", rollout.servers.weights, "disk or shared_memory", hint)
         if rollout.ahead and engine.offload == "phases":
             hint = f"with `rollout.ahead` {rollout.ahead}, rollout and update happen at once"
             yield UsageError("engine.offload", "phases", "none, blocks or always", hint)

@@ -83,9 +83,9 @@ class ServersConfig:
         most_mb: Largest reply, in megabytes.
         key_env: Environment variable with the API key of the servers. Empty sends none.
         admin_env: Environment variable with the key of the endpoints that change weights. Empty sends that of `key_env`.
-        weights: How they are given the weights after an update: auto (an adapter as its file, all weights in a folder), disk
-            (always all weights in a folder), shared_memory (all weights in buckets, which `fluvial serve` on this machine
-            reads), or broadcast (an adapter, or all weights, from memory to the memory of `fluvial serve` anywhere).
+        weights: How they are given the weights after an update: auto (a LoRA as its file, all weights in a folder), disk
+            (always all weights in a folder), shared_memory (a LoRA, or all weights, in buckets that `fluvial serve` on this
+            machine reads), or broadcast (the same, from memory to the memory of `fluvial serve` anywhere).
         weights_folder: Folder that trainer and servers see, for these files; by default one in this machine's shared memory.
         weights_verify: Compare the checksum of a server's weights with the trainer's. A server that fuses or renames layers
             has another one, and needs False.

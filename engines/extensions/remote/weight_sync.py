@@ -4,15 +4,16 @@
     auto           an adapter  its file, by POST /v1/set_lora; first the base weights, once, to a server that has others
     auto           all         all weights in a folder, by POST /update_weights_from_disk
     disk           an adapter  the merged weights, in the same way
-    shared_memory  either      all weights in buckets, in files that fluvial's own server on the same machine reads
+    shared_memory  an adapter  its factors in buckets, in files that fluvial's own server on the same machine reads
+    shared_memory  all         all weights, in the same way
     broadcast      an adapter  its factors in buckets, which a group of the trainer and fluvial's servers broadcasts by gloo
     broadcast      all         all weights, in the same way
 
-A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server takes.
-The adapter of another run is taken off a server when it is met, and an adapter takes the place of the one before, so that a
-server's memory does not grow. After each push the server's checksums are compared with the trainer's: those of the base and
-of the adapter, or of its absence. In sglang, layers with an adapter have other names and may be merged, so their checksum
-differs: there the list of adapters is compared.
+An adapter of another form than LoRA is merged, and all weights are sent. A folder gets its name when all of its files are
+complete, so a trainer that is killed leaves nothing that a server takes. The adapter of another run is taken off a server
+when it is met, and an adapter takes the place of the one before, so that a server's memory does not grow. After each push
+the server's checksums are compared with the trainer's: those of the base and of the adapter, or of its absence. In sglang,
+layers with an adapter have other names and may be merged, so their checksum differs: there the list of adapters is compared.
 """
 
 import json
@@ -53,7 +54,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
 from fluvial.engines.files import LORA
 from fluvial.engines.gathered import gather, gather_weights, layout
 from fluvial.engines.sampling.source import Holder
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import LowRank, lora_layers, read_form
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ Failed = dict[str, FluvialError]  # why a server did not take a push, by its add
 Sums = dict[str, str]  # checksum by name of a network
 Method = Literal["auto", "disk", "shared_memory", "broadcast"]
 METHODS: tuple[Method, ...] = get_args(Method)
-FACTOR_METHODS: tuple[Method, ...] = ("auto", "broadcast")  # those that send an adapter's factors; others merge it
+FACTOR_METHODS: tuple[Method, ...] = ("auto", "shared_memory", "broadcast")  # those that send a LoRA's factors
 MERGE_MODES: dict[Product, str] = {"auto": "dynamic", "factors": "dynamic", "merged": "merge"}  # on the wire
 
 
@@ -164,7 +165,7 @@ class WeightSync:
     def _push(self, push: _Push) -> None:
         self._parameters = {name: set(base_tensors(net, parameters=True)) for name, net in components(push.module).items()}
         self._each(push.peers, push.failed, self._learn)
-        if push.adapter is not None and self.method in FACTOR_METHODS:
+        if push.adapter is not None and self.method in FACTOR_METHODS and isinstance(read_form(push.module), LowRank):
             self._push_base(push)
             (self._push_adapter if self.method == "auto" else self._push_buckets)(push, push.adapter)
         elif self.method in ("auto", "disk"):
@@ -333,6 +334,8 @@ class WeightSync:
         A broadcast reaches all servers or none, so that it begins again without those that fail.
         """
         self.last = None
+        if self._folder is not None:
+            self._folder.keep()  # removes the base weights
         options = self._options(push) if factors is None else {"adapter": factors}
         plans, likes = list[tuple[str, nn.Module, list[BucketPlace]]](), dict[str, dict[str, Tensor]]()
         for part, network in components(push.module).items():

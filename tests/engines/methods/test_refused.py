@@ -21,7 +21,6 @@ from fluvial.engines.sampling.config import (
     ReadingConfig,
     RolloutConfig,
     SamplingConfig,
-    ServersConfig,
     Truncate,
 )
 from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
@@ -265,8 +264,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: run(train="full", engine__base="nf4"), "engine.base has no effect with train full"),
     (lambda: lora(engine__masters="bfloat16"), "engine.masters has no effect with train lora"),
     (lambda: lora(rollout=SERVED, engine__base="int8"), "engine.base is 'int8', expected auto: servers make rollouts with"),
-    (lambda: lora(rollout=SERVED, lora=LoraConfig(form=Dora())), "servers take no adapters of lora.form dora, and merged"),
-    (lambda: lora(rollout=SERVED, lora=LoraConfig(form=Lokr())), "servers take no adapters of lora.form lokr, and merged"),
     # Samples per pass
     (lambda: auto(engine__micro_batch="fast"), "engine.micro_batch is 'fast', expected 'auto' or an integer"),
     (lambda: auto(engine__micro_batch=0), r"engine.micro_batch is 0, expected an integer in \[1, "),
@@ -297,4 +294,4 @@ def test_what_has_no_meaning(make: Callable[[], Any], says: str) -> None:
 
 @pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
 def test_servers_take_merged_weights_of_any_form(form: Any) -> None:
-    lora(lora=LoraConfig(form=form), rollout=replace(SERVED, servers=ServersConfig(weights="disk")))
+    lora(lora=LoraConfig(form=form), rollout=SERVED)

@@ -20,7 +20,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.models.lora import LoraConfig, LowRank, add_lora
+from fluvial.models.lora import Form, LoraConfig, LowRank, add_lora
 from fluvial.models.lora_layer import Product
 
 Result = TypeVar("Result")
@@ -93,11 +93,11 @@ def moved_base() -> nn.Module:
     return Tiny(seed=1).build()
 
 
-def adapted(module: nn.Module, *adapters: str, product: Product = "factors") -> nn.Module:
+def adapted(module: nn.Module, *adapters: str, product: Product = "factors", form: Form | None = None) -> nn.Module:
     """Return a net with adapters, `default` if none is named; alpha / rank is no power of two."""
     add_lora(
         module,
-        LoraConfig(rank=2, alpha=3.0, form=LowRank(product=product)),
+        LoraConfig(rank=2, alpha=3.0, form=form or LowRank(product=product)),
         TINY.lora_targets,
         adapters=adapters or ("default",),
     )
@@ -115,5 +115,5 @@ def move(engine: Engine, *, seed: int) -> None:
     """Set B of an engine's adapter to other values, the same on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, shard in engine.sharded.shards(trainable=True).items():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".lokr_w1." in name:
             shard.fill_(0.2 * torch.rand((), generator=generator).item())

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import tiny_transformers
+from helpers import tiny_token_job, tiny_transformers
 from helpers.fake_servers import loopback
 from helpers.weight_servers import adapted, base, engine_of, move, moved_base, run, served
 from safetensors.torch import load_file
+from torch import nn
 
 import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.config import OptimizerConfig
@@ -21,6 +22,7 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.weight_sync import Method, WeightSync
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.weight_buckets import BROADCAST, SHARED_FILES, checksum
+from fluvial.models.lora import LoraConfig, add_lora
 
 
 class Noting:
@@ -100,9 +102,16 @@ def killed(folder: str, method: str) -> None:
 
 
 def fill_shards(engine: Engine, version: int) -> None:
-    """Set all weights to the number of a version, so that those of one push are told from those of two."""
-    for shard in engine.sharded.shards().values():
+    """Set all that is trained to the number of a version, so that those of one push are told from those of two."""
+    for shard in engine.sharded.shards(trainable=True).values():
         shard.fill_(float(version))
+
+
+def adapted_tokens() -> nn.Module:
+    """Return the network of `tiny_token_job` with an adapter."""
+    module = tiny_transformers.flux()
+    add_lora(module, LoraConfig(rank=2, alpha=3.0), tiny_token_job.Toy.lora_targets)
+    return module
 
 
 def fill(folder: str, url: str, method: Method, model: str) -> None:
@@ -110,7 +119,7 @@ def fill(folder: str, url: str, method: Method, model: str) -> None:
     from fluvial.engines.engine.world import init_world
 
     with init_world() as world:
-        module = {"tiny": base, "tokens": tiny_transformers.flux}[model]()
+        module = {"tiny": base, "tokens": tiny_transformers.flux, "adapter": adapted_tokens}[model]()
         peer, engine = HttpClient(url, patience=0), Engine(module, [], OptimizerConfig(), world, updates=1)
         sync = WeightSync(world, folder=Path(folder), method=method, bucket_bytes=500)
         version = int(peer.post("/v1/unmerge_lora_weights", {})["weight_version"])

@@ -10,11 +10,16 @@ import torch
 from helpers import asgi, rollout_servers, tiny_token_job
 from helpers import tiny_transformers as tiny
 from safetensors.torch import save_file
+from workers.pushes import adapted_tokens
 
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, WeightSync
 from fluvial.engines.extensions.servers.rollout.policy import open_policy
+from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 
@@ -22,7 +27,10 @@ ASKED = {"seed": 3, "num_outputs_per_prompt": 3, "rollout_return_dit_trajectory"
 
 
 def serve(world: World, folder: str) -> dict[str, Any]:
-    """Return samples, checksums and refusals, before and after all weights and an adapter are pushed."""
+    """Return samples, checksums and refusals, before and after all weights and adapters are pushed.
+
+    A trainer in the main rank pushes one adapter in each way, the first time with another base than the server's.
+    """
     warnings.simplefilter("ignore")  # deprecations within diffusers
     policy = open_policy(
         "helpers.tiny_token_job:Toy",
@@ -34,7 +42,7 @@ def serve(world: World, folder: str) -> dict[str, Any]:
         world=world if world.size > 1 else None,
     )
     sys.addaudithook(refuse_pickles)
-    own = [*policy.weights.module.parameters()]
+    own, alone = [*policy.weights.module.parameters()], world.alone()
     found: dict[str, Any] = {"numbers": sum(local(each).numel() for each in own), "all": sum(each.numel() for each in own)}
     if policy.ranks is not None and not world.is_main:
         policy.ranks.follow(policy, policy.weights)
@@ -64,6 +72,15 @@ def serve(world: World, folder: str) -> dict[str, Any]:
     post("/release_memory_occupation")
     post("/resume_memory_occupation")
     found["again"] = draw()
+    engine = Engine(adapted_tokens(), [], OptimizerConfig(), alone, updates=1)
+    for number, factor in enumerate(engine.sharded.shards(trainable=True).values()):
+        factor.fill_(0.01 * (number + 1))
+    peer = HttpClient("http://127.0.0.1:1", patience=0, transport=asgi.Transport(server.app))
+    for way in FACTOR_METHODS:  # each takes the adapter before off
+        sync = WeightSync(alone, folder=Path(folder), method=way, bucket_bytes=200)
+        assert sync.push(engine, 7, [peer]) == {}
+        found[way] = draw()
+        sync.close()
     if policy.ranks is not None:
         policy.ranks.end()
     return found

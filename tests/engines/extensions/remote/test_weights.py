@@ -28,10 +28,10 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.push_folder import LOCK
-from fluvial.engines.extensions.remote.weight_sync import WeightSync
+from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS, Method, WeightSync
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
-from fluvial.models.lora import copy_adapter, lora_layers, use_adapter
+from fluvial.models.lora import Dora, Lokr, copy_adapter, lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
 from fluvial.models.pipelines.wan import EXPERTS
 
@@ -66,13 +66,16 @@ def test_an_adapter_is_pushed_by_its_file(tmp_path: Path, one: World, lora: Engi
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_base_is_pushed_once_to_a_server_that_has_another(tmp_path: Path, one: World) -> None:
+@pytest.mark.parametrize("method", FACTOR_METHODS)
+def test_the_base_is_pushed_once_to_a_server_that_has_another(tmp_path: Path, one: World, method: Method) -> None:
+    """And does not stay in the folder, which may be memory."""
     engine = engine_of(adapted(moved_base()), one)
     move(engine, seed=0)
-    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path, method=method)
     for version in (1, 2):
         assert sync.push(engine, version, [server.client]) == {}
         assert torch.equal(run(server.weights.module), output(engine))
+        assert not list(sync.path.glob("base-*"))
     assert server.requests.count("/update_weights_from_disk") == 1
     sync.forget(server.client.address)  # it may have started again, and has not
     assert sync.push(engine, 3, [server.client]) == {}
@@ -94,12 +97,15 @@ def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: 
 
 def test_an_adapter_is_pushed_as_it_computes(tmp_path: Path, one: World, lora: Engine) -> None:
     """Merged; with the product of its layers, whose rounding the bits show; or another one than that which is trained."""
-    methods: tuple[Any, ...] = ("disk", "shared_memory")
-    for method in methods:
+    merged: list[tuple[Method, Engine]] = [("disk", lora)]
+    merged += [(method, engine_of(adapted(base(), form=form), one)) for method in METHODS for form in (Dora(), Lokr())]
+    for method, engine in merged:
+        move(engine, seed=0)
         server = served(tmp_path)
-        assert WeightSync(one, folder=tmp_path, method=method).push(lora, 1, [server.client]) == {}
+        assert WeightSync(one, folder=tmp_path, method=method).push(engine, 1, [server.client]) == {}
         assert server.weights.adapters == {}
-        torch.testing.assert_close(run(server.weights.module), output(lora), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(server.weights.module), output(engine), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(run(server.weights.module), run(base()))
     products: tuple[Product, ...] = ("factors", "merged")
     for product in products:
         engine, server = engine_of(adapted(base(), product=product), one), served(tmp_path)
@@ -115,10 +121,11 @@ def test_an_adapter_is_pushed_as_it_computes(tmp_path: Path, one: World, lora: E
         assert torch.equal(run(server.weights.module), run(inner))
 
 
-def test_a_broadcast_adapter_is_what_its_file_is(tmp_path: Path, one: World, lora: Engine) -> None:
-    """To the bit, for several servers, which keep their group; no file is written."""
+@pytest.mark.parametrize("method", ["shared_memory", "broadcast"])
+def test_an_adapter_in_buckets_is_what_its_file_is(tmp_path: Path, one: World, lora: Engine, method: Method) -> None:
+    """To the bit, for several servers, which keep their group where there is one; no file stays."""
     servers = [served(tmp_path, name=f"localhost:{number}") for number in (1, 2)]
-    sync = WeightSync(one, folder=tmp_path, method="broadcast")
+    sync = WeightSync(one, folder=tmp_path, method=method)
     with pytest.raises(RunError, match="no server took the weights of update 0: there is none"):
         sync.push(lora, 0, [])
     for version, factor in ((1, 1), (2, 2)):
@@ -131,7 +138,8 @@ def test_a_broadcast_adapter_is_what_its_file_is(tmp_path: Path, one: World, lor
         assert {server.weights.version for server in servers} == {version}
         assert all(torch.equal(run(server.weights.module), output(lora)) for server in servers)
         assert [path.name for path in sync.path.iterdir()] == [LOCK]
-    assert [server.requests.count("/init_weights_update_group") for server in servers] == [1, 1]
+    groups = [server.requests.count("/init_weights_update_group") for server in servers]
+    assert groups == [int(method == "broadcast")] * 2
     sync.close()
 
 
@@ -220,8 +228,8 @@ def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None
         shard.fill_(0.1 if "transformer_2" in name else 0.2)
     full = Engine(Pair(2, 3), [], OptimizerConfig(), one, updates=1)
     server = Served(Pair(0, 1).eval(), [tmp_path])
-    for method in ("auto", "disk", "shared_memory", "broadcast"):
-        for engine in (lora, full) if method in ("auto", "broadcast") else (full,):
+    for method in METHODS:
+        for engine in (lora, full) if method in FACTOR_METHODS else (full,):
             assert WeightSync(one, folder=tmp_path, method=method).push(engine, 1, [server.client]) == {}
             with engine.inference() as module:
                 assert torch.equal(run(server.weights.module), run(module))

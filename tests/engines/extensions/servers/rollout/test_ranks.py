@@ -17,11 +17,13 @@ import torch
 from helpers import launch, tiny_token_job
 from helpers import tiny_transformers as tiny
 from workers import serving
+from workers.pushes import adapted_tokens
 
 from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError
 from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS
 from fluvial.engines.extensions.servers.rollout.orders import CLASSES, Recipe, SampleOrder
 from fluvial.engines.extensions.servers.rollout.ranks import put_together, take_apart
 from fluvial.engines.extensions.servers.rollout.served_weights import Adapter, Applied
@@ -29,6 +31,8 @@ from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.request import ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
 from fluvial.engines.extensions.wire.tensors import pack, tree_of
+from fluvial.engines.extensions.wire.weight_buckets import adapter_checksum, checksum
+from fluvial.engines.gathered import layout
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LowRank
@@ -51,12 +55,20 @@ def ask(url: str) -> list[RolloutSample]:
         return read_response(reply.read())
 
 
-@pytest.mark.parametrize("when", ["first", "pushed", "adapted", "again"])
+@pytest.mark.parametrize("when", ["first", "pushed", "adapted", "again", "auto"])
 def test_samples_of_two_processes_are_those_of_one(found: dict[int, Any], when: str) -> None:
     one, two = found[1][when], found[2][when]
     for what in ("images", "log_probs"):
         torch.testing.assert_close(torch.tensor(two[what]), torch.tensor(one[what]), rtol=1e-4, atol=1e-5)
     assert (two["versions"], two["sums"]) == (one["versions"], one["sums"])
+
+
+@pytest.mark.parametrize("way", FACTOR_METHODS[1:])
+def test_an_adapter_in_buckets_is_what_its_file_is(found: dict[int, Any], way: str) -> None:
+    """To the bit, on one process and on two; the adapter acts, and nothing is unpickled on the way."""
+    for answers in (found[1], found[2]):
+        assert answers[way] == answers["auto"]
+        assert answers[way]["images"] != answers["first"]["images"]
 
 
 def test_each_process_holds_a_part_and_goes_on_after_what_all_refuse(found: dict[int, Any]) -> None:
@@ -127,25 +139,33 @@ def test_none_outlives_another() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["disk", "shared_memory", "broadcast"])
+@pytest.mark.parametrize("method", METHODS[1:])
 def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: str) -> None:
-    """Of a trainer: all parts of all tensors are of one push. Of one of the server's processes: the other one ends, too."""
-    delays, tensors = random.Random(1), base_tensors(tiny.flux())
+    """Of a trainer of all weights, or of an adapter: all parts of all tensors are of one push.
 
-    def is_pushed(client: HttpClient, version: int) -> bool:
+    Of one of the server's processes: the other one ends, too.
+    """
+    delays, tensors, factors = random.Random(1), base_tensors(tiny.flux()), layout(adapted_tokens(), adapter="default")
+
+    def is_pushed(client: HttpClient, version: int, trained: str) -> bool:
+        if trained == "adapter":
+            filled = {name: torch.full(each.shape, float(version)) for name, each in factors.items()}
+            sums = {"transformer": checksum(sorted(tensors.items())), "transformer.lora": adapter_checksum(filled, 1.5)}
+            return bool(client.post("/get_weights_checksum", {}) == sums)
         sums = {name: digest_tensor(torch.full_like(each, version)) for name, each in tensors.items()}
         value = {"target_module": "transformer", "expected_named_tensors_sha256": sums}
         with suppress(RunError):
             return bool(client.post("/update_weights_from_tensor_checker", value)["success"])
         return False
 
-    for killed in (0, 1):
+    for killed, trained in enumerate(("tokens", "adapter")):
+        way = "auto" if (method, trained) == ("disk", "adapter") else method  # as a file, not merged
         options = (*SERVE, *SIZE, "--weights-root", str(tmp_path))
         with launch.started("fluvial.engines", *options, ranks=2) as ranks:
             url, other = ranks[0].address(), ranks[1 - killed]
             client = HttpClient(url, patience=0)
             for victim in (None, None, ranks[killed]):
-                pushing = ("workers.pushes:fill", tmp_path, url, method, "tokens")
+                pushing = ("workers.pushes:fill", tmp_path, url, way, trained)
                 with launch.Process(*pushing, environment=launch.environment()) as trainer:
                     before = version = client.get("/v1/model_info")["weight_version"]
                     while version < before + 3:
@@ -156,7 +176,7 @@ def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: 
                     if victim is None:
                         trainer.wait(30)
                         last = client.get("/v1/model_info")["weight_version"]
-                        assert is_pushed(client, last) or is_pushed(client, last + 1)
+                        assert is_pushed(client, last, trained) or is_pushed(client, last + 1, trained)
                     else:
                         assert other.wait(60) == 1
                         assert trainer.wait(60) == 1
