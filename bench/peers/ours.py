@@ -22,7 +22,7 @@ from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import StepKLConfig
 from fluvial.engines.run import metrics
-from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
+from fluvial.engines.run.batch import Batch, Items, RolloutSpec, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.settings import MachineConfig
@@ -162,9 +162,9 @@ class Ours:
         prompts, ids = as_prompts(self.work.prompts), [*self.work.ids]
         share = Share(ids[0], len(ids), self.work.ranks * len(ids))
         requests = Requests(prompts, ids, key(0))
-        plan = RolloutPlan(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
+        spec = RolloutSpec(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
         samples = make_batch(SampleBatch(prompts, self._encode(), trajectory, None))
-        items = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
+        items = record_steps(Batch(spec, share, ids, share.batch, "velocity", samples))
         return items.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 
     def update(self, items: Items, *, pairs: int | None = None) -> UpdateInfo:

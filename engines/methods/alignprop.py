@@ -73,7 +73,7 @@ class AlignProp(Method, name="alignprop"):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Take the last steps again, and follow the gradient of the reward of where they lead."""
-        steps = len(batch.plan.sampling.schedule.timesteps)
+        steps = len(batch.spec.sampling.schedule.timesteps)
         count = number_of_steps(key, steps, last=self.last, spread=self.spread)
         items = run.return_to(batch, key, count, keep=run.grade(batch).keep)
         for part in run.minibatches(items, key, self.passes):
@@ -81,7 +81,7 @@ class AlignProp(Method, name="alignprop"):
 
     def score(self, run: "Run", items: "Items", v: Tensor, rows: LastSteps) -> Tensor:
         """Return the reward of where the last steps lead, `[P]`, with gradient."""
-        sampling = items.batch.plan.sampling
+        sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         final = final_samples(v, rows, sampling.stochastic.transition, sampling.schedule, partial(run.forward, items))
         return run.rewards_of(items, rows, final)[0]

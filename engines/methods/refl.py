@@ -76,7 +76,7 @@ class Refl(Method, name="refl"):
 
     def score(self, run: "Run", items: "Items", v: Tensor, rows: RecordedSteps) -> Tensor:
         """Return the reward of the clean sample that each step predicts, `[P]`, with gradient."""
-        sampling = items.batch.plan.sampling
+        sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         end = to_device(sampling.schedule.levels[-1], rows.level.device).to(rows.level.dtype).expand_as(rows.level)
         return run.rewards_of(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]

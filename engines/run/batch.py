@@ -32,7 +32,7 @@ from fluvial.models import Cond, Prediction, host_values
 from fluvial.models.host_values import to_device
 
 
-class RolloutPlan(NamedTuple):
+class RolloutSpec(NamedTuple):
     """A rollout that can be asked for: which samples, and how they are made."""
 
     asked: list[Prompt]  # prompt of each group, or of each sample; the same on every rank
@@ -51,7 +51,7 @@ class Batch:
     """Samples of a rollout or of data, or pairs of samples; those that are made ahead are waited for when they are read.
 
     Args:
-        plan: how they are made.
+        spec: how they are made.
         share: which samples of the batch this rank holds.
         ids: index of each sample in its streams of noise.
         compared: number of consecutive samples that are compared with each other.
@@ -64,7 +64,7 @@ class Batch:
         skipped: samples that add nothing to a loss that is averaged over them, bool `[B]` on the host; None skips none.
     """
 
-    plan: RolloutPlan
+    spec: RolloutSpec
     share: Share
     ids: Sequence[int]
     compared: int
@@ -106,13 +106,13 @@ class Batch:
     @property
     def noise(self) -> Tensor:
         """Standard deviation of the noise of each step of the schedule, of a sample's first row, `[T]`, on the host."""
-        sampling = self.plan.sampling
+        sampling = self.spec.sampling
         assert sampling.stochastic is not None
         return first_row(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
 
     def prompt(self, number: int) -> Prompt:
         """Return the prompt of a sample of any rank, by its index in the batch; it may be changed."""
-        return copy_prompts([self.plan.asked[number * len(self.plan.asked) // self.share.batch]])[0]
+        return copy_prompts([self.spec.asked[number * len(self.spec.asked) // self.share.batch]])[0]
 
     def spread(self, values: Tensor) -> Tensor:
         """Return numbers of the samples that are learnt from as those of the batch, `[N, ...] -> [B, ...]`, 0 for others."""
@@ -190,9 +190,9 @@ def record_steps(
     """
     total, number = batch.share.batch, batch.trajectory.log_prob.shape[1]
     weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero, steps=number)
-    assert batch.plan.transitions is not None
-    schedule = batch.plan.sampling.schedule
-    rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.plan.transitions, weights.signal, weights.weight)
+    assert batch.spec.transitions is not None
+    schedule = batch.spec.sampling.schedule
+    rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.spec.transitions, weights.signal, weights.weight)
     used = torch.ones(total, number)
     if trained is not None and key is not None:
         used = trained.mask(fold_in(key, Stream.FRACTION), total, number)
@@ -211,7 +211,7 @@ def noise_samples(
     """Return the clean samples, or pairs, of a batch with noise; for the other arguments see `record_steps`."""
     weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero)
     keys, level_keys = _noising_keys(batch, noising, key)
-    final, schedule = batch.trajectory.final, batch.plan.sampling.schedule
+    final, schedule = batch.trajectory.final, batch.spec.sampling.schedule
     rows: Rows
     if batch.paired:
         win, lose = final.unbind(1)
@@ -249,7 +249,7 @@ def renoise(
         draw: number of the draw, of several from one key.
     """
     bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
-    keys, schedule = row_keys(items, key, Stream.RENOISING, draw, shared=shared), items.batch.plan.sampling.schedule
+    keys, schedule = row_keys(items, key, Stream.RENOISING, draw, shared=shared), items.batch.spec.sampling.schedule
     return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
 
 
@@ -264,7 +264,7 @@ def row_keys(items: Items, key: Key, stream: Stream, draw: int, *, shared: bool 
 def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:
     """Return the samples of a batch before the last `count` steps, with the noise that these steps took."""
     weights = _Weights.of(batch, None, keep, skip_zero=False)
-    rows = rows_of.last_steps(batch.trajectory, batch.plan.sampling.schedule, batch.share, key, count, weights.weight)
+    rows = rows_of.last_steps(batch.trajectory, batch.spec.sampling.schedule, batch.share, key, count, weights.weight)
     return _items(batch, rows, torch.ones(batch.share.batch, 1), weights)
 
 
@@ -316,40 +316,40 @@ def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, 
     root = fold_in(key, Stream.NOISING)
     ids = to_device(torch.tensor(list(batch.ids)), batch.trajectory.final.device)
     if noising.is_shared:
-        ids = ids // batch.plan.group
+        ids = ids // batch.spec.group
         return fold_in(root, ids), fold_in(root, torch.zeros_like(ids))
-    return fold_in(root, ids), fold_in(root, ids // batch.plan.per_pass) if noising.draw == "call" else None
+    return fold_in(root, ids), fold_in(root, ids // batch.spec.per_pass) if noising.draw == "call" else None
 
 
 def replace_groups(
-    batch: Batch, plan: RolloutPlan, samples: SampleBatch, scoring: Scoring, groups: Sequence[int], held: SampleBatch
+    batch: Batch, spec: RolloutSpec, samples: SampleBatch, scoring: Scoring, groups: Sequence[int], held: SampleBatch
 ) -> Batch:
     """Return a batch with other samples of some groups in their slots, and their scores in place of the earlier ones.
 
     Args:
-        plan: how these samples are made.
+        spec: how these samples are made.
         samples: this rank's samples of these groups, with repeats after them.
         scoring: their scores, which are there.
         groups: indices of the groups.
         held: this rank's samples of the batch, whose conditioning is as long as that of `samples`.
     """
     slots, prompts = batch.share.slots, list(held.prompts)
-    slot_of = {number: slot for slot, number in enumerate(batch.plan.numbers)}
+    slot_of = {number: slot for slot, number in enumerate(batch.spec.numbers)}
     index = torch.arange(slots)
-    for row, number in enumerate(plan.numbers):
+    for row, number in enumerate(spec.numbers):
         if number >= 0:
             prompts[slot_of[number]], index[slot_of[number]] = samples.prompts[row], slots + row
     places = to_device(index, held.trajectory.final.device)
     tensors = [(each.cond, each.trajectory, each.thumbnails) for each in (held, samples)]
     merged = optree.tree_map(lambda old, new: host_values.rows(host_values.join(old, new), places), *tensors)
     assert batch.scoring is not None
-    replaced = torch.zeros(len(plan.asked), dtype=torch.bool)
+    replaced = torch.zeros(len(spec.asked), dtype=torch.bool)
     replaced[list(groups)] = True
     return replace(
         batch,
-        plan=plan._replace(requests=batch.plan.requests._replace(prompts=prompts), numbers=batch.plan.numbers),
+        spec=spec._replace(requests=batch.spec.requests._replace(prompts=prompts), numbers=batch.spec.numbers),
         made=make_batch(SampleBatch(prompts, *merged)),
-        scoring=batch.scoring.replace(scoring, replaced.repeat_interleave(plan.group)),
+        scoring=batch.scoring.replace(scoring, replaced.repeat_interleave(spec.group)),
         rewards=None,
     )
 

@@ -119,7 +119,7 @@ class Loop:
     @collective
     def _note(self, batch: Batch) -> None:
         """Note how diverse the samples of a batch are, and how old the weights that made them."""
-        group, thumbnails = batch.plan.group, batch.made.result().thumbnails
+        group, thumbnails = batch.spec.group, batch.made.result().thumbnails
         if thumbnails is not None and group > 1:
             everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]
             self.run.log(diversity=diversity(everyone, group))

@@ -154,14 +154,14 @@ def update_record(
     rewards, device, rest = batch.rewards, engine.world.device, dict(notes)
     assert rewards is not None
     advantage, correction = rest.pop("advantage", None), rest.pop("correction", None)
-    padding = rest.pop("padding", batch.plan.padding)
+    padding = rest.pop("padding", batch.spec.padding)
     kinds = ("allocated", "reserved") if len(updates[-1].memory) == 2 else ("resident",)
     record = {
         "update": engine.updates,
         "samples": samples,
-        **learnt_record(updates, correction, padding, batch.plan.size),
+        **learnt_record(updates, correction, padding, batch.spec.size),
         **parts_record(updates[-1].parts, steps=config.method.recorded is not None),
-        **reward_record(rewards, columns, batch.plan.asked, group=batch.plan.group),
+        **reward_record(rewards, columns, batch.spec.asked, group=batch.spec.group),
         **(advantage_record(advantage) if columns.names else {}),
         **{name: value for name, value in rest.items() if name != "diversity"},
         "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),

@@ -24,7 +24,7 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError, UsageError
-from fluvial.engines.run.batch import Batch, RolloutPlan
+from fluvial.engines.run.batch import Batch, RolloutSpec
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
@@ -64,8 +64,8 @@ class RunAhead(Run):
         """Return samples that are made on the thread: reading them waits for it."""
         if chosen:
             raise self._refuse()
-        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
-        batch = self._batch(plan, made=Future(), scoring=Scoring(self.runners.fork()), version=self.version)
+        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock)
+        batch = self._batch(spec, made=Future(), scoring=Scoring(self.runners.fork()), version=self.version)
         self.ask(batch)
         return batch
 
@@ -132,7 +132,7 @@ class RolloutPrefetcher:
             batch = self._collect(int(name), values["version"], lambda batch: None)
             prefix = f"{PREFIX}{name}."
             stored = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
-            samples, scores = unpack(stored, values, batch.plan, model, size, self.world)
+            samples, scores = unpack(stored, values, batch.spec, model, size, self.world)
             assert batch.scoring is not None
             batch.scoring.collected = scores
             batch.made.set_result(samples)
@@ -217,7 +217,7 @@ class RolloutPrefetcher:
 
         assert batch.scoring is not None
         samples = self.run.sampler.generate_verified(
-            batch.plan, batch.scoring.runners, self.copy.behaviour, self.copy.world, seen=check_version
+            batch.spec, batch.scoring.runners, self.copy.behaviour, self.copy.world, seen=check_version
         )
         if side is not None:
             side.synchronize()
@@ -342,7 +342,7 @@ def pack(batch: SampleBatch, collected: Collected, samples: int, world: World) -
 def unpack(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
-    plan: RolloutPlan,
+    spec: RolloutSpec,
     model: DiffusionModel,
     micro_batch: int,
     world: World,
@@ -354,13 +354,13 @@ def unpack(
         model: model that prompts are encoded with.
         micro_batch: number of samples per chunk.
     """
-    device, ids, texts = world.device, torch.tensor([*plan.requests.ids]), plan.requests.prompts
+    device, ids, texts = world.device, torch.tensor([*spec.requests.ids]), spec.requests.prompts
     whole = {**tensors, **{name: torch.empty(shape) for name, shape in meta["empty"].items()}}
     parts = list[SampleBatch]()
     for start in range(0, len(ids), micro_batch):
         rows, prompts = ids[start : start + micro_batch], texts[start : start + micro_batch]
         mine = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
-        cond = plan.sampling.encode(model, prompts)
+        cond = spec.sampling.encode(model, prompts)
         trajectory = Trajectory(
             mine["x"], mine["x_next"], mine["steps"].long(), mine["log_prob"], mine.get("velocity"), mine["final"], None
         )

@@ -15,7 +15,7 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch, replace_groups
+from fluvial.engines.run.batch import Batch, RolloutSpec, make_batch, replace_groups
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job
@@ -130,9 +130,9 @@ class Rollouts:
         if group is not None:
             draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)  # type: ignore[call-arg]
             runners = self.runners.fork(group)
-        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
-        samples = self._generate(plan, runners)
-        return self._batch(plan, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
+        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
+        samples = self._generate(spec, runners)
+        return self._batch(spec, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
 
     def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
         """Return a batch with samples of other prompts in place of groups that are flat; the last of these are skipped.
@@ -147,19 +147,19 @@ class Rollouts:
         for number in range(1, rounds + 1):
             if not flat:
                 break
-            plan = self.sampler.replan(batch.plan, flat, key, self.clock, number)
-            samples = self._generate(plan, self.runners)
+            spec = self.sampler.respecify(batch.spec, flat, key, self.clock, number)
+            samples = self._generate(spec, self.runners)
             scoring = Scoring(self.runners)
             scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
             held = batch.made.result()
-            if plan.sampling.text_tokens != batch.plan.sampling.text_tokens:
-                held = held._replace(cond=self._encode(plan.sampling, held.prompts))
-            batch = self.score(replace_groups(batch, plan, samples, scoring, flat, held))
+            if spec.sampling.text_tokens != batch.spec.sampling.text_tokens:
+                held = held._replace(cond=self._encode(spec.sampling, held.prompts))
+            batch = self.score(replace_groups(batch, spec, samples, scoring, flat, held))
             replaced, flat = replaced + len(flat), self._find_flat(batch, floor)
-        skipped = torch.zeros(len(batch.plan.asked), dtype=torch.bool)
+        skipped = torch.zeros(len(batch.spec.asked), dtype=torch.bool)
         skipped[flat] = True
         self.log(refill={"replaced": replaced, "flat": len(flat)})
-        return replace(batch, skipped=skipped.repeat_interleave(batch.plan.group))
+        return replace(batch, skipped=skipped.repeat_interleave(batch.spec.group))
 
     def find_extremes(self, batch: Batch, count: int) -> list[int]:
         """Return the indices of the `count` best and the `count` worst samples of each group by reward, in their order.
@@ -167,21 +167,21 @@ class Rollouts:
         Samples without a valid reward stand in the middle.
         """
         assert batch.rewards is not None
-        by_group = (batch.rewards.scores @ self.runners.weights).unflatten(0, (-1, batch.plan.group))
+        by_group = (batch.rewards.scores @ self.runners.weights).unflatten(0, (-1, batch.spec.group))
         reward = torch.where(by_group.isnan(), by_group.nanmedian(1, keepdim=True).values, by_group).nan_to_num().flatten()
-        chosen = extreme(reward, torch.arange(len(reward)) // batch.plan.group, count)
+        chosen = extreme(reward, torch.arange(len(reward)) // batch.spec.group, count)
         places: list[int] = torch.nonzero(chosen).flatten().tolist()
         return places
 
     def read(self, key: Key, *, scored: bool = False) -> Batch:
         """Return clean samples of the job's data, whose images the rewards score if `scored`."""
-        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
-        samples = self.sampler.read_data(plan, self.runners if scored else None)
-        return self._batch(plan, made=make_batch(samples), scoring=Scoring(self.runners))
+        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock)
+        samples = self.sampler.read_data(spec, self.runners if scored else None)
+        return self._batch(spec, made=make_batch(samples), scoring=Scoring(self.runners))
 
     def read_images(self, batch: Batch, key: Key) -> Tensor:
         """Return a clean sample of the job's data for the prompt of each of this rank's samples, `[slots, *event]`."""
-        return self.sampler.read_images(batch.plan.requests._replace(key=fold_in(key, Stream.IMAGES)))
+        return self.sampler.read_images(batch.spec.requests._replace(key=fold_in(key, Stream.IMAGES)))
 
     def read_pairs(self, key: Key) -> Batch:
         """Return the next of the given preferences, as a batch of pairs."""
@@ -204,8 +204,8 @@ class Rollouts:
             for better, worse in zip(win.tolist(), lose.tolist(), strict=True)
         ]
         numbers = [place // batch.compared for place in win.tolist()]
-        pairs = self.sampler.pair_up(chosen, numbers, tuple(final.shape[1:]), batch.plan.sampling, None)
-        self.log(padding=pairs.plan.padding)
+        pairs = self.sampler.pair_up(chosen, numbers, tuple(final.shape[1:]), batch.spec.sampling, None)
+        self.log(padding=pairs.spec.padding)
         return pairs
 
     def score(self, batch: Batch) -> Batch:
@@ -232,12 +232,12 @@ class Rollouts:
             jump: take one step to the end of the schedule in place of all that are left.
         """
         assert batch.rewards is not None
-        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.fork(), list[Tensor]()
-        how = plan.requests, plan.sampling
+        spec, made, runners, parts = batch.spec, batch.made.result(), self.runners.fork(), list[Tensor]()
+        how = spec.requests, spec.sampling
         with self.networks.open_sampler() as module:
-            for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=plan.per_pass, jump=jump):
+            for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=spec.per_pass, jump=jump):
                 done = sum(map(len, parts))
-                ids = plan.numbers[done : done + plan.per_pass]
+                ids = spec.numbers[done : done + spec.per_pass]
                 runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final, ids)
                 parts.append(chunk.trajectory.final)
         rewards = self._gather_rewards(batch, Scoring(runners))
@@ -300,7 +300,7 @@ class Rollouts:
         """Return the rewards of all samples of a batch, once they are there."""
         collected = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         options: dict[str, Any] = {
-            "group": batch.plan.group,
+            "group": batch.spec.group,
             "max_invalid": self.config.rollout.max_invalid,
             "world": self.world,
         }
@@ -308,7 +308,7 @@ class Rollouts:
         self.stopping |= stopping
         return rewards
 
-    def _generate(self, plan: RolloutPlan, runners: RewardRunners) -> SampleBatch:
+    def _generate(self, spec: RolloutSpec, runners: RewardRunners) -> SampleBatch:
         """Return samples of the network that makes rollouts now, which the rewards score meanwhile."""
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
@@ -316,7 +316,7 @@ class Rollouts:
         self.sampler.source.push(self.engine, self.engine.updates)
         # From elsewhere one rank may fail where no collective tells the others.
         failing = self.world.agreed if self.config.rollout.source else nullcontext
-        return self.sampler.generate_verified(plan, runners, self.networks.open_sampler, self.world, failing=failing)
+        return self.sampler.generate_verified(spec, runners, self.networks.open_sampler, self.world, failing=failing)
 
     def _encode(self, sampling: Sampling, prompts: Sequence[Prompt]) -> Cond:
         """Return the conditioning of prompts, computed in the rollout's own passes."""
@@ -329,12 +329,12 @@ class Rollouts:
         """Return the groups all of whose samples that are compared have equal weighted rewards."""
         assert batch.rewards is not None
         reward = (batch.rewards.scores @ self.runners.weights).double()
-        spread = reward.unflatten(0, (-1, batch.plan.group // batch.compared, batch.compared)).std(2).amax(1)
+        spread = reward.unflatten(0, (-1, batch.spec.group // batch.compared, batch.compared)).std(2).amax(1)
         flat: list[int] = torch.nonzero(spread <= floor).flatten().tolist()
         return flat
 
-    def _batch(self, plan: RolloutPlan, **fields: Any) -> Batch:
-        sampling, slots = self.config.method.sampling, len(plan.requests.ids)
-        share = Share(self.world.data_rank * slots, slots, sampling.batch // sampling.group * plan.group)
-        compared, prediction = sampling.window.count_compared(plan.group), self.job.model.prediction
-        return Batch(plan, share, share.numbers, compared, prediction, **fields)
+    def _batch(self, spec: RolloutSpec, **fields: Any) -> Batch:
+        sampling, slots = self.config.method.sampling, len(spec.requests.ids)
+        share = Share(self.world.data_rank * slots, slots, sampling.batch // sampling.group * spec.group)
+        compared, prediction = sampling.window.count_compared(spec.group), self.job.model.prediction
+        return Batch(spec, share, share.numbers, compared, prediction, **fields)

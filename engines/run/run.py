@@ -206,7 +206,7 @@ class Run(Rollouts):
         items = items if items.dealt else self._deal(items, items.used, items.count)
         with self.networks.train(network) as engine:
             terms, options = self._terms(engine.module, network, items, loss, split_guidance=split_guidance)
-            parts = items.rows.parts(items.batch.plan.sampling.schedule.levels)
+            parts = items.rows.parts(items.batch.spec.sampling.schedule.levels)
             info = engine.update(*terms, **options, parts=parts)
         if engine is not self.engine:
             record = {"loss": info.loss, "grad_norm": info.grad_norm, "lr": info.lr, "objective": info.mean}
@@ -239,7 +239,7 @@ class Run(Rollouts):
 
     def reward_gradient(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
-        final, gradients, size, every = batch.trajectory.final, list[Tensor](), batch.plan.per_pass, batch.prompts
+        final, gradients, size, every = batch.trajectory.final, list[Tensor](), batch.spec.per_pass, batch.prompts
         for start in range(0, len(final), size):
             part, prompts = final[start : start + size].detach().clone(), every[start : start + size]
             with torch.enable_grad():

@@ -18,7 +18,7 @@ from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch
+from fluvial.engines.run.batch import Batch, RolloutSpec, make_batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import Images
@@ -117,7 +117,7 @@ class RolloutSampler:
 
     def generate_verified(
         self,
-        plan: RolloutPlan,
+        spec: RolloutSpec,
         rewards: RewardRunners,
         network: Behaviour,
         world: World,
@@ -147,13 +147,13 @@ class RolloutSampler:
                 served.update(pick_served_steps(chunk) | served)
 
             with failing():
-                samples = self.generate(plan, rewards, seen=note_served)
-            if not (self.config.rollout.is_served and self._drop_mismatched_servers(plan, served, network, world)):
+                samples = self.generate(spec, rewards, seen=note_served)
+            if not (self.config.rollout.is_served and self._drop_mismatched_servers(spec, served, network, world)):
                 return samples
             rewards.discard()
 
     def _drop_mismatched_servers(
-        self, plan: RolloutPlan, served: Mapping[str, ServedStep], network: Behaviour, world: World
+        self, spec: RolloutSpec, served: Mapping[str, ServedStep], network: Behaviour, world: World
     ) -> bool:
         """Drop the servers of a rollout that have another policy; return whether there were any.
 
@@ -165,7 +165,7 @@ class RolloutSampler:
         if not everyone:
             return False
         with network() as module:
-            gaps = world.gather_items(differences(self.job.model, module, everyone, plan.sampling))[0]
+            gaps = world.gather_items(differences(self.job.model, module, everyone, spec.sampling))[0]
         tolerance = self.config.rollout.servers.tolerance
         wrong = {address: far for address, far in gaps.items() if not far <= tolerance}  # NaN too
         if wrong and not self.source.leave_out(wrong):
@@ -193,8 +193,8 @@ class RolloutSampler:
         if self._compared or not rollout.is_served:
             return None
         self._compared = True
-        plan = self.plan(root, [self.job.prompts[0]] * self.method.sampling.prompts, self.engine.updates)
-        asked, size = plan.requests, self.config.samples_per_pass
+        spec = self.specify(root, [self.job.prompts[0]] * self.method.sampling.prompts, self.engine.updates)
+        asked, size = spec.requests, self.config.samples_per_pass
         same = None if asked.initial_ids is None else asked.initial_ids[:size]
         if self.copy is None:
             self.source.push(self.engine, self.engine.updates)
@@ -203,15 +203,15 @@ class RolloutSampler:
             with self.world.agreed():  # the other ranks ask when rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
         requests = Requests(asked.prompts[:size], asked.ids[:size], asked.key, same)
-        handshake = self.source.compare_with_servers(requests, plan.sampling)
+        handshake = self.source.compare_with_servers(requests, spec.sampling)
         if handshake is None:
             return None
         check(handshake.largest, tolerance=rollout.servers.tolerance, world=self.world)
-        binding = self.source.probe(self.copy or self.engine, requests, plan.sampling)
+        binding = self.source.probe(self.copy or self.engine, requests, spec.sampling)
         return replace(handshake, binding={address: str(each) for address, each in binding.items()})
 
     @collective
-    def plan(
+    def specify(
         self,
         root: Key,
         asked: list[Prompt],
@@ -219,7 +219,7 @@ class RolloutSampler:
         *,
         draft: ReadingConfig | None = None,
         starts: Sequence[int] | None = None,
-    ) -> RolloutPlan:
+    ) -> RolloutSpec:
         """Return what to ask of the source for a rollout.
 
         Args:
@@ -245,39 +245,39 @@ class RolloutSampler:
         records = stochastic is not None and stochastic.record
         transitions = step_coefficients(stochastic.transition, levels) if stochastic is not None and records else None
         per_pass = self.config.samples_per_pass
-        return RolloutPlan(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
+        return RolloutSpec(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
 
     @collective
-    def replan(self, plan: RolloutPlan, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutPlan:
+    def respecify(self, spec: RolloutSpec, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutSpec:
         """Return what to ask for in place of some groups of a rollout, with other prompts.
 
         Each rank asks for its own samples, and fills up with repeats to as many as any rank has.
 
         Args:
-            plan: the rollout, whose windows of noise stay.
+            spec: the rollout, whose windows of noise stay.
             groups: indices of the groups.
             root: key of the rollout.
             updates: number of updates before those on this rollout.
             number: number of times that groups of this rollout have been replaced, with this one.
         """
-        config, size, group = self.config, self.config.samples_per_pass, plan.group
+        config, size, group = self.config, self.config.samples_per_pass, spec.group
         root = fold_in(fold_in(root, Stream.REFILL), number)
-        asked = list(plan.asked)
+        asked = list(spec.asked)
         prompts = self._further_prompts(root, asked[0].size, len(groups), updates, number)
         for place, prompt in zip(groups, prompts, strict=True):
             asked[place] = prompt
         everyone = [place * group + i for place in groups for i in range(group)]
-        slots, rank = len(plan.numbers), self.world.data_rank
+        slots, rank = len(spec.numbers), self.world.data_rank
         by_rank = [[i for i in everyone if i // slots == each] for each in range(self.world.data_size)]
         count = -(-max(map(len, by_rank)) // size) * size
         ids = [*by_rank[rank], *everyone[:1] * (count - len(by_rank[rank]))]
         wanted = [asked[i // group] for i in ids]
         own_starts = None
-        if plan.requests.initial_ids is not None:
+        if spec.requests.initial_ids is not None:
             trunk = self.method.sampling.window.trunk(self.method.sampling.steps, group)
             own_starts = [i // trunk for i in ids]
         requests = Requests(wanted, ids, fold_in(root, Stream.SAMPLES), own_starts)
-        padding, sampling = plan.padding, plan.sampling
+        padding, sampling = spec.padding, spec.sampling
         if padding is not None:
             negative = [config.method.sampling.guidance.negative] if self._guides else []
             wider = self.texts.padding([*config.method.sampling.guidance.texts(self.job.model, wanted), *negative])
@@ -285,10 +285,10 @@ class RolloutSampler:
             padding = max(padding, wider, key=lambda each: each.tokens)
             sampling = replace(sampling, text_tokens=padding.tokens)
         numbers = [*by_rank[rank], *[-1] * (count - len(by_rank[rank]))]
-        return plan._replace(asked=asked, requests=requests, sampling=sampling, numbers=numbers, padding=padding)
+        return spec._replace(asked=asked, requests=requests, sampling=sampling, numbers=numbers, padding=padding)
 
     def generate(
-        self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
+        self, spec: RolloutSpec, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
     ) -> SampleBatch:
         """Return the samples of a rollout, made by the source with the weights that were pushed last.
 
@@ -296,10 +296,10 @@ class RolloutSampler:
             seen: function of each chunk, called before it is scored.
         """
         size, parts = self.config.samples_per_pass, list[SampleBatch]()
-        with closing(self.source.generate(plan.requests, plan.sampling, micro_batch=size)) as chunks:
+        with closing(self.source.generate(spec.requests, spec.sampling, micro_batch=size)) as chunks:
             for chunk in chunks:
                 seen(chunk)
-                numbers = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
+                numbers = spec.numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, numbers)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return join_batches(parts)
@@ -345,7 +345,7 @@ class RolloutSampler:
             None,
         )
         asked = [each.prompt for each in chosen]
-        plan = RolloutPlan(
+        spec = RolloutSpec(
             asked,
             Requests(prompts, ids, key(0)),
             sampling,
@@ -355,7 +355,7 @@ class RolloutSampler:
             1,
             self.config.samples_per_pass,
         )
-        return Batch(plan, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
+        return Batch(spec, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
 
     def data_sampling(self, shape: tuple[int, ...]) -> Sampling:
         """Return the schedule of given samples of a shape."""
@@ -454,17 +454,17 @@ class RolloutSampler:
         x0: Tensor = to_device(self.job.data(fold_in(requests.key, requests.ids[start]), prompts).clone(), self.world.device)
         return x0
 
-    def read_data(self, plan: RolloutPlan, rewards: RewardRunners | None) -> SampleBatch:
+    def read_data(self, spec: RolloutSpec, rewards: RewardRunners | None) -> SampleBatch:
         """Return clean samples of the job's data, whose images the rewards score, if any."""
         size, device, parts = self.config.samples_per_pass, self.world.device, []
-        prompts, tokens = plan.requests.prompts, plan.sampling.text_tokens
+        prompts, tokens = spec.requests.prompts, spec.sampling.text_tokens
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
-            x0 = self._read_chunk(plan.requests, start)
+            x0 = self._read_chunk(spec.requests, start)
             if rewards is not None:
                 with torch.no_grad():
                     images = decode_samples(self.job.model, x0, model_inputs(part))
-                    rewards.submit(images, part, x0, plan.numbers[start : start + size])
+                    rewards.submit(images, part, x0, spec.numbers[start : start + size])
             cond = optree.tree_map(
                 lambda tensor: to_device(tensor, device), self.method.sampling.guidance.encode(self.job.model, part, tokens)
             )

@@ -1,5 +1,7 @@
 """Heads: a number per sample from the middle block, which changes nothing of the network."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
@@ -47,7 +49,7 @@ class Blocks(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
-def test_a_head_reads_the_middle_block_and_changes_nothing(checkpointing: str) -> None:
+def test_a_head_reads_the_middle_block_and_changes_nothing(checkpointing: Any) -> None:
     """Also of a checkpointed block, which runs again in the backward pass; its gradient reaches the blocks before it."""
     net, x = Blocks(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     before = net(x)
@@ -84,7 +86,8 @@ def test_heads_of_a_seed_are_the_same_and_no_part_of_the_base() -> None:
 
 def test_what_takes_no_head() -> None:
     """A network without blocks, blocks without linear layers, and a block whose results have another width."""
-    for net, blocks in ((nn.Linear(2, 2), []), (nn.Sequential(nn.Tanh()), [nn.Tanh()])):
+    without: list[tuple[nn.Module, list[nn.Module]]] = [(nn.Linear(2, 2), []), (nn.Sequential(nn.Tanh()), [nn.Tanh()])]
+    for net, blocks in without:
         with pytest.raises(UsageError, match="takes no head"):
             add_head(net, blocks, "fake", seed=0)
     net = tiny.Tiny().build()

@@ -40,7 +40,7 @@ def test_the_adjoint_of_recorded_steps_is_the_gradient_along_them(one: World, ki
     batch = run.score(run.sample(key(2)))
     steps = run.record_steps(batch, key(2), keep=torch.ones(4))
     got = method.carry_back(run, steps, -3.0 * run.reward_gradient(batch))
-    trajectory, schedule, transitions = batch.trajectory, batch.plan.sampling.schedule, batch.plan.transitions
+    trajectory, schedule, transitions = batch.trajectory, batch.spec.sampling.schedule, batch.spec.transitions
     assert transitions is not None
     x = trajectory.x[:, 0].clone().requires_grad_()
     states, noises = [x], list[Tensor]()

@@ -32,7 +32,7 @@ def sample(world: World, window: Window, eta: float = 0.7, rewards: tuple[str, .
 
 def euler(run: Run, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Tensor:
     """Return what a loop of Euler's steps makes of samples."""
-    levels = batch.plan.sampling.schedule.levels
+    levels = batch.spec.sampling.schedule.levels
     stops = [step, len(levels) - 1] if jump and step < len(levels) - 1 else range(step, len(levels))
     stops, module = list(stops), run.engine.module
     for start, end in itertools.pairwise(stops):

@@ -39,7 +39,7 @@ def test_samples_are_paths_with_the_noise_of_their_edges(one: World, sampling: S
     """That of the first sample that shares the edge; a candidate records its own, and goes on with the first one's."""
     run = build(one, Grpo() if sampling is TREE else Spo(), sampling).trainer.loop.run
     batch, window, root = run.sample(key(1)), sampling.window, fold_in(key(1), Stream.SAMPLES)
-    trajectory, transitions, module = batch.trajectory, batch.plan.transitions, run.engine.module
+    trajectory, transitions, module = batch.trajectory, batch.spec.transitions, run.engine.module
     assert transitions is not None
     trunk = torch.arange(16) // (8 if sampling is TREE else 4)
     x = normal(fold_in(fold_in(root, trunk), Stream.INITIAL), (16, *tiny.SHAPE))
@@ -52,7 +52,7 @@ def test_samples_are_paths_with_the_noise_of_their_edges(one: World, sampling: S
             leads = own // 4 * 4
             own = leads if step < 2 else own
         taken = Transition(*(each[step] for each in transitions))
-        v = run.job.model.predict(module, x, batch.plan.sampling.schedule.levels[step].expand(16), batch.cond).detach()
+        v = run.job.model.predict(module, x, batch.spec.sampling.schedule.levels[step].expand(16), batch.cond).detach()
         after, recorded = (
             gaussian.sample(taken, x, v, normal(fold_in(fold_in(fold_in(root, ids), Stream.STEPS), step), tuple(x.shape)))
             for ids in (leads, own)
@@ -115,7 +115,7 @@ def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margi
 
     object.__setattr__(spy, "compare", compare)
     list(spy.learn(run, batch, key(3)))
-    levels, transitions = batch.plan.sampling.schedule.levels, batch.plan.transitions
+    levels, transitions = batch.spec.sampling.schedule.levels, batch.spec.transitions
     assert transitions is not None
     std, expected = transitions.std[2:], torch.zeros(16, 6)
     for step in range(2, 6):

@@ -298,17 +298,17 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
     def made(trainer: Trainer, number: int) -> tuple[Any, Any]:
         """Return a batch: each has another prompt, noise levels and a size of its own."""
         keys = key(7 + number)
-        plan = trainer.sampler.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
-        schedule, stochastic = plan.sampling.schedule, plan.sampling.stochastic
+        spec = trainer.sampler.specify(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
+        schedule, stochastic = spec.sampling.schedule, spec.sampling.stochastic
         levels = schedule.levels ** (1 + number)
         if stochastic is not None:
             stochastic = replace(stochastic, transition=rollout.bound_sampler(levels))
         schedule, shape = schedule._replace(levels=levels), ((1, 4, 4), (1, 2, 8))[number]
-        sampling = replace(plan.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
+        sampling = replace(spec.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
         transitions = None if stochastic is None else stochastic.transition(levels[:-1], levels[1:])
-        plan = plan._replace(sampling=sampling, transitions=transitions)
-        samples = make_batch(trainer.sampler.generate(plan, trainer.runners))
-        return trainer.run.score(trainer.run._batch(plan, made=samples, scoring=Scoring(trainer.runners))), keys
+        spec = spec._replace(sampling=sampling, transitions=transitions)
+        samples = make_batch(trainer.sampler.generate(spec, trainer.runners))
+        return trainer.run.score(trainer.run._batch(spec, made=samples, scoring=Scoring(trainer.runners))), keys
 
     def weights(trainer: Trainer) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in trainer.engine.sharded.shards().items()}

@@ -65,12 +65,12 @@ def test_each_form_of_inputs_has_a_graph(graphs: Graphs) -> None:
 
 def test_a_plan_counts_what_a_graph_holds(graphs: Graphs, monkeypatch: Patch) -> None:
     """Its inputs with both halves of guidance, and the velocity; the pool is the activations of a pass."""
-    made, model = list[GraphedPass](), Handwriting()
-    monkeypatch.setattr(generating, "GraphedPass", lambda: made.append(GraphedPass()) or made[-1])
+    made, model = GraphedPass(), Handwriting()
+    monkeypatch.setattr(generating, "GraphedPass", lambda: made)
     shape, requests = model.latent_shape(), Requests(as_prompts(["0427", "1234", "9999"]), range(3), key(3))
     sampling = Sampling(shape, model.schedule(STEPS, shape), Guidance(3.0), graphs=True)
     assert len([*generate(model, model.build().eval(), requests, sampling, micro_batch=3)]) == graphs.count == 1
-    ((held, _, velocity),) = made[0]._graphs.values()
+    ((held, _, velocity),) = made._graphs.values()
     config = PlanConfig(guidance=True, micro_batch=3, engine=EngineConfig(compile="reduce-overhead"))
     planned = plan("handwriting", config).rollout.graph
     assert planned == sum(tensor.untyped_storage().nbytes() for tensor in (*held, velocity))

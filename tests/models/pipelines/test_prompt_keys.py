@@ -128,7 +128,7 @@ def test_steps_leave_out_blocks_from_the_second_on_that_reads_keys() -> None:
     """The first step computes the prompt as well, so that its blocks return other shapes than those of the next ones."""
     network, called = build_network(), list[int]()
     model: Any = SimpleNamespace(blocks=lambda module: list(module.transformer_blocks))
-    network.transformer_blocks[-1].attn.register_forward_hook(lambda *_: called.append(len(called)))
+    model.blocks(network)[-1].attn.register_forward_hook(lambda *_: called.append(len(called)))
     options: dict[str, Any] = {"layers": "none", "keys": True, "guided": False}
     reuse, counts = PassReuse(model, network, cache=FirstBlockCache(threshold=1e6), **options), list[int]()
     for sample, level in samples():
@@ -195,7 +195,7 @@ def test_a_rollout_makes_the_same_samples(edit: bool, scale: float, tmp_path: Pa
 
 
 def sample_handwriting() -> Any:
-    model = handwriting_jobs.job().model
+    model: Any = handwriting_jobs.job().model
     shape = model.latent_shape()
     sampling = Sampling(shape, model.schedule(STEPS, shape), keep_keys=True)
     return [*generate(model, model.build(), Requests([Prompt("0427")], range(1), key(0)), sampling, micro_batch=1)]

@@ -243,7 +243,7 @@ def test_a_memory_is_fitted_with_the_cheapest_settings() -> None:
 
 def test_no_knob_divides_weights_that_a_rollout_needs_whole() -> None:
     for changes in ({"merged": True}, {"engine": EngineConfig(compile="reduce-overhead")}):
-        config = PlanConfig(gpus=8, **changes)  # type: ignore[arg-type]
+        config = PlanConfig(gpus=8, **changes)
         turned = {flags for flags, turn in KNOBS.items() if turn(config) != config}
         bases = {"--engine.base int8", "--engine.base nf4"}
         assert turned & {"--engine.comm reshard", "--engine.offload blocks", "--engine.offload always", *bases} == (

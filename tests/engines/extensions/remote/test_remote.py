@@ -29,7 +29,7 @@ from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
-from fluvial.engines.run.batch import RolloutPlan
+from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk, Guidance
@@ -110,15 +110,15 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
     assert [expected in str(warning.message) for warning in said] == [True] * says
 
 
-def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutSpec:
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
-        return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
+        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)
 
 
-def chunks(source: Any, plan: RolloutPlan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
-    return list(source.generate(plan.requests, plan.sampling, micro_batch=micro_batch))
+def chunks(source: Any, spec: RolloutSpec, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
+    return list(source.generate(spec.requests, spec.sampling, micro_batch=micro_batch))
 
 
 def net() -> nn.Module:
@@ -146,11 +146,11 @@ VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str, Any], changes: dict[str, Any]) -> None:
     """Whatever the sampler, the window, the noise that samples share and the guidance."""
     asked, fakes = replace(STEPS, **rollout), [FakeRollouts(net()) for _ in range(2)]
-    plan = planned(one, asked, **changes)
+    spec = planned(one, asked, **changes)
     inside = InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module))
     inside.push(cast(Engine, None), 3)
     with served(*fakes, world=one, sampling=asked) as source:
-        found, expected = chunks(source, plan), chunks(inside, plan)
+        found, expected = chunks(source, spec), chunks(inside, spec)
     for own, other in zip(found, expected, strict=True):
         assert [*own.prompts] == [*other.prompts]
         assert own.version == other.version == 3
@@ -164,13 +164,13 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
 def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     """One per prompt, with a seed each; the trajectory is taken from the reply, and is scored alike here."""
     rollout, fake = replace(STEPS, window=RandomWindow(2)), FakeRollouts(net(), "sglang")
-    plan = planned(one, rollout)
+    spec = planned(one, rollout)
     with served(fake, world=one, sampling=rollout) as source:
-        made = chunks(source, plan)
+        made = chunks(source, spec)
         handshake = source.compare_with_servers(
-            plan.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), plan.sampling
+            spec.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), spec.sampling
         )
-    window = sorted(cast(Any, plan.sampling.stochastic).steps_of([0]))
+    window = sorted(cast(Any, spec.sampling.stochastic).steps_of([0]))
     for request in fake.requests:
         assert "extra_sampling_params" not in request
         assert request["rollout_sde_step_indices"] == window
@@ -187,12 +187,12 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World) -> No
     """For some windows they are as many as the four steps, and not the timesteps of these."""
     for size, low in ((1, 0), (2, 0), (2, 2), (3, 0), (3, 1), (4, 0)):
         rollout = replace(STEPS, window=RandomWindow(size, low=low, high=low + size))
-        fake, plan = FakeRollouts(net(), "sglang"), planned(one, rollout)
+        fake, spec = FakeRollouts(net(), "sglang"), planned(one, rollout)
         with served(fake, world=one, sampling=rollout) as source:
-            assert len(chunks(source, plan)) == 2
+            assert len(chunks(source, spec)) == 2
             fake.faults = [of_trajectory(timesteps=lambda value: value + torch.eye(len(value))[-1])] * 9
             with pytest.raises(RunError, match="has timestep 1, expected 0"):
-                chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))
+                chunks(source, spec._replace(requests=spec.requests._replace(key=key(9))))
 
 
 def test_what_sglang_cannot_do_is_refused(one: World) -> None:
@@ -211,10 +211,10 @@ def test_what_sglang_cannot_do_is_refused(one: World) -> None:
     with pytest.raises(UsageError, match=r"rollout.autocast is True; sglang"):
         served(FakeRollouts(net(), "sglang"), world=one, autocast=True).__enter__()
     for name, value in {"form": "no_const", "reduction": "sum"}.items():
-        plan = planned(one, STEPS, **{name: value})
+        spec = planned(one, STEPS, **{name: value})
         says = rf"{name} is {value}.*; sglang cannot do this"
         with served(FakeRollouts(net(), "sglang"), world=one) as source, pytest.raises(UsageError, match=says):
-            chunks(source, plan)
+            chunks(source, spec)
 
 
 def hang_up(handler: Any) -> None:
@@ -278,66 +278,66 @@ FAULTS: dict[str, tuple[Any, str]] = {
 def test_a_fault_is_a_retry_or_one_line(one: World, name: str) -> None:
     """On another server the rollout is completed, with the bits it would have had; servers that all fail end it."""
     fault, says = FAULTS[name]
-    fakes, plan, config = [FakeRollouts(net()) for _ in range(2)], planned(one), replace(QUICK, most_mb=1)
-    expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module)), plan)
+    fakes, spec, config = [FakeRollouts(net()) for _ in range(2)], planned(one), replace(QUICK, most_mb=1)
+    expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module)), spec)
     with served(*fakes, world=one, config=config) as source:
         fakes[0].faults = [fault]
-        found = chunks(source, plan)
+        found = chunks(source, spec)
         assert all(torch.equal(own.images, other.images) for own, other in zip(found, expected, strict=True))
         for fake in fakes:
             fake.faults = [fault] * 20
         with pytest.raises(RunError, match=says) as caught:
-            chunks(source, plan)
+            chunks(source, spec)
         assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) -> None:
     """Its late reply is nobody's."""
-    over, plan = threading.Event(), planned(one)
+    over, spec = threading.Event(), planned(one)
     silent = Fault(lambda handler: cast(Any, over.wait(60)))
     fakes = [FakeRollouts(net()) for _ in range(2)]
     with served(*fakes, world=one, config=replace(QUICK, timeout=2)) as source:
         fakes[0].faults = [silent]
-        assert len(chunks(source, plan)) == 2
+        assert len(chunks(source, spec)) == 2
         fakes[0].faults = fakes[1].faults = [silent] * 9
         with pytest.raises(RunError, match=r"did not answer within 2 s"):
-            chunks(source, plan)
+            chunks(source, spec)
         over.set()
 
 
 def test_a_wrong_request_is_not_sent_to_other_servers(one: World) -> None:
     """It is wrong everywhere. A server that has too much to do is asked again, which does not count as a failure."""
-    fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one)
     with served(*fakes, world=one) as source:
         for fake in fakes:
             fake.faults = [Fault(lambda handler: respond(handler, b'{"detail": "no such sampler"}', 400))] * 9
         with pytest.raises(RunError, match=r"answered 400: .*no such sampler"):
-            chunks(source, plan)
+            chunks(source, spec)
     assert sum(len(fake.requests) for fake in fakes) <= 2  # one per prompt
     with served(fakes[0], world=one) as source:
         fakes[0].faults = [Fault(lambda handler: respond(handler, b"", 429))] * 9
-        assert len(chunks(source, plan)) == 2
+        assert len(chunks(source, spec)) == 2
 
 
 def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> None:
     """A rollout is completed by the other one; the first is given the weights again before it is asked for samples."""
-    fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one)
     with served(*fakes, world=one) as source:
         fakes[0].faults, fakes[0].is_ready = [Fault(hang_up)] * 2, False
-        chunks(source, plan)
+        chunks(source, spec)
         assert [server.address for server in source.pool.live] == [source.pool.servers[1].address]
         fakes[0].is_ready, fakes[0].version, fakes[0].faults = True, 0, []
         begun = time.monotonic()
         while len(source.pool.live) < 2 and time.monotonic() - begun < 60:
             time.sleep(0.02)
         assert cast(FakeSync, source.sync).repeated == [source.pool.servers[0].address]
-        assert len(chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))) == 2
+        assert len(chunks(source, spec._replace(requests=spec.requests._replace(key=key(9))))) == 2
         assert len(fakes[0].requests) > 1
 
 
 def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
     """For the patience of the run, and then the weights are given again."""
-    fake, plan, engine = FakeRollouts(net()), planned(one), cast(Engine, SimpleNamespace(world=one))
+    fake, spec, engine = FakeRollouts(net()), planned(one), cast(Engine, SimpleNamespace(world=one))
     with served(fake, world=one, config=replace(QUICK, patience=3)) as source:
         sync = cast(FakeSync, source.sync)
         sync.is_down, fake.is_ready = True, False
@@ -351,7 +351,7 @@ def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
         back.join()
         assert fake.version == 4
         assert sync.pushes == 3
-        assert len(chunks(source, plan)) == 2
+        assert len(chunks(source, spec)) == 2
         sync.is_down = True  # it says that it is ready, and takes nothing
         with pytest.raises(RunError, match=r"no server has answered for 3 s: no server took the weights .* it restarts"):
             source.push(engine, 5)
@@ -363,7 +363,7 @@ def test_images_have_the_size_of_the_samples(one: World, monkeypatch: pytest.Mon
         return (1, height, width)
 
     monkeypatch.setattr(tiny.Tiny, "latent_shape", latent_shape)
-    plan = planned(one)
+    spec = planned(one)
     for shape, says in (
         ((1, 2, 4), r"an image of shape \[1, 2, 4\], of latents \[1, 2, 4\], expected \[1, 4, 4\]"),
         ((1, 2, 4, 4), r"an image of shape \[1, 2, 4, 4\]: frames is 2"),
@@ -372,7 +372,7 @@ def test_images_have_the_size_of_the_samples(one: World, monkeypatch: pytest.Mon
         fake = FakeRollouts(net())
         with served(fake, world=one) as source, pytest.raises(RunError, match=says) if says else nullcontext():
             fake.faults = [changed(generated_output=torch.ones(shape))] * 9
-            assert {chunk.images.shape for chunk in chunks(source, plan)} == {(MICRO_BATCH, 1, 4, 4)}
+            assert {chunk.images.shape for chunk in chunks(source, spec)} == {(MICRO_BATCH, 1, 4, 4)}
 
 
 @contextmanager
@@ -398,8 +398,8 @@ def test_a_server_with_another_policy_is_left_out(one: World) -> None:
             made = trainer.run.sample(key(1))
         assert [server.address for server in source.pool.servers] == addresses[1:]
         inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
-        plan = made.plan
-        ends = [chunk.trajectory.x_next for chunk in chunks(inside, plan)]
+        spec = made.spec
+        ends = [chunk.trajectory.x_next for chunk in chunks(inside, spec)]
         assert torch.equal(made.trajectory.x_next, torch.cat(ends))
         assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
         good.module = bad.module
@@ -422,8 +422,8 @@ def test_the_summary_is_of_served_samples_too(one: World) -> None:
 
 def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
     """In a rollout with another key, the first reply holds samples of the last one; nor is one used twice in a rollout."""
-    fake, plan, known = FakeRollouts(net()), planned(one), dict[str, Any]()
-    following, noted_one = plan.requests._replace(key=key(9)), threading.Event()
+    fake, spec, known = FakeRollouts(net()), planned(one), dict[str, Any]()
+    following, noted_one = spec.requests._replace(key=key(9)), threading.Event()
 
     def noted(samples: Any) -> Any:
         known[samples[0].prompt] = samples
@@ -437,18 +437,18 @@ def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
 
     with served(fake, world=one) as source:
         fake.faults = [noted] * 20
-        chunks(source, plan)
+        chunks(source, spec)
         fake.faults = [lambda samples: known[samples[0].prompt]]
         with pytest.raises(RunError, match="sent the same sample twice"):
-            chunks(source, plan._replace(requests=following))
+            chunks(source, spec._replace(requests=following))
         fake.faults = []
-        assert len(chunks(source, plan._replace(requests=following._replace(key=key(10))))) == 2
+        assert len(chunks(source, spec._replace(requests=following._replace(key=key(10))))) == 2
     known.clear()
     noted_one.clear()
     with served(fake, world=one) as source:
         fake.faults = [noted, repeated]
         with pytest.raises(RunError, match="sent the same sample twice"):
-            chunks(source, plan)
+            chunks(source, spec)
 
 
 def test_servers_that_cannot_be_used_are_refused(one: World) -> None:
@@ -457,28 +457,28 @@ def test_servers_that_cannot_be_used_are_refused(one: World) -> None:
         served(FakeRollouts(net()), FakeRollouts(net(), "sglang"), world=one).__enter__()
     with pytest.raises(UsageError, match="names a server twice"):
         servers.ServerPool(["http://a:1", "http://a:1/"], QUICK)
-    fake, plan = FakeRollouts(net()), planned(one)
+    fake, spec = FakeRollouts(net()), planned(one)
     with served(fake, world=one) as source:
         fake.is_ready, fake.faults = False, [Fault(hang_up)] * 9
         with pytest.raises(RunError, match=r"no server has answered for 1 s|tries failed"):
-            chunks(source, plan)
+            chunks(source, spec)
     with pytest.raises(RunError, match="cannot be reached"):
         remote(RolloutConfig(source="http://127.0.0.1:9", servers=QUICK), [fake], one)
 
 
 def test_the_handshake_says_how_far_servers_are(one: World) -> None:
     """0 where they compute the same, more where their weights are others."""
-    fake, plan = FakeRollouts(net()), planned(one)
-    requests = plan.requests._replace(prompts=[Prompt("1")] * 4, ids=list(range(4)))
+    fake, spec = FakeRollouts(net()), planned(one)
+    requests = spec.requests._replace(prompts=[Prompt("1")] * 4, ids=list(range(4)))
     with served(fake, world=one) as source:
-        handshake = source.compare_with_servers(requests, plan.sampling)
+        handshake = source.compare_with_servers(requests, spec.sampling)
         assert handshake.largest == 0.0
         assert [*handshake.differences] == [0, 1, 2, 3]
-        assert handshake.record["sigmas"] == plan.sampling.schedule.levels.tolist()
+        assert handshake.record["sigmas"] == spec.sampling.schedule.levels.tolist()
         assert "|log-prob by server - by trainer| per step  0: 0 1: 0 2: 0 3: 0" in str(handshake)
         own, fake.module = fake.module, tiny.Tiny(seed=1).build()
         source.behaviour = lambda: nullcontext(own)
-        assert source.compare_with_servers(requests, plan.sampling).largest > 1e-3
+        assert source.compare_with_servers(requests, spec.sampling).largest > 1e-3
 
 
 SOURCES = "ftp://a", "http://a,b", "http//a", "replayed:", "stored:x", "somewhere"

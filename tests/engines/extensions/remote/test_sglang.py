@@ -38,7 +38,7 @@ from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
-from fluvial.engines.run.batch import RolloutPlan
+from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
@@ -136,11 +136,11 @@ def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator
             source.close()
 
 
-def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutSpec:
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
-        return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
+        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)
 
 
 ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -161,12 +161,12 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(replies, "find_layout", lambda model: layout)
     changes, others = ROLLOUTS[name]
     asked = replace(SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
-    plan = planned(one, asked, **others)
+    spec = planned(one, asked, **others)
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
     with source_of(server, asked, one) as source:
-        made = list(source.generate(plan.requests, plan.sampling, micro_batch=MICRO_BATCH))
-        alike, ids = [plan.requests.prompts[0]] * MICRO_BATCH, list(range(MICRO_BATCH))
-        found = source.compare_with_servers(Requests(alike, ids, key(8)), plan.sampling)
+        made = list(source.generate(spec.requests, spec.sampling, micro_batch=MICRO_BATCH))
+        alike, ids = [spec.requests.prompts[0]] * MICRO_BATCH, list(range(MICRO_BATCH))
+        found = source.compare_with_servers(Requests(alike, ids, key(8)), spec.sampling)
     assert found.kind == "sglang"
     assert found.largest < NEAR
     window = asked.window.count(asked.steps) - (name == "cps")  # whose last step is deterministic

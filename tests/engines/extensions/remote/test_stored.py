@@ -99,8 +99,8 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
     older(copy)
     run = config(tmp_path, **{"engine.micro_batch": 8, "rollout.source": f"replayed:{copy}"})
     with Trainer(run, tiny.job(), one) as trainer:
-        plan = trainer.sampler.plan(*first_rollout(trainer))
-        (chunk,) = trainer.sampler.source.generate(plan.requests, plan.sampling, micro_batch=8)
+        spec = trainer.sampler.specify(*first_rollout(trainer))
+        (chunk,) = trainer.sampler.source.generate(spec.requests, spec.sampling, micro_batch=8)
     assert chunk.version == 4
 
 
