@@ -30,8 +30,8 @@ class Dmd2(Matching, name="dmd2"):
     """DMD2: the student's clean samples, with noise on them, look alike to the teacher and to the fake (arXiv 2405.14867).
 
     The student takes few steps, each to the clean sample that it predicts and back to a lower level with new noise. One of
-    them has a gradient. With `gan` the samples are to look like images that are given, too, of which a head of the fake
-    learns to tell them; the prompts are the captions of these images then.
+    them has a gradient. With `gan` a head of the fake learns to tell the samples from given images, and the student to
+    deceive it; the prompts are then the captions of these images.
 
     Args:
         sampling: How the student samples: few steps of cps at eta 1, without guidance.
