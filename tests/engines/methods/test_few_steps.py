@@ -167,6 +167,7 @@ def zeroed(run: Any, name: str = "out") -> None:
         parameter.data.zero_()
 
 
+@pytest.mark.long
 def test_a_head_that_knows_nothing_pays_log_2_and_moves_nobody(one: World) -> None:
     """The student's loss is higher by the weight times log 2, and its gradient that of DMD2."""
     once, found = replace(OPPOSED, fake_updates=1), []  # so that the head has learnt nothing when the student learns
