@@ -91,7 +91,7 @@ class ModularShape:
         """Return the velocity of samples on the meta device.
 
         Raises:
-            ValueError: the network reads values of its inputs, of which the meta device has none.
+            ValueError: the network reads values of its inputs, and tensors of the meta device hold none.
         """
         model, meta = self._open(asked), torch.device("meta")
         levels, cond = model.known.levels[:1], model.encode([EXAMPLE])
