@@ -356,7 +356,15 @@ def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None
     assert not is_done(case, asked, known, rows[1:])
     assert not is_done(case, asked, known, rows[:3])
     assert is_done(case, asked, {"flow_grpo": known["flow_grpo"]._replace(samples=False)}, rows[1:])
-    others: dict[str, Any] = {"commit": "other", "fluvial": "other", "runs": 2, "window": 3, "ranks": 2, "steps": 9}
+    others: dict[str, Any] = {
+        "commit": "other",
+        "fluvial": "other",
+        "runs": 2,
+        "window": 3,
+        "ranks": 2,
+        "steps": 9,
+        "kl": 1.0,
+    }
     for name, value in others.items():
         assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value}), rows[3]])
 
