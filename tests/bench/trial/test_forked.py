@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
+
+import pytest
 
 from fluvial.bench.trial.forked import MOST_BYTES, Forked, ranks, running, wait
 
@@ -23,6 +26,12 @@ def test_what_a_function_prints_and_its_exit_code_are_kept(tmp_path: Path) -> No
     with running(signal.pause, tmp_path / "out") as process:
         assert process.poll() is None
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_the_next_process_has_what_one_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    wait([Forked(lambda: __import__("this") and None, tmp_path / "out")])
+    assert wait([Forked(lambda: print("this" in sys.modules), tmp_path / "out")]).last == "True"
 
 
 def test_too_much_memory_ends_the_process_alone(tmp_path: Path) -> None:
