@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,8 @@ from fluvial.models.flops import FlopCounter
 from fluvial.models.prompt_layers import PromptKeys
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
-CACHES: tuple[StepCacheChoice, ...] = (NoCache(), *map(FirstBlockCache, (0.05, 0.1, 0.2)), *map(GuidanceCache, (2, 3, 5)))
+FIRST_BLOCK = (FirstBlockCache(threshold, order) for order in (0, 1, 2) for threshold in (0.05, 0.1, 0.2))
+CACHES: tuple[StepCacheChoice, ...] = (NoCache(), *FIRST_BLOCK, *map(GuidanceCache, (2, 3, 5)))
 # An edit of a random network of the class: width, layers, and tokens of the text and on each side of image and sample.
 WIDTH, LAYERS, TEXT, SIDE, LATENT, SAMPLES = 128, 4, 64, 16, 4, 2
 
@@ -63,7 +64,7 @@ def _draw(config: CachesConfig) -> list[dict[str, str]]:
                 (chunk,) = generate(model, module, requests, replace(sampling, step_cache=cache), micro_batch=len(prompts))
             whole = whole or (chunk.images, counter.model)
             far = (chunk.images - whole[0]).abs()
-            name = f"{cache.kind} {getattr(cache, 'threshold', getattr(cache, 'every', ''))}"
+            name = " ".join([cache.kind, *map(str, astuple(cache))])
             found = {"operations": counter.model / whole[1], "mean": far.mean().item(), "most": far.max().item()}
             rows.append({"steps": str(steps), "cache": name} | {each: f"{value:.4f}" for each, value in found.items()})
     return rows

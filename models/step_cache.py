@@ -6,15 +6,19 @@ With k the last step that was computed whole, h_i the output of the first block 
 the prediction and u_i the unconditional one:
 
     first block    y_i = h_i + (y_k - h_k)    if mean|h_i - h_k| < threshold * mean|h_k| for every sample of the batch
+    of order m     y_i = h_i + sum_{n <= m} D_n (i - k)^n / n!    with D_0 = y_k - h_k and the differences
+                   D_n = (D_{n-1} - D'_{n-1}) / (k - k') to those of k', the step before k that was computed whole
     guidance       u_i = v_i - (v_k - u_k)    if i - k < every
 
 Sources: first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108), which diffusers does not have for SD3, whose
-last block returns no text stream; the CFG cache of FasterCache (2410.19355), here without its weights of frequencies.
+last block returns no text stream; its series is TaylorSeer's (2503.06923); the CFG cache of FasterCache (2410.19355), here
+without its weights of frequencies.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import factorial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import optree
@@ -43,13 +47,15 @@ class FirstBlockCache:
 
     Args:
         threshold: Largest relative change of the first block's output, without a unit.
+        order: Order of the series over steps that continues what the other blocks add; 0 repeats it.
     """
 
     kind: ClassVar[str] = "first_block"
     threshold: float = 0.1
+    order: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.step_cache", threshold=(1e-12, 1e6))
+        check_fields(self, "rollout.step_cache", threshold=(1e-12, 1e6), order=(0, 4))
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,11 @@ Reuse = Literal["all", "outside_blocks", "none"]
 class _Whole(NamedTuple):
     """Values kept of a pass that was computed whole, of its last run of blocks that return tensors of one shape."""
 
+    step: int  # number of the prediction
     first: int  # index of the first block of the run
     last: int
     heads: list[Tensor | None]  # tensors that the first block returned
-    changes: list[Tensor | None]  # what the further blocks added to them; None where the last block returned none
+    changes: list[list[Tensor | None]]  # D_n of each tensor, by n; None where the last block returned none
 
 
 class StepCache:
@@ -88,19 +95,21 @@ class StepCache:
     The samples of a batch leave out blocks together, so the bits of a sample depend on its batch. Whether they do is read
     from the device, once per pass: what follows depends on it.
 
-    Memory: two copies of what a block returns, for each pass of a prediction.
+    Memory: 2 + order copies of what a block returns, for each pass of a prediction.
 
     Args:
         model: adapter; its last blocks must return tensors of one shape, as those of a transformer do. The first of them is
             the one whose output is compared, and those before it are always computed.
         module: its network, with adapters or sharded. Of compiled blocks those that are computed run compiled.
         threshold: largest relative change of the first block's output, without a unit; about 0.1.
+        order: order of the series that continues what the other blocks add, see the module.
     """
 
-    def __init__(self, model: DiffusionModel, module: nn.Module, threshold: float) -> None:
-        self._threshold, self._blocks = threshold, list(model.blocks(module))
+    def __init__(self, model: DiffusionModel, module: nn.Module, threshold: float, order: int = 0) -> None:
+        self._threshold, self._order, self._blocks = threshold, order, list(model.blocks(module))
         self._forwards = [self._wrap_forward(place, block.forward) for place, block in enumerate(self._blocks)]
         self._known: dict[int, _Whole] = {}  # by the pass's number within a prediction
+        self._step = -1
         self._begin(exact=True)
 
     @contextmanager
@@ -119,7 +128,7 @@ class StepCache:
             self._end_pass()
 
     def _begin(self, *, exact: bool) -> None:
-        self._exact, self._number, self._last = exact, -1, len(self._blocks)
+        self._step, self._exact, self._number, self._last = self._step + 1, exact, -1, len(self._blocks)
         self._first = -1  # of the run of blocks with outputs of one shape that the pass is in
         self._head: Any = None  # what the first and the last block of that run returned
         self._tail: Any = None
@@ -157,9 +166,12 @@ class StepCache:
 
     def _extrapolate(self, known: _Whole) -> Any:
         """Return what the last block would return."""
-        tensors, tree = optree.tree_flatten(self._head, none_is_leaf=True)
-        pairs = zip(tensors, known.changes, strict=True)
-        return optree.tree_unflatten(tree, [None if change is None else head + change for head, change in pairs])
+        (tensors, tree), ends = optree.tree_flatten(self._head, none_is_leaf=True), list[Tensor | None]()
+        for head, change, *differences in zip(tensors, *known.changes, strict=True):
+            for n, difference in enumerate(differences if change is not None else (), start=1):
+                change = change + difference * ((self._step - known.step) ** n / factorial(n))
+            ends.append(None if change is None else head + change)
+        return optree.tree_unflatten(tree, ends)
 
     def _end_pass(self) -> None:
         """Keep what the blocks did, if they were computed."""
@@ -170,14 +182,23 @@ class StepCache:
                 "step cache: the last block returns other shapes than the one before, so that none can be left out: set "
                 "rollout.step_cache to none or guidance for this model"
             )
-        heads = _tensors(self._head)
-        changes = [None if t is None else t - h for h, t in zip(heads, _tensors(self._tail), strict=True)]
-        self._known[self._number] = _Whole(self._first, self._last, heads, changes)
+        heads, before = _tensors(self._head), self._known.get(self._number)
+        changes = [_subtract(_tensors(self._tail), heads)]
+        if before is not None and not _differ(before.changes[0], changes[0]):
+            for earlier in before.changes[: self._order]:
+                difference = _subtract(changes[-1], earlier)
+                changes.append([None if d is None else d / (self._step - before.step) for d in difference])
+        self._known[self._number] = _Whole(self._step, self._first, self._last, heads, changes)
 
 
 def _tensors(returned: Any) -> list[Any]:
     """Return the tensors of a tuple or of a tensor alone."""
     return list(optree.tree_leaves(returned, none_is_leaf=True))
+
+
+def _subtract(ends: list[Any], starts: list[Any]) -> list[Any]:
+    """Return the difference of each tensor, None for those that a block no longer returned."""
+    return [None if end is None else end - start for end, start in zip(ends, starts, strict=True)]
 
 
 def _differ(head: Any, returned: Any) -> bool:
@@ -218,7 +239,7 @@ class PassReuse:
         keys: bool = False,
     ) -> None:
         self._adapters = FixedAdapters(module) if layers == "all" else None
-        self._blocks = StepCache(model, module, cache.threshold) if isinstance(cache, FirstBlockCache) else None
+        self._blocks = StepCache(model, module, cache.threshold, cache.order) if isinstance(cache, FirstBlockCache) else None
         self._kept = KeptDifference(cache.every) if isinstance(cache, GuidanceCache) and guided else None
         # By whether a step computes one half of guidance, which gives the layers other inputs than both do.
         kinds = 1 if self._kept is None else 2

@@ -282,7 +282,8 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         latent, conditioning = model.stored(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
-        kept = 2 * config.engine.compute_dtype(device).itemsize * _block_output(name, batch * halves, asked)
+        copies, itemsize = 2 + config.step_cache.order, config.engine.compute_dtype(device).itemsize
+        kept = copies * itemsize * _block_output(name, batch * halves, asked)
     if config.merged:
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)

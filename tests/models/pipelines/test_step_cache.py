@@ -80,6 +80,26 @@ def test_a_pass_that_hardly_changed_adds_what_the_blocks_added_before() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("order", range(4))
+def test_a_series_is_that_of_diffusers_own_cache(order: int) -> None:
+    """What the blocks add is continued as TaylorSeer does, from passes at any distance that were computed whole."""
+    from diffusers.hooks.taylorseer_cache import TaylorSeerState
+
+    torch.manual_seed(0)
+    net = Net().double()
+    cache, other = StepCache(net, net, 1e6, order), TaylorSeerState(torch.float64, order)  # type: ignore[arg-type]
+    for step, exact in enumerate((True, False, True, True, False, False, True, False)):
+        x, other.current_step = torch.randn(2, 5, 3, dtype=torch.float64), step
+        with cache.prediction(exact=exact):
+            end = net(x)
+        added = end - net.parts[0](torch.ones(2, 2, 3), x)[1]
+        if exact:
+            other.update((added,))
+        else:
+            assert_close(added, other.predict()[0])
+
+
+@torch.no_grad()
 def test_exact_predictions_and_their_passes_are_whole() -> None:
     """Exact ones keep their bits and are what later ones start from; several passes of a prediction are told apart."""
     net, x = Net(), torch.randn(2, 5, 3)

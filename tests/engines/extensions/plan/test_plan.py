@@ -174,11 +174,13 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     once, thrice = (plan("handwriting", PlanConfig(graphs=graphs, micro_batch=8)) for graphs in (1, 3))
     assert thrice.update.activations == plan("handwriting", PlanConfig(micro_batch=24)).update.activations
     assert thrice.rollout == once.rollout
-    caches = NoCache(), GuidanceCache(), FirstBlockCache()
+    caches = NoCache(), GuidanceCache(), FirstBlockCache(), FirstBlockCache(order=2)
     held = [plan("handwriting", PlanConfig(guidance=True, micro_batch=3, step_cache=cache)) for cache in caches]
     sizes = [each.rollout.trajectory - held[0].rollout.trajectory for each in held]
-    # A difference of each sample; the first block's tokens of image and text in bfloat16, and what the others add to them.
-    assert sizes == [0, 3 * 4 * 8 * 32, 2 * 2 * (2 * 3) * (64 + 4) * 64]
+    # A difference of each sample; the first block's tokens of image and text in bfloat16, and what the others add to them,
+    # with two differences of that.
+    tokens = 2 * (2 * 3) * (64 + 4) * 64
+    assert sizes == [0, 3 * 4 * 8 * 32, 2 * tokens, 4 * tokens]
     assert all(each.update == held[0].update for each in held)
     apart, merged = (plan("handwriting", PlanConfig(merged=merged)) for merged in (False, True))
     layers = lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
