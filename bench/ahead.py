@@ -54,7 +54,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
     made, learnt = list[float](), list[float]()
     with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:
         source: Any = trainer.sampler.source
-        generate, learn = source.generate, trainer.loop.learn
+        generate, learn = source.generate, trainer.learn
 
         def slow(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
             start = time.perf_counter()
@@ -69,7 +69,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
             learnt.append(time.perf_counter() - start)
             return updates
 
-        source.generate, trainer.loop.learn = slow, delay_update  # type: ignore[method-assign]
+        source.generate, trainer.learn = slow, delay_update  # type: ignore[method-assign]
         start = time.perf_counter()
         records = list(trainer)
         measured = time.perf_counter() - start

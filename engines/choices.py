@@ -37,14 +37,26 @@ def describe_fields(kind: type) -> dict[str, str]:
     return texts
 
 
+def locate(config: Any, field: str) -> tuple[Any, str]:
+    """Return what holds a field, by its dotted name, and its name there; those of a method may stand without `method.`."""
+    *parents, name = field.split(".")
+    if not hasattr(config, field.partition(".")[0]):
+        config = getattr(config, "method", None)
+    for parent in parents:
+        config = getattr(config, parent, None)
+    return config, name
+
+
 def is_set(config: Any, field: str) -> bool:
     """Return whether a field, by its dotted name, has another value than its default."""
-    *parents, name = field.split(".")
-    for parent in parents:
-        config = getattr(config, parent) if hasattr(config, parent) else getattr(config.method, parent)
+    config, name = locate(config, field)
     declared = next(each for each in dataclasses.fields(config) if each.name == name)
-    default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
-    return bool(getattr(config, name) != default)
+    return bool(getattr(config, name) != default_of(declared))
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, or `dataclasses.MISSING`."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def refuse_unused(config: Any, place: str = "") -> None:
@@ -99,8 +111,7 @@ def settings(variant: type) -> list[dataclasses.Field[Any]]:
 
 def list_required(variant: type) -> list[str]:
     """Return the names of the fields that have no default."""
-    bare = (dataclasses.MISSING, dataclasses.MISSING)
-    return [field.name for field in settings(variant) if (field.default, field.default_factory) == bare]
+    return [field.name for field in settings(variant) if default_of(field) is dataclasses.MISSING]
 
 
 def variant_of(union: Any, kind: Any, field: str) -> tuple[type, Callable[..., Any]]:

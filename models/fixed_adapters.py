@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,11 +109,8 @@ def _product(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         return lambda x: adapted_linear(x, base.weight, base.bias, down.weight, up.weight, scale)
     if weight.numel() * weight.element_size() > LARGEST:
         return None
-    return partial(_times, torch.addmm(weight, b, a, alpha=scale), base)
-
-
-def _times(weight: Tensor, base: Any, x: Tensor) -> Tensor:
-    return rows_linear(x.reshape(-1, x.shape[-1]), weight, base.bias).view(*x.shape[:-1], -1)
+    merged = torch.addmm(weight, b, a, alpha=scale)
+    return lambda x: rows_linear(x.reshape(-1, x.shape[-1]), merged, base.bias).view(*x.shape[:-1], -1)
 
 
 # The adapted layers of a network: every chunk of a rollout asks for them, and a walk over the modules takes a while.

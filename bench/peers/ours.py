@@ -21,7 +21,6 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import StepKLConfig
-from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutSpec, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
@@ -116,7 +115,7 @@ class Ours:
             spent[phase] = stop().plus(spent.get(phase, Spent(0.0, 0.0)))
             seconds[phase] = spent[phase].wall
 
-        with patch.object(metrics, "time_phase", count_seconds):
+        with patch.object(self.parts, "time", count_seconds):
             stop = start_clocks(self.parts.world.device)
             self.parts.update()
             return {"rollout": spent["rollout"], "update": spent["update"], "whole": stop()}
@@ -164,7 +163,8 @@ class Ours:
         requests = Requests(prompts, ids, key(0))
         spec = RolloutSpec(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
         samples = make_batch(SampleBatch(prompts, self._encode(), trajectory, None))
-        items = record_steps(Batch(spec, share, ids, share.batch, "velocity", samples))
+        batch = Batch(spec, share, ids, share.batch, "velocity", samples)
+        items = record_steps(batch, key(0), keep=torch.ones(share.batch))
         return items.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 
     def update(self, items: Items, *, pairs: int | None = None) -> UpdateInfo:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fluvial.engines.choices import describe_fields
+from fluvial.engines.choices import describe_fields, locate
 from fluvial.engines.cli.listing import width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -133,11 +133,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
 
 def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     """Return the value of a field and the beginning of its help; None if there is no such field."""
-    *parents, name = field.split(".")
-    if not hasattr(values, field.partition(".")[0]) and hasattr(values, "method"):
-        values = values.method
-    for parent in parents:
-        values = getattr(values, parent, None)
+    values, name = locate(values, field)
     if not hasattr(values, name):
         return None
     text = describe_fields(type(values)).get(name, "")

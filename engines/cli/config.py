@@ -19,7 +19,7 @@ ALL = "--all"
 
 def run(args: list[str]) -> None:
     """Print a configuration."""
-    if not args or args[0] in ("-h", "--help"):
+    if not args:
         print(paragraphs(USAGE), end="")
         return
     args, as_json = without(args, JSON)

@@ -348,14 +348,8 @@ def _of_checkpoint(
             raise UsageError(
                 "negative", config.negative, repr(recorded), f"that is the negative prompt of the run of {name}"
             )
-        own_pipeline = run.pipeline
-        pipeline = replace(
-            config.pipeline,
-            sizes=own_pipeline.sizes,
-            height=own_pipeline.height,
-            width=own_pipeline.width,
-            weights=own_pipeline.weights,
-        )
+        kept = {field: getattr(run.pipeline, field) for field in ("sizes", "height", "width", "weights")}
+        pipeline = replace(config.pipeline, **kept)
         run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
@@ -383,7 +377,7 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
         raise UsageError("base", base, "start, the folder of a run, a checkpoint or a folder of weights")
     if source is not None and source.checkpoint is not None:
         load = partial(policy_of, source.checkpoint, average=config.average, world=world)
-        return Subject(base, job, _make_opener(job, engine, world, load))
+        return Subject(base, job, partial(_open, job, engine, world, load))
     with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
 
@@ -440,16 +434,12 @@ def _network(job: Job, lora: Path | None, engine: EngineConfig, world: World) ->
                 add_adapter(module, job, lora, field="lora")
             return module.requires_grad_(False), weights
 
-    return _make_opener(job, engine, world, build)
+    return partial(_open, job, engine, world, build)
 
 
-def _make_opener(job: Job, engine: EngineConfig, world: World, build: Callable[[], tuple[nn.Module, Any]]) -> Network:
-    """Return the function that opens the network and weights of `build`, sharded over the ranks."""
-
-    @contextmanager
-    def network() -> Iterator[nn.Module]:
-        module, weights = build()
-        with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as opened:
-            yield opened
-
-    return network
+@contextmanager
+def _open(job: Job, engine: EngineConfig, world: World, build: Callable[[], tuple[nn.Module, Any]]) -> Iterator[nn.Module]:
+    """Open the network and weights of `build`, sharded over the ranks."""
+    module, weights = build()
+    with ShardedModule(module, job.model.blocks(module), world, engine, weights=weights).inference() as opened:
+        yield opened

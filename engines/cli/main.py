@@ -1,6 +1,6 @@
 """Dispatch the command line to a command's own file, and end with an exit code that says how it went.
 
-A command's file has a function `run(args)`, which raises UsageError for wrong arguments.
+A command's file has a function `run(args)`, which raises UsageError for wrong arguments, and may have its help in USAGE.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from fluvial.engines.cli import processes
+from fluvial.engines.cli.listing import JSON, paragraphs, without
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
@@ -153,9 +154,12 @@ def _command(args: list[str]) -> int:
         return processes.run(rest, count)
     silent = os.environ.get("RANK", "0") != "0"
     with contextlib.nullcontext() if silent else Waits(_complain), wait_for(f"importing what {args[0]} needs"):
-        command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}").run
+        command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}")
+    if without(rest[1:], JSON)[0][:1] in (["-h"], ["--help"]) and hasattr(command, "USAGE"):
+        print(paragraphs(command.USAGE), end="")
+        return 0
     with contextlib.nullcontext() if silent else Waits(_complain):
-        command(rest[1:])
+        command.run(rest[1:])
     return 0
 
 

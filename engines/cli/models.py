@@ -46,9 +46,6 @@ trained through its own blocks. Your own adapter is named as module:name.
 def run(args: list[str]) -> None:
     """Print the table."""
     args, as_json = without(args, JSON)
-    if args and args[0] in ("-h", "--help"):
-        print(paragraphs(USAGE), end="")
-        return
     if args and args[0] == MEASURED:
         run_measured(args[1:], as_json=as_json)
         return

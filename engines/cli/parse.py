@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from fluvial.engines.choices import (
+    default_of,
     describe_fields,
     is_bare,
     is_open,
@@ -18,6 +19,7 @@ from fluvial.engines.choices import (
     kinds,
     kinds_of,
     list_unused,
+    locate,
     settings,
     variant_of,
     variants,
@@ -71,10 +73,8 @@ def parse_config(
     if brief is not None and set(helps.HELP) & set(args):
         print("\n".join(helps.lines(brief, base, program, _summary(about or type(base).__doc__ or ""))))
         raise HelpPrintedError
-    asked, args = (
-        {*helps.HELP, helps.HELP_ALL} & set(args),
-        [word for word in args if word not in (*helps.HELP, helps.HELP_ALL)],
-    )
+    asked = {*helps.HELP, helps.HELP_ALL} & set(args)
+    args = [word for word in args if word not in asked]
     if asked:
         with contextlib.suppress(UsageError):  # of flags that are wrong, as they may be while one looks for help
             base = parse_config(base, program, args)
@@ -98,9 +98,9 @@ def parse_config(
                 args=words,
                 config=(tyro.conf.AvoidSubcommands,),
             )
-            for flag in map(_flag, form.names):
-                if find_values(words, flag)[-1:] == [""] and _at(filled, flag) == Path():
-                    raise UsageError(f"{flag} is '', expected a path; the current folder is .")
+            for name in form.names:
+                if find_values(words, _flag(name))[-1:] == [""] and getattr(*locate(filled, name), None) == Path():
+                    raise UsageError(f"{_flag(name)} is '', expected a path; the current folder is .")
             from fluvial.engines.run.record import expand_home
 
             config: Config = expand_home(form.fill(filled))
@@ -175,6 +175,8 @@ def form_of(
         union: type of that field, if it is a choice.
         hidden: names of flags, and of groups of them, that are left out: the form is for a help, and is not filled in.
     """
+    import tyro
+
     variant: Any = type(config)
     build: Callable[..., Any] = variant
     kind = ""
@@ -184,12 +186,8 @@ def form_of(
         if kind == config.kind and is_open(variant):  # its function may have no name
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
-    hints, inner, names, bare = (
-        get_type_hints(variant, include_extras=True),
-        dict[str, FlagForm](),
-        list[str](),
-        list[FlagForm](),
-    )
+    hints, inner = get_type_hints(variant, include_extras=True), dict[str, FlagForm]()
+    names, bare = list[str](), list[FlagForm]()
     fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
     for field in dataclasses.fields(variant) if union is None else settings(variant):
         value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
@@ -202,7 +200,7 @@ def form_of(
             inner[field.name] = form
             names += form.names
             bare += [form] if is_bare(field) else []
-            kind_of: Any = _without_prefix(form.type) if is_bare(field) else form.type
+            kind_of: Any = Annotated[form.type, tyro.conf.arg(name="")] if is_bare(field) else form.type
             fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
         else:
             names.append(held)
@@ -214,13 +212,6 @@ def form_of(
         [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
     )
     return FlagForm(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
-
-
-def _without_prefix(kind: type) -> Any:
-    """Return the type of a field whose flags have no name before them."""
-    import tyro
-
-    return Annotated[kind, tyro.conf.arg(name="")]
 
 
 def _kind_flag(union: Any) -> Any:
@@ -244,9 +235,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
     """Return the default of a field, or tyro's mark of a required one."""
     import tyro
 
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+    return tyro.MISSING if (default := default_of(field)) is dataclasses.MISSING else default
 
 
 def _first_line(variant: type) -> str:
@@ -293,13 +282,6 @@ def _after(words: Sequence[str], flag: str) -> list[str]:
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
     split = [part.replace("_", "-") if part.startswith("--") else part for part in split]
     return split[len(split) - split[::-1].index(flag) :] if flag in split else []
-
-
-def _at(values: Any, flag: str) -> Any:
-    """Return the value of a flag in a filled-in form."""
-    for name in flag.removeprefix("--").replace("-", "_").split("."):
-        values = getattr(values, name, getattr(getattr(values, "method", None), name, None))
-    return values
 
 
 def _flag(field: str) -> str:

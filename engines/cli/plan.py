@@ -81,10 +81,8 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     from fluvial.engines.extensions.published.takes import lines
 
     published = find(name)
-    config, count = (
-        resolve(published),
-        parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus,
-    )
+    config = resolve(published)
+    count = parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus
     if not set(HELP) & set(flags):
         print("\n".join(lines(published, config, gpus=count)))
     try:

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.listing import paragraphs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import comparison, page
 
@@ -21,9 +20,6 @@ left out, and so are folders without a run, which are named.
 
 def run(args: Sequence[str]) -> None:
     """Write a report or a comparison and print its path."""
-    if args and args[0] in ("-h", "--help"):
-        print(paragraphs(USAGE), end="")
-        return
     if not args or not all(args):
         got = "nothing" if not args else "''"
         raise UsageError(f"report takes the folder of a run, or of several, got {got} (fluvial report --help)")

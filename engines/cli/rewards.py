@@ -35,9 +35,6 @@ def run(args: list[str]) -> None:
         run_vote(args[1:])
         return
     args, as_json = without(args, JSON)
-    if args and args[0] in ("-h", "--help"):
-        print(paragraphs(USAGE), end="")
-        return
     if not args:
         print(json.dumps([_facts(model) for model in REWARD_MODELS.values()], indent=1)) if as_json else _table()
         return

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
+from fluvial.engines.cli.listing import JSON, table, without, wrap
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find, load_published
 from fluvial.engines.extensions.published.takes import list_missing
@@ -26,9 +26,7 @@ SHORT = 24  # characters of a value that is printed twice rather than as "the sa
 def run(args: Sequence[str]) -> None:
     """List the published runs, or print one."""
     args, as_json = without(args, JSON)
-    if args and args[0] in ("-h", "--help"):
-        print(paragraphs(USAGE), end="")
-    elif args and args[0] == OWN:
+    if args and args[0] == OWN:
         print(list_own([Path(each) for each in args[1:]] or [Path("runs")], as_json=as_json))
     elif as_json and len(args) < 2:
         every = load_published()
@@ -142,16 +140,14 @@ def record(run: PublishedRun) -> dict[str, Any]:
 
     facts = {name: getattr(run, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}
     settings = [
-        {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place_of(row.source)}
+        {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place(row.source)}
         for row in side_by_side(run)
     ]
     return {**facts, "headline": dict(run.headline), "settings": settings}
 
 
-def _place_of(source: Citation | None) -> str | None:
-    return None if source is None else _place(source)
-
-
-def _place(source: Citation) -> str:
+def _place(source: Citation | None) -> str | None:
+    if source is None:
+        return None
     note = f" ({source.note})" if source.note else ""
     return f"{source.repo} {source.path} at {source.commit}{note}"

@@ -1,6 +1,5 @@
 """`fluvial train RECIPE`: post-train a model by a built-in recipe, an installed one, or a user-defined `module:name`."""
 
-import contextlib
 import inspect
 import os
 import sys
@@ -22,7 +21,7 @@ from fluvial.engines.cli.parse import (
     parse_name,
     split_flags,
 )
-from fluvial.engines.errors import LostProcessError, UsageError
+from fluvial.engines.errors import LostProcessError, UsageError, convert_errors
 from fluvial.engines.waits import wait_for
 
 if TYPE_CHECKING:
@@ -130,7 +129,11 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
     entries = {} if path is None else read.read_settings(path)
     typed = words[0] if words and not words[0].startswith("-") else None
     if path is not None and typed is None and read.is_whole(entries):
-        config = _from_record(path, entries)
+        from fluvial.engines.run.record import read_record
+
+        wrong = ValueError, TypeError, AttributeError, KeyError
+        with convert_errors(UsageError, *wrong, says=f"{path} is not a configuration, as fluvial config prints it"):
+            config = read_record(entries)
         return [_complete(command, str(path), f"The run in {path}.", config, config, words, gpus=gpus)._replace(recipe=None)]
     stated = entries.get(read.RECIPE)
     if typed is None and path is not None:
@@ -158,13 +161,13 @@ def _configure_recipe(
     preset = entries.pop("preset", None)
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
     first = _build(name, recipe, flags)
-    with _of_file(path):
+    with convert_errors(UsageError, UsageError, says=str(path)):
         runs = read.expand(first, entries, field_names(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
         plain = _build(name, recipe, [*model, *flags])
         base, others = _preset(plain, expand_flags(flags, field_names(plain)))
-        with _of_file(path):
+        with convert_errors(UsageError, UsageError, says=str(path)):
             config = read.apply(base, values, field_names(base)) if values else base
         yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
 
@@ -196,7 +199,12 @@ def _complete(
         flags, resumes = [word for word in flags if word != "--resume"], False
     if resumes and not shows_help:
         config = _read_recorded(out)
-        _check_same_method(name, asked, config)
+        typed, recorded = asked.method.method_name, config.method.method_name
+        if typed != recorded:
+            raise UsageError(
+                f"{config.out} holds a run with the method {recorded}, and {name} has {typed}: resume it by its own recipe, "
+                f"or with --config {config.out / 'config.json'}"
+            )
     elif name == "distill" and not shows_help and not find_values(flags, "--teacher") and config.method == base.method:
         raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
     config = parse_config(
@@ -207,15 +215,6 @@ def _complete(
     for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
     return Configured(name, base, config, label)
-
-
-@contextlib.contextmanager
-def _of_file(path: Path | None) -> Iterator[None]:
-    """Name the file in errors about its entries."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
 
 
 def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
@@ -234,16 +233,6 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     if os.environ.get("RANK", "0") == "0":
         print(f"fluvial: {said}", file=sys.stderr)
     return preset, others
-
-
-def _check_same_method(name: str, asked: "TrainConfig", recorded: "TrainConfig") -> None:
-    """Raise UsageError if a run that is resumed has another method than the recipe that was typed."""
-    typed_one, recorded_one = asked.method.method_name, recorded.method.method_name
-    if typed_one != recorded_one:
-        raise UsageError(
-            f"{recorded.out} holds a run with the method {recorded_one}, and {name} has {typed_one}: resume it by its own "
-            f"recipe, or with --config {recorded.out / 'config.json'}"
-        )
 
 
 def _notes(
@@ -294,16 +283,6 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     stated = run.published.get("prompts")
     if stated and config.prompts and config.prompts == asked.prompts:
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
-
-
-def _from_record(path: Path, entries: dict[str, Any]) -> "TrainConfig":
-    """Return the whole run that a file holds."""
-    from fluvial.engines.run.record import read_record
-
-    try:
-        return read_record(entries)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UsageError(f"{path} is not a configuration, as fluvial config prints it: {error}") from error
 
 
 def recipes_help() -> str:

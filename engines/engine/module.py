@@ -242,7 +242,7 @@ class ShardedModule:
         With comm="keep" its parameters are gathered once and kept until the context ends; with `keep`, until `reshard`.
         """
         self.host.check_onloaded()
-        with torch.no_grad(), self.eval():
+        with torch.no_grad(), _mode(self.parts, False):
             try:
                 yield self.module
             finally:
@@ -258,10 +258,6 @@ class ShardedModule:
     def train(self) -> AbstractContextManager[None]:
         """Return a context in which the module is in training mode (dropout is active)."""
         return _mode(self.parts, True)
-
-    def eval(self) -> AbstractContextManager[None]:
-        """Return a context in which the module is in evaluation mode."""
-        return _mode(self.parts, False)
 
     def shards(self, *, trainable: bool = False) -> dict[str, Tensor]:
         """Return this rank's shard of each (trainable) parameter by name; it shares the parameter's storage."""

@@ -4,17 +4,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
-from fluvial.core.distill import MatchForm, ambient_weight, consistency_loss, matching_loss
+from fluvial.core.distill import ambient_weight, consistency_loss, matching_loss
 from fluvial.core.random import Key, fold_in, normal, uniform
 from fluvial.core.transitions import cps
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
 from fluvial.engines.run.method import Needs
@@ -47,13 +45,8 @@ class AcDmd(Matching, name="ac-dmd"):
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
         trained: Which step has the gradient: the same of all samples, as published, or one of each.
-        teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
-        fake: Optimizer of the model of the student's samples.
         fake_updates: Number of its updates per update of the student, each on its share of the samples.
         levels: Distribution of t, from s (0) to 1.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
-        huber: Size of a correction above which form huber takes its sign.
         consistency: Weight of the fake's agreement with itself; 0 leaves its passes out.
         span: Largest distance of the lower level from t.
     """
@@ -63,13 +56,8 @@ class AcDmd(Matching, name="ac-dmd"):
     bounds: ClassVar = {**Matching.bounds, "consistency": (0, math.inf), "span": (1e-6, 1)}
     sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=0.9))
     trained: TrainedSteps = OneRecorded("rollout")
-    teacher: Path | None = None
-    guidance: float = 4.5
-    fake: OptimizerConfig = OptimizerConfig()
     fake_updates: int = 10
     levels: Levels = UniformLevels(0.02, 0.98)
-    form: MatchForm = "dmd"
-    huber: float = 1e-3
     consistency: float = 0.01
     span: float = 0.2
 

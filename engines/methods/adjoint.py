@@ -47,7 +47,6 @@ class AdjointMatching(Method, name="adjoint"):
         sampling: How samples are made. With `guidance.update` conditional neither adjoint nor control has guidance, as in
             the authors' runs.
         trained: Which of the recorded steps are trained on; one without noise is left out.
-        passes: How often a batch is learnt from.
         scale: Factor lambda of the reward.
         index: Adjoint of a step: next, that of its end, which is exact; or current, that of its start, as in the code for
             SD 1.5.

@@ -38,7 +38,6 @@ class AlignProp(Method, name="alignprop"):
     return a tensor with a gradient.
 
     Args:
-        sampling: How samples are made.
         last: Number of last steps that the gradient flows through, K.
         spread: Standard deviation of that number, which is drawn per rollout; 0 always takes `last`.
         target: Reward that is aimed at; None maximises it.

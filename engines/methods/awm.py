@@ -31,11 +31,6 @@ class Awm(Method, name="awm"):
     """Advantage weighted matching: the clipped surrogate with the matching error as log-probability (arXiv 2509.25050).
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         weighting: Weighting of the matching error by the noise level, see `core.awm.awm_log_prob`.
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clip_high: Upper half-width of the clip.

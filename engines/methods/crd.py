@@ -40,11 +40,6 @@ class Crd(Method, name="crd"):
     policy becomes d old + (1 - d) policy, and another one, which makes the rollouts, likewise, with decays of their own.
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         beta: Inverse temperature of the implicit reward, without a unit.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
         match: What is fitted: mse (the squared distance of centred rewards) or bce (the cross-entropy of their sigmoids).

@@ -32,7 +32,6 @@ class D3po(Method, name="d3po"):
         -log sigmoid(beta (log clip(rho_best) - log clip(rho_worst))),  rho = p(x_next | x) / p_ref(x_next | x)
 
     Args:
-        sampling: How samples are made.
         trained: Which of the recorded steps are trained on, the same of both samples.
         passes: How often a batch is learnt from, whose pairs belong together in one update.
         beta: Inverse temperature of the preference, without a unit.

@@ -11,7 +11,7 @@ from fluvial.core.advantages import turning_point_gains
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.tail import NO_TAIL
 from fluvial.models import host_values
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DenseGrpo(Grpo, name="densegrpo"):
         if window.differs:
             hint = f"{name} takes the ODE from the same step of all samples"
             yield UsageError("sampling.window", window.kind, "one window for all samples of a rollout", hint)
-        if window.tail != Tail():
+        if window.tail != NO_TAIL:
             yield no_effect("sampling.window.tail", f"with {name}, which takes Euler's steps to the end")
         for field, default in {"combine": "sum", "history": 0, "floors": ()}.items():
             if getattr(advantage, field) != default:

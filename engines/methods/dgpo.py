@@ -40,11 +40,7 @@ class Dgpo(Method, name="dgpo"):
     becomes d old + (1 - d) policy, with d = min(old_rise (n - 1), old_cap) after n updates.
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        advantage: How rewards become advantages.
         passes: How often a batch is learnt from, whose groups belong together in one update.
-        kl: KL terms that keep the policy near its reference, where training starts.
         beta: Inverse temperature of the preference of a group, without a unit.
         clip_low: Lower half-width of the clip of the ratio; beyond it an item adds no gradient.
         clip_high: Upper half-width of the clip.

@@ -31,10 +31,6 @@ class Distill(Method, name="distill"):
     without.
 
     Args:
-        sampling: How samples are made.
-        trained: Which of the recorded steps are trained on.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         teacher: The teacher: a folder of weights or of an adapter, as a run's export writes them. Several have a source of
             prompts each, as SOURCE=FOLDER: the name of a file of `prompts` without its ending, or of a prompt set.
         guidance: Scale of the teachers' guidance, 4.5 for all, or SOURCE=4.5 for some; by default that of the update.

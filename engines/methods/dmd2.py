@@ -3,12 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.losses import Gan, HeadGan, NoGan, RewardTermConfig
 from fluvial.engines.methods.matching import Matching, clean
 from fluvial.engines.run.declared import Networks, Trained
@@ -36,14 +33,9 @@ class Dmd2(Matching, name="dmd2"):
     Args:
         sampling: How the student samples: few steps of cps at eta 1, without guidance.
         trained: Which step has the gradient: the same of all samples, as published, or one of each.
-        teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
-        fake: Optimizer of the model of the student's samples.
         fake_updates: Number of its updates per update of the student, each on its share of the samples.
         levels: Noise levels at which teacher and fake are compared; `ShiftedLevels` are Self-Forcing's.
         fake_levels: Noise levels at which the fake is trained.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
-        huber: Size of a correction above which form huber takes its sign.
         reward_term: Term of a differentiable reward.
         gan: Adversarial term on given images: `NoGan` or `HeadGan`.
     """
@@ -52,14 +44,10 @@ class Dmd2(Matching, name="dmd2"):
     shares = True
     sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=1.0))
     trained: TrainedSteps = OneRecorded("rollout")
-    teacher: Path | None = None
     guidance: float = 4.0
-    fake: OptimizerConfig = OptimizerConfig()
     fake_updates: int = 5
     levels: Levels = UniformLevels(0.02, 0.98)
     fake_levels: Levels = UniformLevels()
-    form: MatchForm = "dmd"
-    huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
     gan: Gan = NoGan()
 

@@ -35,9 +35,6 @@ class Gardo(Method, name="gardo"):
     The first reward is learnt from; others say where it is doubted. The reference is a copy of the policy.
 
     Args:
-        sampling: How samples are made.
-        trained: Which of the recorded steps are trained on.
-        passes: How often a batch is learnt from.
         kl: KL to the reference, as a mean over the samples that have it.
         gate: Samples that have it: `Everywhere` or `Doubt`.
         reset_kl: KL, in nats per dimension, above which the policy becomes the reference.

@@ -29,11 +29,6 @@ class PolicyGradient(Method):
     """The training loop of GRPO and its successors, which differ in `loss`, and in what they record.
 
     Args:
-        sampling: How samples are made.
-        trained: Which of the recorded steps are trained on.
-        advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         correction: Weights for a rollout that another program made.
     """
 

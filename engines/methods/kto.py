@@ -30,8 +30,6 @@ class Kto(Method, name="kto"):
 
     Args:
         sampling: How samples are made, or how many images a batch has.
-        noising: Noise levels at which clean samples are trained on.
-        passes: How often a batch is learnt from.
         labels: Which images are good: those whose record has 1 in the column `label` of given images, where 0 is bad; or
             those of a rollout whose reward is above the mean of their group (reward).
         beta: Inverse temperature of the utility, without a unit. It includes the number of steps of the bound.

@@ -90,11 +90,6 @@ class StepKLConfig(KLConfig):
     """KL terms of a method on recorded steps that keep the policy near its reference, where training starts.
 
     Args:
-        coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.
-        ema_coef: Weight of a second KL term, to a moving average of the policy, which becomes d average + (1 - d) policy
-            after each rollout (AWM, arXiv 2509.25050). With coef 0 it is the only reference. It needs LoRA.
-        ema_cap: Largest decay d of that average: d is min(ema_cap, ema_rise n) after n updates.
-        ema_rise: Growth of d per update.
         weight: Weight of the KL of a step: exact (the KL of the two Gaussian steps, as the code of Flow-CPS, DanceGRPO and
             DDPO has it), rate (times |dt|, as Flow-GRPO's code has it, whose std is a rate) or auto (rate for flow_sde,
             exact for the other samplers), or mse (the squared distance of the means of the two steps, without the division

@@ -37,18 +37,26 @@ class FakeInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching(Method):
-    """The base of DMD2 and TDM: a student, its teacher (real), and a model of the student's samples (fake)."""
+    """The base of DMD2 and TDM: a student, its teacher (real), and a model of the student's samples (fake).
+
+    Args:
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+    """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
     follows_ode: ClassVar[bool] = False  # whether the steps have no noise but what the student predicts
     shares: ClassVar[bool] = False  # whether each update of the fake takes a share of the samples
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
-    teacher: Path | None
-    guidance: float
-    fake: OptimizerConfig
-    form: MatchForm
-    huber: float
+    teacher: Path | None = None
+    guidance: float = 4.5
+    fake: OptimizerConfig = OptimizerConfig()
+    form: MatchForm = "dmd"
+    huber: float = 1e-3
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""

@@ -43,11 +43,6 @@ class Nft(Method, name="nft"):
     The old policy makes the samples. r is the probability that a sample is good, by its advantage; w is a mean error.
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         beta: Distance of the two implicit policies, the good and the bad one, from the old policy, without a unit.
         mode: How an advantage becomes the probability of a good sample, see `core.nft.reward_prob`.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].

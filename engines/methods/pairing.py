@@ -27,9 +27,6 @@ class Pairing(Method):
     """A method of pairs. Online, they are the best and the worst sample of each group; offline, they are read.
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        passes: How often a batch is learnt from.
         preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images), or records
             like those of Pick-a-Pic and HPD; without one the pairs come from the rollout.
     """

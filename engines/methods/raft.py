@@ -26,10 +26,6 @@ class Raft(Method, name="raft"):
     """Reward-ranked fine-tuning: fit the best samples of each group (RAFT, arXiv 2304.06767).
 
     Args:
-        sampling: How samples are made.
-        noising: Noise levels at which clean samples are trained on.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
         best: Fraction of a group that is fitted, at least one sample. Groups whose rewards are all equal are skipped.
         compare: What a group is: the samples of a prompt in a rollout; or, of given images (data) and without a rollout,
             the images of a caption (best of n), or images of any captions (supervised fine-tuning on the best of the data).

@@ -43,7 +43,6 @@ class Refl(Method, name="refl"):
     Args:
         sampling: How samples are made, of whose window's steps one is taken again.
         trained: Which step is taken again: the same of all samples, as published, or one of each.
-        passes: How often a batch is learnt from.
         margin: Reward at which the gradient ends; None follows it without end.
         scale: Factor of the loss.
     """

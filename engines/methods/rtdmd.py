@@ -4,15 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from fluvial.core.distill import MatchForm
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.matching import Matching
@@ -42,16 +39,11 @@ class Rtdmd(Matching, name="rtdmd"):
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
         first: Number of first steps that have a surrogate.
-        advantage: How rewards become advantages.
         clip: Half-width of the clip of the ratio.
         coef: Weight of the matching loss.
-        teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
         fake: Optimizer of the model of the student's samples, which learns once before each update of the student.
         levels: Noise levels at which teacher and fake are compared.
         fake_levels: Noise levels at which the fake is trained.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
-        huber: Size of a correction above which form huber takes its sign.
         reward_term: Term of a differentiable reward of the last step's clean sample.
     """
 
@@ -62,13 +54,8 @@ class Rtdmd(Matching, name="rtdmd"):
     advantage: AdvantageConfig = AdvantageConfig()
     clip: float = 1e-5
     coef: float = 1e-3
-    teacher: Path | None = None
-    guidance: float = 4.5
-    fake: OptimizerConfig = OptimizerConfig()
     levels: Levels = UniformLevels(0.02, 0.98)
     fake_levels: Levels = UniformLevels()
-    form: MatchForm = "dmd"
-    huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
 
     @property

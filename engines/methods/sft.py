@@ -27,8 +27,6 @@ class Sft(Method, name="sft"):
     Args:
         sampling: How many images a batch has.
         noising: Noise levels at which they are trained on.
-        passes: How often a batch is learnt from.
-        kl: KL terms that keep the policy near its reference, where training starts.
     """
 
     needs: ClassVar[Needs] = Needs(rewards=None)

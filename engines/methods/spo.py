@@ -74,7 +74,6 @@ class Spo(D3po, name="spo"):
 
     Args:
         sampling: How samples are made, with the window candidates.
-        beta: Inverse temperature of the preference, without a unit.
         margin: How far apart the best and the worst of the candidates must be to make a pair, on the scale of the rewards:
             `ConstantMargin` or `NoiseMargin`.
     """

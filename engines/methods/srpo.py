@@ -44,7 +44,6 @@ class Srpo(Method, name="srpo"):
 
     Args:
         sampling: How clean samples are made.
-        passes: How often a batch is learnt from.
         highest: Highest noise level, that of index 5 of 50 steps with shift 3.
         lowest: Lowest one, that of index 25.
         length: Longest step, as a fraction of the range.

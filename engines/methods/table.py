@@ -1,16 +1,13 @@
-"""Methods by name, and the checks of custom ones: of their class, of every loss, and of what they raise."""
+"""Methods by name, and the checks of custom ones: of their class, and of every loss."""
 
-import inspect
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import optree
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.ac_dmd import AcDmd
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
@@ -58,10 +55,10 @@ def method_type(name: str) -> type[Method]:
     return plugins.load(name, "methods", explain_no_method, table=METHODS)
 
 
-def with_checked_loss(method: Method) -> Callable[[Loss], Loss]:
-    """Return a function of a loss that returns it with its results checked; as it is for a built-in method."""
+def with_checked_loss(method: Method) -> Callable[[Loss], Loss] | None:
+    """Return a function of a loss that returns it with its results checked; None for a built-in method."""
     if type(method) in METHODS.values():
-        return lambda loss: loss
+        return None
 
     def check(loss: Loss) -> Loss:
         def call_checked(v: Tensor, rows: Any) -> tuple[Tensor, Any]:
@@ -77,23 +74,6 @@ def with_checked_loss(method: Method) -> Callable[[Loss], Loss]:
         return call_checked
 
     return check
-
-
-@contextmanager
-def naming_errors(method: Method, call: str) -> Iterator[None]:
-    """Turn an exception that is raised in the file of a custom method into a RunError of one line."""
-    try:
-        yield
-    except FluvialError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        file = type(method) not in METHODS.values() and inspect.getfile(type(method))
-        if not file or not frames or frames[-1].filename != file:
-            raise
-        said = " ".join(str(error).split())
-        where = frames[-1].name if frames[-1].name in ("learn", "collect", "loss") else call
-        raise RunError(f"method {method.method_name} raised {type(error).__name__} in {where}: {said}") from error
 
 
 def check_loss(method: Method, loss: Any, info: Any, items: int) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, noise_weight, snr_weight
 from fluvial.core.random import Key
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.losses import RewardTermConfig
 from fluvial.engines.methods.matching import FakeInfo, Matching
 from fluvial.engines.run.method import Needs
@@ -36,15 +34,10 @@ class Tdm(Matching, name="tdm"):
     Args:
         sampling: How the student samples: few steps of the ODE, without guidance.
         trained: Which steps are matched.
-        teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
-        fake: Optimizer of the model of the student's samples.
         fake_updates: Number of its updates per update of the student, each on all samples with noise of its own.
         interval: Levels at which a step from s to s' is compared: separate (between s' and s) or reverse (between s' and 1).
         levels: Distribution of the place in the interval, from 0 to 1.
         snr_max: Largest signal-to-noise ratio that weights the fake's error.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
-        huber: Size of a correction above which form huber takes its sign.
         reward_term: Term of a differentiable reward.
     """
 
@@ -52,15 +45,11 @@ class Tdm(Matching, name="tdm"):
     bounds = {**Matching.bounds, "snr_max": (1e-12, 1e12)}  # noqa: RUF012
     sampling: SamplingConfig = SamplingConfig(prompts=64, group=1, steps=4, sampler=Ode())
     trained: TrainedSteps = OneRecorded("sample")
-    teacher: Path | None = None
-    guidance: float = 4.5
-    fake: OptimizerConfig = OptimizerConfig()
     fake_updates: int = 1
     interval: Literal["separate", "reverse"] = "separate"
     levels: Levels = UniformLevels(0.02, 0.98)
     snr_max: float = 5.0
     form: MatchForm = "huber"
-    huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
 
     @property

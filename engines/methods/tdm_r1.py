@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.core.random import Key
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.run.declared import Base, Networks
@@ -44,16 +42,10 @@ class TdmR1(Matching, name="tdm-r1"):
     Args:
         sampling: How the student samples: few steps of the ODE, without guidance.
         trained: Which steps have a gradient.
-        advantage: How rewards become advantages.
-        teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
-        fake: Optimizer of the model of the student's samples.
         fake_kl: Weight of the fake's squared distance to the base.
         surrogate: Training of the surrogate.
         tdm: Share of the teacher's guidance beside the surrogate.
         levels: Distribution of the noise levels, from 0 (where the step ends, or the lowest) to 1.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
-        huber: Size of a correction above which form huber takes its sign.
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", off_schedule=True)
@@ -62,15 +54,11 @@ class TdmR1(Matching, name="tdm-r1"):
     sampling: SamplingConfig = SamplingConfig(prompts=48, group=24, steps=4, sampler=Ode())
     trained: TrainedSteps = RandomRecorded(0.5)
     advantage: AdvantageConfig = AdvantageConfig(scale="batch", clip=5.0)
-    teacher: Path | None = None
-    guidance: float = 4.5
-    fake: OptimizerConfig = OptimizerConfig()
     fake_kl: float = 0.02
     surrogate: SurrogateConfig = field(default_factory=SurrogateConfig)
     tdm: float = 0.3
     levels: Levels = UniformLevels(0.02, 0.98)
     form: MatchForm = "square"
-    huber: float = 1e-3
 
     def networks(self) -> Networks:
         """Keep the teacher, the base, the fake, and the surrogate with its moving average and its guidance."""

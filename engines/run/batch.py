@@ -25,11 +25,13 @@ from fluvial.engines.sampling.generate import Requests, SampleBatch, Sampling
 from fluvial.engines.sampling.items import Rows, Share
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.text import Padding
-from fluvial.engines.sampling.window import Trained
+from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.gather import Rewards, Scoring
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, Prediction, host_values
 from fluvial.models.host_values import to_device
+
+ALL_RECORDED = AllRecorded()
 
 
 class RolloutSpec(NamedTuple):
@@ -90,6 +92,11 @@ class Batch:
     def trajectory(self) -> Trajectory:
         """Recorded steps, and the final samples, of this rank."""
         return self.made.result().trajectory
+
+    @property
+    def samples(self) -> int:
+        """Number of samples, of all ranks."""
+        return self.share.batch * (2 if self.paired else 1)
 
     @property
     def kept(self) -> Tensor:
@@ -172,31 +179,27 @@ class Items:
 
 def record_steps(
     batch: Batch,
+    key: Key,
     signal: Tensor | None = None,
     *,
-    keep: Tensor | None = None,
+    trained: Trained = ALL_RECORDED,
+    keep: Tensor,
     skip_zero: bool = False,
-    trained: Trained | None = None,
-    key: Key | None = None,
 ) -> Items:
-    """Return the recorded steps of a batch.
+    """Return the recorded steps of a batch that are trained on.
 
     Args:
         signal: number of each sample that is learnt from, `[N]`, or of each of its S recorded steps, `[N, S]`; 1 by default.
-        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`, or for their steps, `[N, S]`; all by
-            default.
+        trained: which of the recorded steps are trained on, drawn from `key`.
+        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`, or for their steps, `[N, S]`.
         skip_zero: whether a signal of 0 adds nothing, so that these items need not be computed.
-        trained: which of the recorded steps are trained on, drawn from `key`; all by default.
     """
     total, number = batch.share.batch, batch.trajectory.log_prob.shape[1]
     weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero, steps=number)
     assert batch.spec.transitions is not None
     schedule = batch.spec.sampling.schedule
     rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.spec.transitions, weights.signal, weights.weight)
-    used = torch.ones(total, number)
-    if trained is not None and key is not None:
-        used = trained.mask(fold_in(key, Stream.FRACTION), total, number)
-    return _items(batch, rows, used, weights)
+    return _items(batch, rows, trained.mask(fold_in(key, Stream.FRACTION), total, number), weights)
 
 
 def noise_samples(
@@ -249,19 +252,25 @@ def renoise(
         draw: number of the draw, of several from one key.
     """
     bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
-    keys, schedule = row_keys(items, key, Stream.RENOISING, draw, shared=shared), items.batch.spec.sampling.schedule
+    keys = row_keys(items, key, draw, stream=Stream.RENOISING, shared=shared)
+    schedule = items.batch.spec.sampling.schedule
     return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
 
 
-def row_keys(items: Items, key: Key, stream: Stream, draw: int, *, shared: bool = False) -> Key:
-    """Return a key for each row, of a draw of a stream, that depends on its place alone; `shared`: for those of a group."""
+def row_keys(items: Items, key: Key, draw: int = 0, *, stream: Stream = Stream.STEPPING, shared: bool = False) -> Key:
+    """Return a key for each row, `[P]`, that depends on its place alone: for what a method draws itself.
+
+    Args:
+        draw: number of the draw, of several from one key.
+        shared: whether the rows of a group have one key.
+    """
     place = items.rows.place
     if shared:
         place = place // (items.used.shape[1] * items.batch.compared)
     return fold_in(fold_in(fold_in(key, stream), draw), place)
 
 
-def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:
+def return_to(batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
     """Return the samples of a batch before the last `count` steps, with the noise that these steps took."""
     weights = _Weights.of(batch, None, keep, skip_zero=False)
     rows = rows_of.last_steps(batch.trajectory, batch.spec.sampling.schedule, batch.share, key, count, weights.weight)
@@ -295,10 +304,8 @@ class _Weights(NamedTuple):
         if batch.skipped is not None:
             computed = computed * ~batch.skipped[:, None]
         device = batch.trajectory.final.device
-        weight, row_signal = (
-            to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal)
-        )
-        return cls(weight, row_signal, computed, counted)
+        weight = to_device(batch.share.rows(torch.ones(batch.share.batch)), device)
+        return cls(weight, to_device(batch.share.rows(signal), device), computed, counted)
 
 
 def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:

@@ -46,7 +46,6 @@ from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.source import Copy
-from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.audio import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
@@ -66,18 +65,12 @@ from fluvial.models.protocol import Weights
 class RunParts(NamedTuple):
     """The parts of a run."""
 
-    config: TrainConfig  # its micro-batch a number
-    choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
-    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `engine.update_micro_batch` is auto
-    job: Job  # with evaluators, which are the rewards of the run where it names none
+    run: Run  # as the method sees it; its micro-batch is a number, its job has evaluators, by default the rewards of the run
+    ahead: RolloutPrefetcher | None  # batches that are collected ahead of the updates, if any are
     evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
-    engine: Engine
     schedule: Schedule  # with its timesteps on the device
     evaluation_schedule: Schedule  # which may have another number of steps
-    run: Run  # as the method sees it
-    ahead: RolloutPrefetcher | None  # batches that are collected ahead of the updates, if any are
-    rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
-    runners: RewardRunners
+    choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
     base: str  # fingerprint of the weights, and of the adapter, that training starts from
 
 
@@ -125,77 +118,56 @@ def build_parts(
         stack.callback(runners.close)
         with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **asked.evaluators})}"):
             _warm_up(config, job, asked, runners, world)
-        parts = _build_engine(config, job, asked, rewards, runners, world, memory, stop, resume_from)
+        with world.agreed(), convert_errors(UsageError, ValueError):
+            conditioned = any(prompt.media for prompt in examples(job.prompts))
+            known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
+            check_model(config, job.model.prediction, **known, conditioned=conditioned)
+        _check_negative_prompt(config, job, asked)
+        job = _encode_prompts(config, job, asked, world)  # before the network, so that encoders have the device alone
+        weights = job.model.weights if config.engine.init == "sharded" else None
+        engine, others, base = _open_engine(config, job, world, weights)
+        with world.agreed():
+            preferences = _preferences(config, job)
+        networks = _networks(config, job, engine, weights, others)
+        schedules = Schedules(job.model, config.method.sampling, world.device)
+        schedule, _ = schedules.of(job.shape)
+        copy = _copy(config, job, networks, world) if config.rollout.ahead else None
+        config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
+        pairs = _pairs(config, job, engine, schedule, resume_from, choices)
+        with world.agreed():
+            # What servers make is compared with the engine's own network, on the main thread.
+            apart = copy is not None and not config.rollout.is_served
+            source = build_source(
+                config.rollout,
+                config.method.sampling,
+                job.model,
+                copy.behaviour if copy is not None and apart else networks.open_sampler,
+                world,
+                resume=config.resume or resume_from is not None,
+                adapter=lambda version: networks.sampling_adapter(version) or "default",
+                product=config.lora.product,
+                sizes=_pixels(config, job),
+                copy=copy,
+            )
+            latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
+            # A server sends the final latents only to those who need them; in process they cost nothing.
+            alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
+            sampler = RolloutSampler(
+                config,
+                job,
+                engine,
+                source,
+                schedules,
+                copy=copy,
+                pairs=preferences,
+                sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
+            )
+        check_loss = with_checked_loss(config.method)
+        run = Run(config, job, networks, sampler, rewards, runners, memory, pairs=pairs, stop=stop, check_loss=check_loss)
+        ahead = None if copy is None else RolloutPrefetcher(run, copy)
+        evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
         stack.pop_all()
-    return parts
-
-
-@collective
-def _build_engine(
-    config: TrainConfig,
-    job: Job,
-    asked: Job,
-    rewards: dict[str, tuple[Reward, float]],
-    runners: RewardRunners,
-    world: World,
-    memory: Memory,
-    stop: Callable[[], bool],
-    resume_from: Path | str | None,
-) -> RunParts:
-    """Return the parts of a run, whose rewards work."""
-    with world.agreed(), convert_errors(UsageError, ValueError):
-        conditioned = any(prompt.media for prompt in examples(job.prompts))
-        known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
-        check_model(config, job.model.prediction, **known, conditioned=conditioned)
-    _check_negative_prompt(config, job, asked)
-    job = _encode_prompts(config, job, asked, world)  # before the network is there: encoders have the device to themselves
-    weights = job.model.weights if config.engine.init == "sharded" else None
-    engine, others, base = _open_engine(config, job, world, weights)
-    with world.agreed():
-        preferences = _preferences(config, job)
-    networks = _networks(config, job, engine, weights, others)
-    schedules = Schedules(job.model, config.method.sampling, world.device)
-    schedule, _ = schedules.of(job.shape)
-    copy = _copy(config, job, networks, world) if config.rollout.ahead else None
-    config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
-    pairs = _pairs(config, job, engine, schedule, resume_from, choices)
-    with world.agreed():
-        # What servers make is compared with the engine's own network, on the main thread.
-        apart = copy is not None and not config.rollout.is_served
-        behaviour = copy.behaviour if copy is not None and apart else networks.open_sampler
-        source = build_source(
-            config.rollout,
-            config.method.sampling,
-            job.model,
-            behaviour,
-            world,
-            resume=config.resume or resume_from is not None,
-            adapter=lambda version: networks.sampling_adapter(version) or "default",
-            product=config.lora.product,
-            sizes=_pixels(config, job),
-            copy=copy,
-        )
-        latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
-        # A server sends the final latents only to those who need them; in process they cost nothing.
-        alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
-        sampler = RolloutSampler(
-            config,
-            job,
-            engine,
-            source,
-            schedules,
-            TextLengths(job.model, world),
-            copy=copy,
-            pairs=preferences,
-            sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
-            guides=any(scale != 1 for scale in config.own_guidance.values()),
-        )
-    check_loss = with_checked_loss(config.method)
-    run = Run(config, job, networks, sampler, rewards, runners, memory, pairs=pairs, stop=stop, check_loss=check_loss)
-    ahead = None if copy is None else RolloutPrefetcher(config, run, copy)
-    evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
-    parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base
-    return RunParts(config, choices, pairs, job, asked, *parts)
+    return RunParts(run, ahead, asked, schedule, evaluation_schedule, choices, base)
 
 
 @collective
@@ -269,7 +241,7 @@ def _pairs(
     if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config) is not None:
         return ()
     if resume_from is not None:
-        known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
+        known = checkpoint.read_manifest(resume_from, world=engine.world)["meta"]["runs_on"]
         pairs = known.pop("update_micro_batch", None)
         if pairs is not None and known == runs_on(config, engine.world):
             return tuple(pairs)
@@ -305,8 +277,8 @@ def _networks(
             assert network.weights is not None
             taught = job.with_weights(network.weights)
             frozen[name] = _open_frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
-    continues = config.lora.weights is not None
-    return BuiltNetworks(config.networks, engine, trained, frozen, job.model, continues=continues)
+    options: Any = {"negative": config.method.sampling.guidance.negative, "continues": config.lora.weights is not None}
+    return BuiltNetworks(config.networks, engine, trained, frozen, job.model, **options)
 
 
 def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:

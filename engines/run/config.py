@@ -103,13 +103,8 @@ class TrainConfig:
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         refuse_unused(self)
-        for problem in self._problems():
+        for problem in (*self._method_on_machine(), *self._parts_of_the_machine()):
             raise problem
-
-    def _problems(self) -> Iterator[UsageError]:
-        """Yield what contradicts each other in a run."""
-        yield from self._method_on_machine()
-        yield from self._parts_of_the_machine()
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that have no effect, and why."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fluvial.engines.choices import default_of
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, collective
@@ -265,12 +266,8 @@ def _build_network(
 
 def _list_defaults(settings: Any) -> dict[str, Any]:
     """Return the defaults of the fields of a dataclass, as JSON; those without one are left out."""
-    missing, defaults = dataclasses.MISSING, {}
-    for field in dataclasses.fields(settings):
-        if field.default is not missing or field.default_factory is not missing:
-            default = field.default_factory() if field.default_factory is not missing else field.default
-            defaults[field.name] = CONVERTER.unstructure(default)
-    return defaults
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(settings)}
+    return {name: CONVERTER.unstructure(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
 
 
 def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exported: Exported) -> Card:

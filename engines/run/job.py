@@ -83,9 +83,7 @@ def handwriting(
     return _make_built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
 
 
-def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
-    """Return `handwriting` with the UNet; the arguments are the same."""
-    return handwriting(weights=weights, prompts=prompts, data=data, unet=True)
+handwriting_unet = partial(handwriting, unet=True)
 
 
 def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:

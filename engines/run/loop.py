@@ -1,7 +1,10 @@
 """The loop of a run: collect a batch, score it, learn from it, and record what happened."""
 
 import copy
+import inspect
 import math
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,15 +14,14 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.engine.world import collective
-from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.table import naming_errors
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
-from fluvial.engines.sampling.diversity import diversity
+from fluvial.engines.sampling.generate import diversity
 from fluvial.engines.scoring.gather import AbandonedRolloutError
 from fluvial.engines.waits import wait_for
 
@@ -28,14 +30,13 @@ class Loop:
     """Makes the updates of a run, a batch at a time. Every rank must take part.
 
     Args:
-        config: settings of the run, among them its method.
-        run: the run as the method sees it.
+        run: the run as the method sees it, with its settings and its method.
         ahead: batches that are collected ahead of the updates, if any are.
         progress: what the run has counted so far.
     """
 
-    def __init__(self, config: TrainConfig, run: Run, ahead: RolloutPrefetcher | None, progress: Progress) -> None:
-        self.config, self.method, self.run, self.ahead = config, config.method, run, ahead
+    def __init__(self, run: Run, ahead: RolloutPrefetcher | None, progress: Progress) -> None:
+        self.config, self.method, self.run, self.ahead = run.config, run.config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # what is done now, for the line of an error
         self.restore(progress)
 
@@ -75,27 +76,25 @@ class Loop:
         copied = copy.deepcopy({name: getattr(self.progress, name) for name in ("rewards", "multipliers", "state")})
         self.finished = self.run.networks.updates, replace(self.progress, **copied)
         self.run.notes = {}
-        with self.time(seconds, "rollout"), naming_errors(self.method, "collect"):
+        with self.time(seconds, "rollout"), self._naming_errors("collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
         with self.time(seconds, "reward"):
             batch = self.run.score(batch)
-            self._note(batch)
+            group, thumbnails = batch.spec.group, batch.made.result().thumbnails
+            if thumbnails is not None and group > 1:
+                everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]
+                self.run.notes["diversity"] = diversity(everyone, group)
+            if self.ahead is not None:
+                self.run.notes["staleness"] = {str(self.engine.updates - batch.version): batch.share.batch}
         with self.time(seconds, "update"):
             updates = self.learn(batch, root)
-        self.progress.samples += metrics.samples_of(batch)
+        self.progress.samples += batch.samples
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
         self._watch_ratio(updates[0])
         self.finished = self.run.networks.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
-        floors = {} if self.method.advantage is None else self.method.advantage.floor_of
-        if floors:
-            self.run.log(multipliers=dict(self.progress.multipliers))
-        columns = metrics.RewardColumns.of(self.run, floors)
-        samples, notes = self.progress.samples, self.run.notes
-        return metrics.update_record(
-            self.config, batch, updates, notes, columns, seconds, self.engine, samples=samples, compiled=compiled
-        )
+        return metrics.update_record(self.run, batch, updates, seconds, samples=self.progress.samples, compiled=compiled)
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
@@ -105,7 +104,7 @@ class Loop:
             root: key of the batch.
         """
         rollouts = self.engine.updates // self.config.updates_per_rollout
-        with self.engine.gathered_once(), naming_errors(self.method, "learn"):
+        with self.engine.gathered_once(), self._naming_errors("learn"):
             # what a method does to the rewards of its batch changes no record
             updates = list(self.method.learn(self.run, replace(batch, rewards=copy.deepcopy(batch.rewards)), root))
         if len(updates) != self.config.updates_per_rollout:  # keys, prompts and learning rate are counted by them
@@ -116,24 +115,32 @@ class Loop:
         self.run.networks.follow(rollouts + 1)
         return updates
 
-    @collective
-    def _note(self, batch: Batch) -> None:
-        """Note how diverse the samples of a batch are, and how old the weights that made them."""
-        group, thumbnails = batch.spec.group, batch.made.result().thumbnails
-        if thumbnails is not None and group > 1:
-            everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]
-            self.run.log(diversity=diversity(everyone, group))
-        if self.ahead is not None:
-            self.run.log(staleness={str(self.engine.updates - batch.version): batch.share.batch})
-
     @contextmanager
     def time(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
         """Add the seconds of the block to those of a phase, which the run is in."""
         self.phase = phase
         each = self.config.updates_per_rollout
         last = (self.engine.updates // each + 1) * each
-        with wait_for(f"update {last}/{self.config.updates}, {phase}"), metrics.time_phase(seconds, phase):
+        with wait_for(f"update {last}/{self.config.updates}, {phase}"):
+            start = time.perf_counter()
             yield
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def _naming_errors(self, call: str) -> Iterator[None]:
+        """Turn an exception that is raised in the file of a custom method into a RunError of one line."""
+        try:
+            yield
+        except FluvialError:
+            raise
+        except Exception as error:
+            frames, kind = traceback.extract_tb(error.__traceback__), type(self.method)
+            file = kind not in METHODS.values() and inspect.getfile(kind)
+            if not file or not frames or frames[-1].filename != file:
+                raise
+            said = " ".join(str(error).split())
+            where = frames[-1].name if frames[-1].name in ("learn", "collect", "loss") else call
+            raise RunError(f"method {self.method.method_name} raised {type(error).__name__} in {where}: {said}") from error
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Record the largest |log ratio| of a batch's first update, and raise above its bound.

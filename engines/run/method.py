@@ -49,7 +49,6 @@ class PassesConfig(EpochsConfig):
     """How often a batch is learnt from.
 
     Args:
-        epochs: Number of passes over the samples of a batch.
         minibatches: Number of optimizer updates per pass, each on its share of the samples.
     """
 
@@ -146,6 +145,16 @@ class Method:
     A subclass is a frozen dataclass, whose fields are what can be set of it and nothing else. It has `sampling`, `passes`,
     `rows`, `learn` and the loss that this calls; `name="..."` beside the base class is how it is called, by default
     module:Class. `collect` and `learn` are apart so that batches may be collected ahead.
+
+    The help of a field is that of the class, else what it means in most methods:
+
+    Args:
+        sampling: How samples are made.
+        noising: Noise levels at which clean samples are trained on.
+        trained: Which of the recorded steps are trained on.
+        advantage: How rewards become advantages.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near its reference, where training starts.
     """
 
     method_name: ClassVar[str]

@@ -2,9 +2,7 @@
 
 import platform
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -13,20 +11,18 @@ from rich.table import Table
 from torch import Tensor
 
 from fluvial.core.correction import CorrectionInfo
-from fluvial.engines.data.records import Prompt, split_scores
+from fluvial.engines.data.records import split_scores
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.engine import Engine, UpdateInfo
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.items import PartNumbers
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
-from fluvial.engines.scoring.advantages import free_weights
-from fluvial.engines.scoring.gather import Rewards
+from fluvial.engines.scoring.advantages import learnt_weights
 from fluvial.models.device import is_accelerator
 
 # Bytes/s of 16 lanes of PCI Express, one way: 16 and 32 GT/s per lane, 128 bits of data in 130.
@@ -117,26 +113,11 @@ EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 WHOLE = {"ratio", "log_ratio"}
 
 
-class RewardColumns(NamedTuple):
-    """The rewards of a run, as the columns of a batch's scores."""
-
-    names: Sequence[str]
-    weights: Tensor  # [K], weight of each in the record's mean
-
-    @classmethod
-    def of(cls, run: Run, floors: Mapping[str, float]) -> "RewardColumns":
-        """Return those of a run; a reward that has a floor does not count."""
-        return cls(list(run.rewards), free_weights(run.runners.weights, list(run.rewards), floors))
-
-
 def update_record(
-    config: TrainConfig,
+    run: Run,
     batch: Batch,
     updates: Sequence[UpdateInfo],
-    notes: Mapping[str, Any],
-    columns: RewardColumns,
-    seconds: dict[str, float],
-    engine: Engine,
+    seconds: Mapping[str, float],
     *,
     samples: int,
     compiled: int | None,
@@ -144,63 +125,57 @@ def update_record(
     """Return the record of a batch and its updates.
 
     Args:
+        run: run whose notes go into the record: advantages, a correction, padding, and values as they are.
         updates: what these did.
-        notes: what the run noted: advantages, a correction, padding, and values that go into the record as they are.
         seconds: seconds of each phase.
-        engine: engine that made the updates.
         samples: number of samples so far.
         compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
     """
-    rewards, device, rest = batch.rewards, engine.world.device, dict(notes)
-    assert rewards is not None
-    advantage, correction = rest.pop("advantage", None), rest.pop("correction", None)
-    padding = rest.pop("padding", batch.spec.padding)
+    engine, method, notes = run.engine, run.config.method, dict(run.notes)
+    advantage, correction = notes.pop("advantage", None), notes.pop("correction", None)
+    padding = notes.pop("padding", batch.spec.padding)
     kinds = ("allocated", "reserved") if len(updates[-1].memory) == 2 else ("resident",)
     record = {
         "update": engine.updates,
         "samples": samples,
         **learnt_record(updates, correction, padding, batch.spec.size),
-        **parts_record(updates[-1].parts, steps=config.method.recorded is not None),
-        **reward_record(rewards, columns, batch.spec.asked, group=batch.spec.group),
-        **(advantage_record(advantage) if columns.names else {}),
-        **{name: value for name, value in rest.items() if name != "diversity"},
-        "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
+        **parts_record(updates[-1].parts, steps=method.recorded is not None),
+        **reward_record(run, batch),
+        **(advantage_record(advantage) if run.rewards else {}),
+        **{name: value for name, value in notes.items() if name != "diversity"},
+        **({"multipliers": dict(run.memory.multipliers)} if run.memory.multipliers else {}),
+        "speed": measure_speed(run, batch, updates, seconds),
         # The largest of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident.
         "memory": {name: size / 2**30 for name, size in zip(kinds, updates[-1].memory, strict=True)},
         "skipped_steps": engine.skipped,
-        "loss_scale": engine.scale if config.engine.compute == "float16" else None,
-        "seconds": seconds,
+        "loss_scale": engine.scale if run.config.engine.compute == "float16" else None,
+        "seconds": dict(seconds),
         "compiled_programs": compiled,
-        "diversity": rest.get("diversity"),
+        "diversity": notes.get("diversity"),
     }
     return {name: value for name, value in record.items() if value is not None}
 
 
-def samples_of(batch: Batch) -> int:
-    """Return the number of samples of a batch, of all ranks."""
-    return batch.share.batch * (2 if batch.paired else 1)
-
-
-def reward_record(rewards_of: Rewards, columns: RewardColumns, asked: Sequence[Prompt], *, group: int) -> dict[str, Any]:
+def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
     """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
 
-    Their mean is split by the tags and sources of the prompts.
-
-    `asked` has the prompt of each group, or of each sample.
+    Their mean, without rewards that have a floor, is split by the tags and sources of the prompts.
     """
-    names, weights = columns
-    if not names:
+    names, scored, asked = list(run.rewards), batch.rewards, batch.spec.asked
+    if not names or scored is None:
         return {}
-    rewards, batch = rewards_of.scores[rewards_of.kept], len(rewards_of.scores)
-    prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(rewards_of.kept).flatten().tolist()] if asked else []
+    rewards = scored.scores[scored.kept]
+    weights = learnt_weights(run.runners.weights, names, dict.fromkeys(run.memory.multipliers, 0.0))
+    kept: list[int] = torch.nonzero(scored.kept).flatten().tolist()
+    prompts = [asked[i * len(asked) // len(scored.scores)] for i in kept] if asked else []
     total = rewards @ weights
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
         record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
-    if rewards_of.parts:
-        record["reward_parts"] = rewards_of.parts
-    record["invalid"] = rewards_of.invalid
-    return {**record, **split_scores(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
+    if scored.parts:
+        record["reward_parts"] = scored.parts
+    record |= {"invalid": scored.invalid, **split_scores(total[:, None], prompts, ["reward"])}
+    return record | group_record(rewards, weights, batch.spec.group)
 
 
 def learnt_record(
@@ -286,14 +261,7 @@ def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     return {"by_step" if steps else "by_level": split} if held else {}
 
 
-def measure_speed(
-    batch: Batch,
-    updates: Sequence[UpdateInfo],
-    scored: bool,
-    seconds: Mapping[str, float],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, float]:
+def measure_speed(run: Run, batch: Batch, updates: Sequence[UpdateInfo], seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
     FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
@@ -302,20 +270,18 @@ def measure_speed(
 
     Args:
         updates: what the updates on the batch did.
-        scored: whether rewards scored its samples.
         seconds: seconds of each phase.
-        dtype: dtype of the computation.
     """
-    work, rewards = sum(update.flops for update in updates), batch.rewards
+    work, rewards, device = sum(update.flops for update in updates), batch.rewards, run.world.device
     total = sum(seconds.values())
     numbers = {
-        "samples_per_second": samples_of(batch) / total,
+        "samples_per_second": batch.samples / total,
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
-    if (most := peak(device, dtype)) is not None:
+    if (most := peak(device, run.config.engine.compute_dtype(device))) is not None:
         numbers["mfu"] = mfu(work, seconds["update"], peak=most, ranks=1)
-    if scored and rewards is not None:
+    if run.rewards and rewards is not None:
         numbers |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return numbers
 
@@ -388,11 +354,3 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
     packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
-
-
-@contextmanager
-def time_phase(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the wall-clock seconds of the block to those of a phase."""
-    start = time.perf_counter()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -13,6 +13,7 @@ from fluvial.engines.engine.world import collective
 from fluvial.engines.heads import read_head
 from fluvial.engines.run.declared import (
     Base,
+    Before,
     Follower,
     Networks,
     SameNetwork,
@@ -44,6 +45,7 @@ class BuiltNetworks:
         trained: engines of the other networks that learn, by name.
         frozen: networks without an engine that are a module of their own, by name.
         model: adapter of the architecture, which encodes the negative prompt of a reference with guidance of its own.
+        negative: negative prompt of the policy's guidance.
         continues: whether training started from a trained adapter.
     """
 
@@ -55,12 +57,15 @@ class BuiltNetworks:
         frozen: Mapping[str, ShardedModule],
         model: DiffusionModel,
         *,
+        negative: str = "",
         continues: bool = False,
     ) -> None:
-        self.declared, self.engine, self.trained, self.model = declared, engine, trained, model
+        self.declared, self.engine, self.trained = declared, engine, trained
+        self.model, self.negative = model, negative
         modules = {name: each.sharded for name, each in trained.items() if each.sharded is not engine.sharded}
         self.separate = {**frozen, **modules}
         self.followers, self.heads = find_followers(declared), find_heads(declared)
+        self.before = [name for name, network in declared.items() if isinstance(network, Before)]
         self.start = START if continues else None
 
     @collective
@@ -121,12 +126,8 @@ class BuiltNetworks:
         starts = {name: follower.samples_from for name, follower in self.followers.items()}
         return next((name for name, start in starts.items() if start is not None and updates >= start), None)
 
-    def condition(self, name: str, cond: Cond, negative: str) -> Cond:
-        """Return the conditioning of a network, whose guidance may be another than the policy's.
-
-        Args:
-            negative: negative prompt of the policy's guidance.
-        """
+    def condition(self, name: str, cond: Cond) -> Cond:
+        """Return the conditioning of a network, whose guidance may be another than the policy's."""
         network = self.declared.get(name)
         if isinstance(network, Follower):
             network = self.declared.get(network.network)
@@ -140,7 +141,7 @@ class BuiltNetworks:
         if isinstance(cond, Guided):
             unconditional = cond.uncond
         else:
-            one = self.model.encode([negative])
+            one = self.model.encode([self.negative])
             pairs = zip(optree.tree_leaves(plain), optree.tree_leaves(one), strict=True)
             # Prompts may be padded to fewer tokens than the model's own length.
             one = trim(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))

@@ -25,7 +25,6 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError, UsageError
 from fluvial.engines.run.batch import Batch, RolloutSpec
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
 from fluvial.engines.sampling.source import Copy, snapshot_weights
@@ -86,9 +85,9 @@ class RolloutPrefetcher:
         copy: network that takes the weights of each version.
     """
 
-    def __init__(self, config: TrainConfig, run: Run, copy: Copy) -> None:
-        self.config, self.world, self.engine, self.run, self.copy = config, run.world, run.engine, run, copy
-        self.local = not config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
+    def __init__(self, run: Run, copy: Copy) -> None:
+        self.config, self.world, self.engine, self.run, self.copy = run.config, run.world, run.engine, run, copy
+        self.local = not run.config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
         self.requested: dict[int, Batch] = {}
         self._work: Queue[tuple[int, Batch, dict[str, Tensor] | None] | None] = Queue()
         self._ending = Event()
@@ -187,15 +186,9 @@ class RolloutPrefetcher:
                     batch.made.set_exception(error)
                     self._order.report_failure()
                     break
-        self._give_up()
-
-    def _give_up(self) -> None:
-        """Fail the pending rollouts."""
-        while (work := self._work.get() if not self._ending.is_set() else self._take_left()) is not None:
+        # The rollouts that are asked for fail, until the run ends.
+        while not (self._ending.is_set() and self._work.empty()) and (work := self._work.get()) is not None:
             work[1].made.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
-
-    def _take_left(self) -> tuple[int, Batch, dict[str, Tensor] | None] | None:
-        return None if self._work.empty() else self._work.get()
 
     def _make(self, number: int, batch: Batch, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
         """Return this rank's samples of a batch."""

@@ -112,10 +112,14 @@ def _words(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def members(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union; of any other type itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def _is_worded(kind: Any) -> bool:
     """Return whether a value is one of some words, or also a number."""
-    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return all(part in (int, bool) or get_origin(part) is Literal for part in parts)
+    return all(part in (int, bool) or get_origin(part) is Literal for part in members(kind))
 
 
 def _converter() -> cattrs.Converter:

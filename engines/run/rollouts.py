@@ -21,11 +21,10 @@ from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import RolloutSampler
+from fluvial.engines.sampling.config import AllGroups
 from fluvial.engines.sampling.generate import SampleBatch, Sampling, finish
-from fluvial.engines.sampling.groups import AllGroups
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.noising import knows_its_schedule_only
-from fluvial.engines.sampling.window import AllRecorded
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade, learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
@@ -35,7 +34,7 @@ from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, decode_samples, host_values, is_recorded, knows_any_level
 from fluvial.models.routing import Routed
 
-ADVANTAGE, ALL_RECORDED, ALL_GROUPS = AdvantageConfig(), AllRecorded(), AllGroups()
+ADVANTAGE, ALL_GROUPS = AdvantageConfig(), AllGroups()
 
 
 class Memory(Protocol):
@@ -57,7 +56,7 @@ class Rollouts:
         memory: what is remembered between batches.
         pairs: numbers of (sample, step) pairs per pass that were chosen, if `engine.update_micro_batch` is auto.
         stop: whether this rank was asked to stop.
-        check_loss: function of a loss that returns it with its results checked, for a method of the user's.
+        check_loss: function of a loss that returns it with its results checked, for a method of the user's; else None.
 
     Raises:
         UsageError: the implementation does not run on this device.
@@ -75,7 +74,7 @@ class Rollouts:
         *,
         pairs: Sequence[int] = (),
         stop: Callable[[], bool] = lambda: False,
-        check_loss: Callable[[Loss], Loss] = lambda loss: loss,
+        check_loss: Callable[[Loss], Loss] | None = None,
     ) -> None:
         self.config, self.job, self.networks, self.sampler = config, job, networks, sampler
         self.rewards, self.runners, self.memory, self.stop = rewards, runners, memory, stop
@@ -187,7 +186,8 @@ class Rollouts:
         """Return the next of the given preferences, as a batch of pairs."""
         pairs, size = self.sampler.read_pairs(key, self.clock)
         shape = tuple(pairs[0].win.shape)
-        batch = self.sampler.pair_up(pairs, range(len(pairs)), shape, self.sampler.data_sampling(shape), size)
+        sampling = Sampling(shape, self.sampler.schedules.of(shape)[0], self.config.method.sampling.guidance)
+        batch = self.sampler.pair_up(pairs, range(len(pairs)), sampling, size)
         return replace(batch, scoring=Scoring(self.runners))
 
     def pair(self, batch: Batch, win: Tensor, lose: Tensor) -> Batch:
@@ -204,7 +204,7 @@ class Rollouts:
             for better, worse in zip(win.tolist(), lose.tolist(), strict=True)
         ]
         numbers = [place // batch.compared for place in win.tolist()]
-        pairs = self.sampler.pair_up(chosen, numbers, tuple(final.shape[1:]), batch.spec.sampling, None)
+        pairs = self.sampler.pair_up(chosen, numbers, batch.spec.sampling, None)
         self.log(padding=pairs.spec.padding)
         return pairs
 
@@ -268,7 +268,7 @@ class Rollouts:
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
         grades = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
-        self.log(advantage=grades.advantage.flatten().clone())  # what a method does to its own changes no record
+        self.notes["advantage"] = grades.advantage.flatten().clone()  # what a method does to its own changes no record
         return grades
 
     def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:

@@ -22,12 +22,11 @@ from fluvial.engines.run.batch import (
     return_to,
     row_keys,
 )
-from fluvial.engines.run.declared import Before, BySource, Loss
+from fluvial.engines.run.declared import BySource, Loss
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.rollouts import Rollouts
 from fluvial.engines.sampling.items import Pairs, Rows, rebalance, select
-from fluvial.engines.sampling.noising import Levels, NoisingConfig
-from fluvial.engines.sampling.window import AllRecorded, Trained
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.runner import weighted_sum
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
@@ -37,7 +36,6 @@ from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import copy_adapter
 
-ALL_RECORDED = AllRecorded()
 Edit = Callable[[Prompt], Prompt]
 
 
@@ -54,18 +52,10 @@ class Run(Rollouts):
 
     # items
 
-    def record_steps(
-        self,
-        batch: Batch,
-        key: Key,
-        signal: Tensor | None = None,
-        *,
-        trained: Trained = ALL_RECORDED,
-        keep: Tensor,
-        skip_zero: bool = False,
-    ) -> Items:
-        """Return the recorded steps that are trained on, see `batch.record_steps`."""
-        return record_steps(batch, signal, keep=keep, skip_zero=skip_zero, trained=trained, key=key)
+    record_steps = staticmethod(record_steps)
+    renoise = staticmethod(renoise)
+    row_keys = staticmethod(row_keys)
+    return_to = staticmethod(return_to)
 
     def noise_samples(
         self,
@@ -81,18 +71,6 @@ class Run(Rollouts):
         noising = noising.choose_levels(on_schedule=self._on_schedule)
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
-    def renoise(self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, **options: Any) -> Items:
-        """Noise a sample of each row of recorded steps, see `batch.renoise`."""
-        return renoise(items, x, level, levels, key, **options)
-
-    def row_keys(self, items: Items, key: Key, draw: int = 0) -> Key:
-        """Return a key for each row of items, `[P]`, for what a method draws itself."""
-        return row_keys(items, key, Stream.STEPPING, draw)
-
-    def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
-        """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""
-        return return_to(batch, key, count, keep)
-
     def minibatches(self, items: Items, key: Key, passes: EpochsConfig) -> Iterator[Items]:
         """Yield the items of each update: the samples dealt to minibatches, the work spread evenly over the ranks.
 
@@ -102,7 +80,7 @@ class Run(Rollouts):
         if self._routed and items.rows.timestep is not None:
             host_values.read(items.rows.timestep)  # once, where levels are drawn on the device
         if epochs * minibatches > 1:  # with one update per batch v_old is v, without a pass of its own
-            for name in self._before:
+            for name in self.networks.before:
                 with self.engine.inference() as module:
                     items = items.with_predictions(**{name: self._predictions(module, items, items.cond)})
         for epoch in range(epochs):
@@ -123,7 +101,7 @@ class Run(Rollouts):
         Teachers of several sources make one prediction together, each at the rows of its prompts.
         """
         declared, known = self.config.method.networks(), items.rows.predictions
-        todo = [name for name in names if name in declared and name not in known and name not in self._before]
+        todo = [name for name in names if name in declared and name not in known and name not in self.networks.before]
         # Modules of their own come first, so that they and the engine's are not gathered at the same time.
         for name in sorted(todo, key=lambda name: name not in self.networks.separate):
             network = declared[name]
@@ -142,7 +120,7 @@ class Run(Rollouts):
         with self.engine.inference() as module, prefer(self.config.engine.implementation):
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
-                before = {name: v for name in self._before if name not in rows.predictions}
+                before = {name: v for name in self.networks.before if name not in rows.predictions}
                 # Copied, because a function may return one buffer each time.
                 results.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *results)
@@ -154,7 +132,7 @@ class Run(Rollouts):
             name: a network that the method declares, or policy.
             cotangent: c, `[P, *event]`.
         """
-        cond, products = self._condition(name, items), list[Tensor]()
+        cond, products = self.networks.condition(name, items.cond), list[Tensor]()
         with self.networks.open(name) as module:
             for rows, c in self._passes(items, cotangent):
                 with torch.enable_grad():
@@ -170,7 +148,7 @@ class Run(Rollouts):
             name: a network that the method declares, or policy.
             function: `(v, rows) -> [P]` of its prediction, and of what its head says if it has one.
         """
-        cond, values, gradients = self._condition(name, items), list[Tensor](), list[Tensor]()
+        cond, values, gradients = self.networks.condition(name, items.cond), list[Tensor](), list[Tensor]()
         with self.networks.open(name) as module:
             for rows in self._passes(items):
                 with torch.enable_grad():
@@ -229,11 +207,11 @@ class Run(Rollouts):
     def forward(self, items: Items, rows: Rows, network: str = "policy") -> Tensor:
         """Return the prediction at rows of items, with gradient, of the network that learns: for a loss that takes steps."""
         module = self.networks.trained.get(network, self.engine).module
-        return self._predict(module, rows, self._condition(network, items))
+        return self._predict(module, rows, self.networks.condition(network, items.cond))
 
     def judge(self, items: Items, rows: Rows, network: str) -> Tensor:
         """Return what the head of a network that learns says of rows of items, `[P]`, with gradient: for a loss."""
-        module, cond = self.networks.trained[network].module, self._condition(network, items)
+        module, cond = self.networks.trained[network].module, self.networks.condition(network, items.cond)
         judged: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
         return judged
 
@@ -268,14 +246,10 @@ class Run(Rollouts):
         seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
         return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
 
-    @property
-    def _before(self) -> list[str]:
-        return [name for name, network in self.networks.declared.items() if isinstance(network, Before)]
-
     def _predict_with(self, network: str, items: Items) -> Tensor:
         """Return a network's prediction at each row, `[P, ...]`."""
         with self.networks.open(network) as module:
-            return self._predictions(module, items, self._condition(network, items))
+            return self._predictions(module, items, self.networks.condition(network, items.cond))
 
     def _predict_by_source(self, networks: Mapping[str, str], items: Items) -> Tensor:
         """Return at each row the prediction of the network of its prompt's source, `[P, ...]`.
@@ -304,7 +278,7 @@ class Run(Rollouts):
         held = [int(number) for number in (by_rank != 0).sum((1, 2))]
         rows, cond = select(items.rows, by_rank[self.world.data_rank].T.flatten()), items.cond
         longest = -(-sum(held) // len(held))
-        passes = [sum(split(number, self._pass_sizes(number))) for number in (max(held), longest)]
+        passes = [sum(split(most, self.config.pass_sizes(most, self.pairs))) for most in (max(held), longest)]
         if passes[0] > passes[1]:
             rows, cond = rebalance(rows, cond, held, self.world)
         else:
@@ -318,22 +292,19 @@ class Run(Rollouts):
         self, module: nn.Module, network: str, items: Items, loss: Loss, *, split_guidance: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what `Engine.update` takes, of the mean of a loss over the items of all ranks."""
-        cond, loss, sizes = self._condition(network, items), self.check_loss(loss), self._pass_sizes(items.pad_to)
+        cond, sizes = self.networks.condition(network, items.cond), self.config.pass_sizes(items.pad_to, self.pairs)
+        loss = loss if self.check_loss is None else self.check_loss(loss)
         options = {"count": max(items.count, 1), "micro_batch": sizes, "pad_to": items.pad_to, "inputs": cond}
         of_rows = partial(self._loss, module, network=network, cond=cond, loss=loss, split_guidance=split_guidance)
         return (items.rows, of_rows, items.rows.weight), options
-
-    def _condition(self, network: str, items: Items) -> Cond:
-        """Return the conditioning of items for a network."""
-        return self.networks.condition(network, items.cond, self.config.method.sampling.guidance.negative)
 
     def _loss(
         self, module: nn.Module, rows: Any, *, network: str, cond: Cond, loss: Loss, split_guidance: bool
     ) -> tuple[Tensor, Any]:
         """Return the loss of each row of a micro-batch, and diagnostics."""
-        model = self.job.model
-        inputs, options = self._inputs(rows, cond)
-        if split_guidance and isinstance(inputs[-1], Guided) and is_classifier_free(model):
+        model, update = self.job.model, self.config.method.sampling.guidance.update
+        if split_guidance and update == "guided" and isinstance(cond, Guided) and is_classifier_free(model):
+            inputs, options = self._inputs(rows, cond)
             v, v_uncond = guidance_halves(model, module, *inputs, **options)
             scale = scale_at(model, inputs[-1], rows.level, rows.timestep)
             rows = _with(rows, {"uncond": v_uncond})._replace(guidance=scale)
@@ -341,7 +312,7 @@ class Run(Rollouts):
             v, rows = self._predict_with_head(network, module, rows, cond)
         else:
             v = self._predict(module, rows, cond)
-        before = {name: v.detach() for name in self._before if name not in rows.predictions}
+        before = {name: v.detach() for name in self.networks.before if name not in rows.predictions}
         with prefer(self.config.engine.implementation):
             return loss(v, _with(rows, before))
 
@@ -378,14 +349,10 @@ class Run(Rollouts):
 
     def _passes(self, items: Items, *more: Tensor) -> Iterator[Any]:
         """Yield the rows of items in micro-batches, with those of further tensors `[P, ...]` if any are given."""
-        sizes = self._pass_sizes(items.pad_to)
+        sizes = self.config.pass_sizes(items.pad_to, self.pairs)
         return micro_batches(
             (items.rows, *more) if more else items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device
         )
-
-    def _pass_sizes(self, count: int) -> tuple[int, ...]:
-        """Return the items per pass of `count` items; none is smaller than a rollout's rows, so that it rounds alike."""
-        return self.config.pass_sizes(count, self.pairs)
 
 
 def _first_row(rows: Rows) -> Rows:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
-import optree
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import Images
 from fluvial.engines.sampling.config import ReadingConfig, Schedules
-from fluvial.engines.sampling.diversity import thumbnails
 from fluvial.engines.sampling.generate import (
     Chunk,
     Requests,
@@ -33,6 +31,7 @@ from fluvial.engines.sampling.generate import (
     StochasticSteps,
     join_batches,
     slots,
+    thumbnails,
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
@@ -42,7 +41,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
 from fluvial.models import decode_samples
 from fluvial.models.host_values import to_device
-from fluvial.models.step_cache import FirstBlockCache, Reuse
+from fluvial.models.step_cache import FirstBlockCache
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
@@ -55,11 +54,9 @@ class RolloutSampler:
         engine: engine whose module is the policy, on the ranks that samples are spread over.
         source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
-        texts: lengths that prompts are padded to.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
         pairs: given preferences, which are learnt from in place of rollouts.
         sends_final: whether servers send the final latents, too.
-        guides: whether another network has guidance of its own, so that the negative prompt is always encoded.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -72,17 +69,19 @@ class RolloutSampler:
         engine: Engine,
         source: RolloutSource,
         schedules: Schedules,
-        texts: TextLengths,
         *,
         copy: Copy | None = None,
         pairs: tuple[Preference, ...] | EncodedPreferences = (),
         sends_final: bool = True,
-        guides: bool = False,
     ) -> None:
         self.config, self.job, self.world, self.engine = config, job, engine.world, engine
-        self.source, self.schedules, self.texts, self.method = source, schedules, texts, config.method
+        self.source, self.schedules, self.method = source, schedules, config.method
+        self.texts = TextLengths(job.model, self.world)
         self.copy, self.pairs, self._compared = copy, pairs, False
-        self._sends_final, self._guides = sends_final, guides
+        self._sends_final = sends_final
+        # Another network that has guidance of its own needs the negative prompt, too.
+        guides = any(scale != 1 for scale in config.own_guidance.values())
+        self._negative = [config.method.sampling.guidance.negative] if guides else []
         source_of = self.method.source
         self._compare = source_of.compare if isinstance(source_of, Images) else None  # what given images have in common
         self._captions = Captions(job.prompts) if self._compare == "caption" else None
@@ -96,7 +95,7 @@ class RolloutSampler:
         self._order, self._further = orders
         pool = Pool(self._known)
         self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
-        self._drafts: dict[int, Schedules] = {}  # by their number of steps
+        self._schedules = {self.method.sampling.steps: schedules}  # by their number of steps, which drafts have of their own
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
@@ -139,6 +138,9 @@ class RolloutSampler:
         Raises:
             RunError: the samples cannot be made, or no server has the policy.
         """
+        if not self.config.rollout.is_served:
+            with failing():
+                return self.generate(spec, rewards, seen=seen)
         while True:
             served: dict[str, ServedStep] = {}
 
@@ -148,7 +150,7 @@ class RolloutSampler:
 
             with failing():
                 samples = self.generate(spec, rewards, seen=note_served)
-            if not (self.config.rollout.is_served and self._drop_mismatched_servers(spec, served, network, world)):
+            if not self._drop_mismatched_servers(spec, served, network, world):
                 return samples
             rewards.discard()
 
@@ -233,8 +235,7 @@ class RolloutSampler:
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // asked_for.batch] for i in ids]
         size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        negative = [asked_for.guidance.negative] if self._guides else []
-        padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *negative])
+        padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *self._negative])
         trunk = asked_for.window.trunk(asked_for.steps, asked_for.group)
         initial_ids = [i // trunk for i in ids] if asked_for.shared_noise or asked_for.window.shares_start else None
         initial_ids = initial_ids if starts is None else [starts[i] for i in ids]
@@ -260,7 +261,7 @@ class RolloutSampler:
             updates: number of updates before those on this rollout.
             number: number of times that groups of this rollout have been replaced, with this one.
         """
-        config, size, group = self.config, self.config.samples_per_pass, spec.group
+        size, group = self.config.samples_per_pass, spec.group
         root = fold_in(fold_in(root, Stream.REFILL), number)
         asked = list(spec.asked)
         prompts = self._further_prompts(root, asked[0].size, len(groups), updates, number)
@@ -279,8 +280,7 @@ class RolloutSampler:
         requests = Requests(wanted, ids, fold_in(root, Stream.SAMPLES), own_starts)
         padding, sampling = spec.padding, spec.sampling
         if padding is not None:
-            negative = [config.method.sampling.guidance.negative] if self._guides else []
-            wider = self.texts.padding([*config.method.sampling.guidance.texts(self.job.model, wanted), *negative])
+            wider = self.texts.padding([*self.method.sampling.guidance.texts(self.job.model, wanted), *self._negative])
             assert wider is not None
             padding = max(padding, wider, key=lambda each: each.tokens)
             sampling = replace(sampling, text_tokens=padding.tokens)
@@ -313,7 +313,6 @@ class RolloutSampler:
         self,
         chosen: Sequence[Preference],
         numbers: Sequence[int],
-        shape: tuple[int, ...],
         sampling: Sampling,
         size: Size | None,
     ) -> Batch:
@@ -322,28 +321,23 @@ class RolloutSampler:
         Args:
             chosen: the preferences, the same on every rank.
             numbers: index of each in its stream of noise.
-            shape: shape of a sample.
             sampling: how the samples were made, or how a rollout would make them.
             size: size of the samples, where there are several.
         """
         real, ranks, device = len(chosen), self.world.data_size, self.world.device
         if not real:
-            zeros = torch.zeros(shape)
+            zeros = torch.zeros(sampling.shape)
             chosen, numbers = [Preference(self.job.prompts[0], zeros, zeros)], [0]
         slots = -(-len(chosen) // ranks)
         share = Share(self.world.data_rank * slots, slots, real)
         places = [(share.first + slot) % len(chosen) for slot in range(slots)]
         prompts, ids = [chosen[place].prompt for place in places], [numbers[place] for place in places]
-        cond, padding = self.texts.encode(self.method.sampling.guidance, prompts)
+        padding = self.texts.padding(sampling.guidance.texts(self.job.model, prompts))
+        padded = replace(sampling, text_tokens=None if padding is None else padding.tokens)
         both = [
             to_device(torch.stack([getattr(chosen[place], side) for place in places]), device) for side in ("win", "lose")
         ]
-        samples = SampleBatch(
-            prompts,
-            optree.tree_map(lambda table: to_device(table, device), cond),
-            wrap_samples(torch.stack(both, dim=1)),
-            None,
-        )
+        samples = SampleBatch(prompts, padded.encode(self.job.model, prompts), wrap_samples(torch.stack(both, dim=1)), None)
         asked = [each.prompt for each in chosen]
         spec = RolloutSpec(
             asked,
@@ -356,10 +350,6 @@ class RolloutSampler:
             self.config.samples_per_pass,
         )
         return Batch(spec, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
-
-    def data_sampling(self, shape: tuple[int, ...]) -> Sampling:
-        """Return the schedule of given samples of a shape."""
-        return Sampling(shape, self.schedules.of(shape)[0], self.method.sampling.guidance)
 
     def _places(self, root: Key, count: int, updates: int) -> list[int]:
         """Return the indices of the `count` prompts, or preferences, of the rollout after a number of updates."""
@@ -380,22 +370,17 @@ class RolloutSampler:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)
         return [self._known[place] for place in self._draw(fold_in(drawn, Stream.PROMPTS), count, size)]
 
-    def _schedules(self, draft: ReadingConfig | None) -> Schedules:
-        """Return the schedules of the method's samples, or of those that are scored alone."""
-        if draft is None or draft.steps == self.method.sampling.steps:
-            return self.schedules
-        made = Schedules(self.job.model, draft, self.world.device)
-        return self._drafts.setdefault(draft.steps, made)
-
     def _sampling(
         self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
     ) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
         config, rollout, record = self.config, self.config.rollout, self.method.recorded if draft is None else None
-        asked = self.method.sampling if draft is None else draft
-        stochastic, done = None, updates // config.updates_per_rollout
+        asked, group = self.method.sampling if draft is None else draft, self.method.sampling.group
+        stochastic, prefix, done = None, None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
-        schedule, sampler = self._schedules(draft).of(shape)
+        if asked.steps not in self._schedules:
+            self._schedules[asked.steps] = Schedules(self.job.model, asked, self.world.device)
+        schedule, sampler = self._schedules[asked.steps].of(shape)
         if record is not None or not asked.sampler.is_deterministic:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
@@ -408,6 +393,11 @@ class RolloutSampler:
                 implementation=config.engine.implementation,
                 noise=asked.window.noise_of(),
             )
+            if asked.window.share_prefix:  # the samples of a group share the steps before every window of the rollout
+                prefix = SharedPrefix(asked.window.count_shared_steps(stochastic.steps_of([0])), group)
+        graphs = config.engine.compile == "reduce-overhead"  # a graph holds no results of earlier passes
+        # A compiled block is one program, and a block that is left out calls no layers.
+        whole_blocks = self.engine.compiles or isinstance(rollout.step_cache, FirstBlockCache)
         return Sampling(
             shape,
             schedule,
@@ -416,30 +406,15 @@ class RolloutSampler:
             asked.sampler.eta if asked.sampler.is_deterministic else 0.0,
             stochastic,
             autocast=rollout.autocast,
-            prefix=self._prefix(stochastic),
+            prefix=prefix,
             text_tokens=tokens,
             after=asked.window.tail,
-            reuse=self._reuse(),
+            reuse="none" if graphs or rollout.reuse == "none" else "outside_blocks" if whole_blocks else "all",
             keep_keys=rollout.reuse == "keys",
             step_cache=rollout.step_cache,
-            graphs=config.engine.compile == "reduce-overhead",
+            graphs=graphs,
             final=self._sends_final,
         )
-
-    def _reuse(self) -> Reuse:
-        """Return which layers that see the prompt alone are computed once."""
-        if self.config.rollout.reuse == "none" or self.config.engine.compile == "reduce-overhead":
-            return "none"  # a graph holds no results of earlier passes
-        # A compiled block is one program, and a block that is left out calls no layers.
-        leaves_out = isinstance(self.config.rollout.step_cache, FirstBlockCache)
-        return "outside_blocks" if self.engine.compiles or leaves_out else "all"
-
-    def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix | None:
-        """Return the steps that the samples of a group share: those before every window of the rollout."""
-        sampling = self.method.sampling
-        if stochastic is None or not sampling.window.share_prefix:
-            return None
-        return SharedPrefix(sampling.window.count_shared_steps(stochastic.steps_of([0])), sampling.group)
 
     def read_images(self, requests: Requests) -> Tensor:
         """Return a clean sample of the job's data for each prompt that is asked for, `[slots, *event]`."""
@@ -456,8 +431,7 @@ class RolloutSampler:
 
     def read_data(self, spec: RolloutSpec, rewards: RewardRunners | None) -> SampleBatch:
         """Return clean samples of the job's data, whose images the rewards score, if any."""
-        size, device, parts = self.config.samples_per_pass, self.world.device, []
-        prompts, tokens = spec.requests.prompts, spec.sampling.text_tokens
+        size, prompts, parts = self.config.samples_per_pass, spec.requests.prompts, []
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
             x0 = self._read_chunk(spec.requests, start)
@@ -465,8 +439,5 @@ class RolloutSampler:
                 with torch.no_grad():
                     images = decode_samples(self.job.model, x0, model_inputs(part))
                     rewards.submit(images, part, x0, spec.numbers[start : start + size])
-            cond = optree.tree_map(
-                lambda tensor: to_device(tensor, device), self.method.sampling.guidance.encode(self.job.model, part, tokens)
-            )
-            parts.append(SampleBatch(part, cond, wrap_samples(x0), None))
+            parts.append(SampleBatch(part, spec.sampling.encode(self.job.model, part), wrap_samples(x0), None))
         return join_batches(parts)

@@ -1,11 +1,10 @@
 """Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import EngineConfig, lr_factor
-from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
@@ -26,6 +24,7 @@ from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, best_of
 from fluvial.engines.run.prefetch import PREFIX, RolloutPrefetcher
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
+from fluvial.engines.run.run import Run
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
@@ -59,32 +58,18 @@ class Saver:
     """Writes and reads the checkpoints of a run.
 
     Args:
-        engine: engine of the policy, whose state is saved.
-        trained: engines of other networks that learn, by name.
-        prompts: prompts that are trained on.
+        run: the run, whose networks are saved.
         base: fingerprint of the weights that training starts from.
         console: where a failed background checkpoint and a changed environment are reported; None is silent.
         ahead: rollouts ahead of the updates, which a checkpoint holds too.
-        pairs: numbers of pairs per pass of an update, where they were chosen.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        base: str,
-        *,
-        console: Console | None,
-        trained: Mapping[str, Engine] = MappingProxyType({}),
-        ahead: RolloutPrefetcher | None = None,
-        pairs: Sequence[int] = (),
-    ) -> None:
-        self.config, self.engine, self.world, self.console = config, engine, engine.world, console
-        self.trained = trained
-        self.prompts, self.base, self.ahead, self.pairs = digest_prompts(prompts), base, ahead, list(pairs)
+    def __init__(self, run: Run, base: str, *, console: Console | None, ahead: RolloutPrefetcher | None) -> None:
+        self.config, self.engine, self.world, self.console = run.config, run.engine, run.world, console
+        self.trained, self.pairs = run.networks.trained, list(run.pairs)
+        self.prompts, self.base, self.ahead = digest_prompts(run.job.prompts), base, ahead
         self.saved_at = NEVER
-        self.background = self.world.background() if config.checkpoint.background else None
+        self.background = self.world.background() if self.config.checkpoint.background else None
         self.pending: Future[Any] | None = None
 
     def save(self, progress: Progress, *, blocking: bool = False, ends: bool = False) -> None:
@@ -193,8 +178,8 @@ class Saver:
         requested: dict[str, Tensor] = {}
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
-        saved, run = checkpoint.settings(path, world=self.world)
-        saved = flat(migrate(saved))
+        manifest = checkpoint.read_manifest(path, world=self.world)
+        saved, run = flat(migrate(manifest["fingerprint"])), manifest["meta"]["run"]
         if newer := fingerprint.keys() - saved.keys():  # settings that the run that saved it could not have changed
             then = flat(as_record(with_absolute_paths(read_record(run))))
             saved |= {name: then[name] for name in newer & then.keys()}
@@ -262,8 +247,7 @@ class Saver:
 @collective
 def read_micro_batch(path: Path | str, world: World) -> int:
     """Return the number of samples per forward pass of the run that a checkpoint is of."""
-    saved, _ = checkpoint.settings(path, world=world)
-    recorded: int = flat(migrate(saved))["engine.micro_batch"]
+    recorded: int = flat(migrate(checkpoint.read_manifest(path, world=world)["fingerprint"]))["engine.micro_batch"]
     return recorded
 
 

@@ -1,6 +1,6 @@
 """A training run that is driven from Python: built, updated, evaluated, saved and exported."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from fluvial.engines.sampling.solvers import serving_solver
 from fluvial.models.device import deterministic
 
 
-class Trainer:
+class Trainer(Loop):
     """A training run that is driven update by update.
 
         with Trainer(config, job) as trainer:
@@ -69,7 +69,9 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic(config.engine.deterministic))
             if world is None:
-                world = _open_world(config, stack)
+                if torch.distributed.is_initialized():
+                    raise UsageError("trainer: a process group is open already: pass the world of init_world()")
+                world = stack.enter_context(init_world(timeout=config.engine.timeout))
             self.world = world = world.group_ranks(config.engine.context_parallel)
             with world.agreed():
                 if job is not None and not job.is_opened:
@@ -86,31 +88,20 @@ class Trainer:
                     job = jobs.of_run(config)
             self.stop, progress = StopRequest() if stop is None else stop, Progress()
             parts = build_parts(config, job, world, progress, stop=self.stop.__bool__, resume_from=resume_from)
-            self.config, self.choices, self.pairs = parts.config, parts.choices, parts.pairs
-            self.job, self.evaluated = parts.job, parts.evaluated
-            self.engine, self.run, self.ahead = parts.engine, parts.run, parts.ahead
+            run, self.choices, self.evaluated = parts.run, parts.choices, parts.evaluated
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.sampler = parts.run.sampler
-            self.rewards, self.runners = parts.rewards, parts.runners
+            self.job, self.pairs, self.sampler = run.job, run.pairs, run.sampler
+            self.rewards, self.runners = run.rewards, run.runners
             stack.callback(self.runners.close)
             stack.callback(self.sampler.source.close)
-            if self.ahead is not None:
-                stack.callback(self.ahead.close)
-            self.saver = Saver(
-                self.config,
-                self.engine,
-                self.job.prompts,
-                parts.base,
-                trained=self.run.networks.trained,
-                console=console,
-                ahead=self.ahead,
-                pairs=self.pairs,
-            )
+            if parts.ahead is not None:
+                stack.callback(parts.ahead.close)
+            self.saver = Saver(run, parts.base, console=console, ahead=parts.ahead)
             stack.callback(self.saver.close)
             self.console = console
             self.stop.then(self.sampler.source.hurry)
             progress = progress if resume_from is None else self.saver.restore(resume_from)
-            self.loop = Loop(self.config, self.run, self.ahead, progress)
+            super().__init__(run, parts.ahead, progress)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -122,24 +113,6 @@ class Trainer:
     def close(self) -> None:
         """End the reward threads, wait for a checkpoint that is being written, and close the world if it was opened here."""
         self._stack.close()
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the record of each batch and its updates, until the last update or a request to stop."""
-        return iter(self.loop)
-
-    def update(self) -> dict[str, Any]:
-        """Make one rollout and its optimizer updates, and return their record; see `Loop.update`."""
-        return self.loop.update()
-
-    @property
-    def progress(self) -> Progress:
-        """What the run has counted so far."""
-        return self.loop.progress
-
-    @property
-    def stopping(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return self.run.stopping
 
     @collective
     def evaluate(
@@ -156,7 +129,7 @@ class Trainer:
             keep: function of the names and the images of each chunk of this rank.
             probe: probe of the model that training began with, for the drift from it.
         """
-        config, self.loop.phase = self.config, "evaluation"
+        config, self.phase = self.config, "evaluation"
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
                 self.evaluated,
@@ -193,7 +166,7 @@ class Trainer:
         Args:
             ends: the process ends soon, so that rollouts made ahead may not be waited for.
         """
-        self.loop.phase = "checkpoint"
+        self.phase = "checkpoint"
         self.saver.save(self.progress, ends=ends)
 
     @collective
@@ -203,7 +176,7 @@ class Trainer:
         Rollouts made ahead are left out. Returns False if that state is not there any more,
         because the error came between the updates of a rollout, or in an optimizer step.
         """
-        updates, progress = self.loop.finished
+        updates, progress = self.finished
         networks = self.run.networks
         engines = self.engine, *networks.trained.values()
         if networks.updates != updates or any(engine.stepping for engine in engines):
@@ -221,20 +194,13 @@ class Trainer:
 
         The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
         """
-        self.loop.restore(self.saver.restore(path))
+        self.restore(self.saver.restore(path))
 
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
-        self.loop.phase = "export"
+        self.phase = "export"
         average = self.engine.read_average() if self.config.evaluation.average else None
         lora, dtype = self.config.train == "lora", DTYPES[self.config.export.dtype]
         export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
         if lora:
             write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
-
-
-def _open_world(config: TrainConfig, stack: ExitStack) -> World:
-    """Return a world that is closed with the stack."""
-    if torch.distributed.is_initialized():
-        raise UsageError("trainer: a process group is open already: pass the world of init_world()")
-    return stack.enter_context(init_world(timeout=config.engine.timeout))

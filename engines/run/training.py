@@ -139,9 +139,9 @@ class Training:
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, AbandonedRolloutError | LostProcessError):
                 raise
-            failure: BaseException = explain(error, trainer.loop.phase, trainer.engine) if is_out_of_memory(error) else error
+            failure: BaseException = explain(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
             if failure is error:
-                error.add_note(f"in the phase {trainer.loop.phase}")
+                error.add_note(f"in the phase {trainer.phase}")
             stopped = self._save_finished(error)
             if stopped and isinstance(error, FluvialError):
                 self.progress.say(f"{error}; what was begun after update {trainer.engine.updates} is made again")
@@ -153,7 +153,7 @@ class Training:
     def _save_finished(self, error: BaseException) -> bool:
         """Save the newest finished update if every rank has raised, and return whether that was asked for."""
         trainer, world = self.trainer, self.trainer.world
-        if trainer.loop.phase == "checkpoint" or (world.size > 1 and not getattr(error, "on_all_ranks", False)):
+        if trainer.phase == "checkpoint" or (world.size > 1 and not getattr(error, "on_all_ranks", False)):
             return False
         try:
             self._check_lock()
@@ -220,7 +220,7 @@ class Training:
     @collective
     def _save(self, *, ends: bool = False) -> None:
         """Write a checkpoint, unless another process has taken the run folder."""
-        self.trainer.loop.phase = "checkpoint"
+        self.trainer.phase = "checkpoint"
         self._check_lock()
         with wait_for("checkpoint"):
             self.trainer.save(ends=ends)

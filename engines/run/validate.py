@@ -3,10 +3,10 @@
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.method import NoisedRows
-from fluvial.engines.sampling.groups import ScoutedGroups
+from fluvial.engines.sampling.config import ScoutedGroups
 from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.samplers import SAMPLERS
-from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.tail import NO_TAIL
 from fluvial.models import Prediction
 from fluvial.models.step_cache import GuidanceCache
 
@@ -49,7 +49,7 @@ def check_model(
         raise UsageError("rollout.step_cache", "guidance", "none", f"{model} has no adapter, and its pipeline's guidance")
     if recorded and config.evaluation_guidance != sampling.guidance:
         raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
-    if on_schedule and sampling.window.tail != Tail():
+    if on_schedule and sampling.window.tail != NO_TAIL:
         raise UsageError("sampling.window.tail", sampling.window.tail.solver, "its default", own_levels)
     for name, scale in config.own_guidance.items():
         field = "ref_guidance" if hasattr(method, "ref_guidance") else "kl.guidance" if name == "ref" else "guidance"

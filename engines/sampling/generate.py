@@ -30,7 +30,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.graphed import GraphedPass
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
-from fluvial.engines.sampling.tail import Tail, after_schedule
+from fluvial.engines.sampling.tail import NO_TAIL, Tail, after_schedule
 from fluvial.engines.sampling.window import NoiseIds, NoiseOf, Steps
 from fluvial.engines.streams import Stream
 from fluvial.engines.waits import count_parts
@@ -41,6 +41,8 @@ from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
 from fluvial.models.step_cache import NoCache, PassReuse, Reuse, StepCacheChoice
+
+SIDE = 32  # pixels of a thumbnail
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class Sampling:
     autocast: bool = False
     prefix: SharedPrefix | None = None
     text_tokens: int | None = None
-    after: Tail = field(default_factory=Tail)
+    after: Tail = NO_TAIL
     reuse: Reuse = "none"
     keep_keys: bool = False
     step_cache: StepCacheChoice = field(default_factory=NoCache)
@@ -255,6 +257,27 @@ class SampleBatch(NamedTuple):
     cond: Cond
     trajectory: Trajectory
     thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
+
+
+def thumbnails(images: Tensor) -> Tensor:
+    """Return images `[B, C, H, W]` averaged to at most 32 pixels a side and flattened, `[B, D]`."""
+    height, width = (min(side, SIDE) for side in images.shape[-2:])
+    return torch.nn.functional.adaptive_avg_pool2d(images.flatten(1, -3).float(), (height, width)).flatten(1)
+
+
+def diversity(thumbnails: Tensor, group: int) -> float:
+    """Return the mean over all groups of the root-mean-square distance between two samples of a group.
+
+    It falls when a policy draws the same image again and again, as under reward hacking. Compare it within a run, where the
+    sampler is the same.
+
+    Args:
+        thumbnails: `[B, D]`, ordered by group.
+        group: samples per group, at least 2.
+    """
+    by_group = thumbnails.double().unflatten(0, (-1, group))
+    distance = torch.cdist(by_group, by_group) / thumbnails.shape[1] ** 0.5
+    return float(distance.sum((1, 2)).mean() / (group * (group - 1)))
 
 
 def join_batches(parts: Sequence[SampleBatch]) -> SampleBatch:
@@ -459,7 +482,7 @@ def _unroll(
 ) -> tuple[Trajectory, Estimate | None]:
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
     end = len(sampling.schedule.timesteps)
-    stop = end if sampling.after == Tail() else max(window) + 1
+    stop = end if sampling.after == NO_TAIL else max(window) + 1
     if stop != end and sampling.schedule.levels.ndim == 2:
         hint = "the pieces of a sample have noise levels of their own"
         raise UsageError("sampling.window.tail", sampling.after.solver, "a tail as all other steps", hint)
@@ -471,7 +494,7 @@ def _unroll(
     def keys_of(ids: Sequence[int]) -> Key:
         return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
 
-    def take_parts() -> Iterator[Step]:
+    def take_steps() -> Iterator[Step]:
         """Take consecutive steps with the same noise ids together.
 
         Where the recorded candidate is not the one that the rollout goes on from (SPO), x_next is drawn again for that one.
@@ -486,18 +509,14 @@ def _unroll(
                 # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
                 kernel = None if is_candidate else draw
                 for step in unroll(velocity, x_now, some_steps, keys_of(taken.recorded), draw=kernel):
+                    latest.append(step)
+                    if sampling.observe is not None:
+                        sampling.observe(step)
                     yield step
                     x_now = step.x_next
                 if is_candidate:
                     z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
                     x_now = gaussian.sample(step_plan.transition(step.t), step.x, step.v, z)
-
-    def take_steps() -> Iterator[Step]:
-        for step in take_parts():
-            latest.append(step)
-            if sampling.observe is not None:
-                sampling.observe(step)
-            yield step
 
     trajectory = stack(step_plan, take_steps(), x)
     host_values.remember(trajectory.steps, torch.tensor(step_plan.recorded, dtype=torch.int64).expand(len(x), -1))

@@ -40,6 +40,9 @@ class Tail:
             yield "least", "with `sampling.window.tail.fraction` 1, which takes every step"
 
 
+NO_TAIL = Tail()  # the steps after the window are as those before it
+
+
 def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:
     """Return the schedule of the steps from `start` on, at fewer levels, which are spaced as those of the whole one.
 

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.sampling.generate import Guidance
-from fluvial.models import Cond, DiffusionModel
+from fluvial.models import DiffusionModel
 from fluvial.models.padding import pad_length, trims_padding
 
 
@@ -52,12 +50,6 @@ class TextLengths:
         """Return the length that these prompts are padded to, None for the model's own."""
         padding = self.padding(prompts)
         return None if padding is None else padding.tokens
-
-    @collective
-    def encode(self, guidance: Guidance, prompts: Sequence[Prompt]) -> tuple[Cond, Padding | None]:
-        """Return the conditioning of this rank's samples and its padding, that of all ranks."""
-        padding = self.padding(guidance.texts(self.model, prompts))
-        return guidance.encode(self.model, prompts, None if padding is None else padding.tokens), padding
 
     def _tokens(self, prompt: Any) -> int:
         """Return the number of tokens of a prompt, which is encoded when it is first asked for."""

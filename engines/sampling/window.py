@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.sigmas import moving_window, sde_steps, sde_window
 from fluvial.engines.choices import refuse_unused
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.tail import NO_TAIL, Tail
 
 # Scope of one draw of the steps.
 Draw = Literal["rollout", "call", "group", "sample", "run"]
@@ -42,12 +42,21 @@ BOUNDS = {
 
 
 class _Range:
-    """A range of the schedule that stochastic steps lie in, and what most windows have in common."""
+    """A range of the schedule that stochastic steps lie in, and what most windows have in common.
+
+    Args:
+        size: Number of stochastic steps.
+        low: Index of the first step that the window may cover.
+        high: Index after the last one; None is the end of the schedule.
+        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
+            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
+        tail: How the deterministic steps after the window are taken.
+    """
 
     low: int
     high: int | None
     share_prefix: bool = False
-    tail: Tail = Tail()
+    tail: Tail = NO_TAIL
     draw: Draw = "rollout"
     is_tree: ClassVar[bool] = False  # whether samples share noise
     records_candidates: ClassVar[bool] = False  # whether samples go on from other states than those that are recorded
@@ -148,7 +157,6 @@ class AllSteps(_Range):
 
     Args:
         low: Index of the first stochastic step.
-        high: Index after the last one; None is the end of the schedule.
     """
 
     kind: ClassVar[str] = "all"
@@ -171,15 +179,9 @@ class RandomWindow(_Drawn):
     """Contiguous steps at a random place take noise (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802); the others are ODE steps.
 
     Args:
-        size: Number of stochastic steps.
-        low: Index of the first step that the window may cover.
-        high: Index after the last one; None is the end of the schedule.
         draw: Scope of one draw of the place: rollout (all samples), call (the `micro_batch` samples that are generated
             together, as in Flow-GRPO-Fast's code), group (Flash-GRPO), sample (verl-omni) or run (once per group, and kept
             for the whole run; an older Flow-GRPO-Fast draws it once per GPU).
-        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
-            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
-        tail: How the deterministic steps after the window are taken.
     """
 
     kind: ClassVar[str] = "random"
@@ -189,11 +191,11 @@ class RandomWindow(_Drawn):
     high: int | None = None
     draw: Draw = "rollout"
     share_prefix: bool = False
-    tail: Tail = field(default_factory=Tail)
+    tail: Tail = NO_TAIL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.differs and self.tail != Tail():
+        if self.differs and self.tail != NO_TAIL:
             raise UsageError("sampling.window.draw", self.draw, "rollout", "the tail needs one window per rollout")
 
 
@@ -202,9 +204,7 @@ class ScatteredSteps(_Drawn):
     """Steps drawn one by one take noise, contiguous or not (Flow-Factory, UniRL).
 
     Args:
-        size: Number of stochastic steps.
         low: Index of the first step that may be drawn.
-        high: Index after the last one; None is the end of the schedule.
         draw: Scope of one draw of the steps: rollout (all samples), call (the `micro_batch` samples that are generated
             together), group, sample, or run (once per group, and kept for the whole run).
     """
@@ -224,17 +224,11 @@ class MovingWindow(_Range):
     At start s the window stays for ceil(every exp(-decay max(0, s - decay_from))) rollouts.
 
     Args:
-        size: Number of stochastic steps.
-        low: Index of the first step that the window may cover.
-        high: Index after the last one; None is the end of the schedule.
         every: Number of rollouts that the window stays at its first position.
         stride: Number of steps that it moves by.
         repeat: Start over after the last position that fits in the range; otherwise the window stays there.
         decay: Rate of the decay of that number, per step.
         decay_from: Start from which on the decay acts.
-        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
-            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
-        tail: How the deterministic steps after the window are taken.
     """
 
     kind: ClassVar[str] = "moving"
@@ -247,7 +241,7 @@ class MovingWindow(_Range):
     decay: float = 0.0
     decay_from: int = 0
     share_prefix: bool = False
-    tail: Tail = field(default_factory=Tail)
+    tail: Tail = NO_TAIL
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that have no effect, and why."""
@@ -302,8 +296,6 @@ class Branches(_Tree):
     Args:
         size: Number of stochastic steps of a sample.
         samples: Number of samples that are compared: those of one trunk and one place of the window.
-        low: Index of the first step that the window may cover.
-        high: Index after the last one; None is the end of the schedule.
     """
 
     kind: ClassVar[str] = "branches"
@@ -404,7 +396,6 @@ class Candidates(_NoisyTree):
     Args:
         samples: Number of candidates.
         low: Index of the first step with candidates.
-        high: Index after the last one; None is the end of the schedule.
     """
 
     kind: ClassVar[str] = "candidates"
@@ -529,10 +520,8 @@ class StratifiedRecorded:
 
     def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
         """Return 1 for the drawn steps, else 0, `[B, S]`; the same on every rank."""
-        drawn, edge = (
-            uniform(fold_in(key, torch.arange(batch)), (batch, recorded)),
-            math.ceil(self.fraction * recorded - 1e-9),
-        )
+        drawn = uniform(fold_in(key, torch.arange(batch)), (batch, recorded))
+        edge = math.ceil(self.fraction * recorded - 1e-9)
         parts = (drawn[:, :edge], self.first), (drawn[:, edge:], self.rest)
         return torch.cat([(part.argsort(1).argsort(1) < count).float() for part, count in parts], dim=1)
 

@@ -65,11 +65,6 @@ def learnt_weights(weights: Tensor, names: Sequence[str], multipliers: Mapping[s
     return torch.tensor([multipliers.get(name, weight) for name, weight in zip(names, weights.tolist(), strict=True)])
 
 
-def free_weights(weights: Tensor, names: Sequence[str], floors: Mapping[str, float]) -> Tensor:
-    """Return the weights of what is maximised, `[K]`: 0 for rewards that have a floor."""
-    return torch.where(torch.tensor([name in floors for name in names], dtype=torch.bool), 0.0, weights)
-
-
 SMALLEST = (1e-12, 1e30)
 
 # The last rewards of each prompt, oldest first: part of a run's checkpoints.

@@ -206,13 +206,19 @@ class RewardRunner:
             future.set_result(scored)
 
     def _score_chunk(self, samples: Samples, tally: Tally) -> Scored | Later:
-        """Return the scores of a chunk, and count them."""
+        """Return the scores of a chunk, whatever the reward does, and count them."""
         compute_on(samples.images.device)
         use_here(samples.images, samples.latents)
         if self.tolerated is not None and tally.failed > self.tolerated:
             return make_invalid(len(samples.prompts), tally.problem)
         start = time.perf_counter()
-        scored = self._score(samples)
+        try:
+            scored = self._call(samples)
+        except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
+            # What a reward lacks, or cannot reach, for all samples, it would for each.
+            whole = samples.group is not None or isinstance(error, OSError | FluvialError)
+            line = self._line(error, samples.prompts)
+            scored = make_invalid(len(samples.prompts), line) if whole else self._one_by_one(samples, error)
         tally.seconds += time.perf_counter() - start
         if isinstance(scored, Scored):
             tally.failed += int(torch.isnan(scored.scores).sum())
@@ -229,19 +235,6 @@ class RewardRunner:
             return read_scores(later.result(), texts(prompts), label=self.label)
         except Exception as error:
             return make_invalid(len(prompts), self._line(error, prompts))
-
-    def _score(self, samples: Samples) -> Scored | Later:
-        """Return the scores of a chunk, whatever the reward does."""
-        try:
-            return self._call(samples)
-        except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
-            # What a reward lacks, or cannot reach, for all samples, it would for each.
-            whole = samples.group is not None or isinstance(error, OSError | FluvialError)
-            return (
-                make_invalid(len(samples.prompts), self._line(error, samples.prompts))
-                if whole
-                else self._one_by_one(samples, error)
-            )
 
     def _call(self, samples: Samples) -> Scored | Later:
         returned = self.signature.call(self.reward, samples)

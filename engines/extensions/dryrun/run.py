@@ -163,7 +163,7 @@ class _Run:
         updates = ShortUpdates(engine)
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
             (sampler, "generate", store),
-            (trainer.loop, "learn", self._in("update", trainer.loop.learn)),
+            (trainer, "learn", self._in("update", trainer.learn)),
             (engine, "update", updates),
         ]
         if trainer.ahead is not None:

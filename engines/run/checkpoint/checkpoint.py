@@ -153,18 +153,12 @@ def save_async(
     return future
 
 
-def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
+@collective
+def read_manifest(path: Path | str, *, world: World) -> dict[str, Any]:
+    """Return a checkpoint's manifest, whose files are not read; the errors are those of `load`."""
     with world.agreed():
-        record = verify(path, share=slice(0))
-    return record["fingerprint"], record["meta"]["run"]
-
-
-def meta(path: Path | str, name: str, *, world: World) -> Any:
-    """Return an entry of a checkpoint's meta data; every rank must take part, and the errors are those of `load`."""
-    with world.agreed():
-        value = verify(path, share=slice(0))["meta"].get(name)
-    return value
+        manifest = verify(path, share=slice(0))
+    return manifest
 
 
 @collective
@@ -358,7 +352,8 @@ def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True
         raise UsageError(f"{path} is not a checkpoint: there is no such folder")
     problem = _problem(store, name, share)
     if problem is None:
-        return _manifest(store, name)
+        with store.open(name, MANIFEST) as stream:
+            return json.loads(stream.read())
     others = (other for other in reversed(store.names(recover=resumes)) if other != name)
     whole = next((store.spell(other) for other in others if _problem(store, other) is None), None)
     advice = f"set checkpoint.resume_from to {whole}" if resumes else "name that one"
@@ -401,11 +396,6 @@ def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> s
             if hashlib.file_digest(stream, "sha256").hexdigest() != expected[file][1]:
                 return f"{file} was changed: its SHA-256 differs"
     return None
-
-
-def _manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
-    with store.open(name, MANIFEST) as stream:
-        return json.loads(stream.read())
 
 
 def _text(manifest: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """Evaluation of a network: samples of prompts from fixed noise, by a deterministic solver, scored by several evaluators."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,33 +9,20 @@ from torch import Tensor, nn
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.records import Prompt, Split, model_inputs, split_scores
 from fluvial.engines.engine.world import World, collective
+from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
 from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.gather import check_scores
-from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.engines.scoring.scores import concatenate
 from fluvial.engines.streams import Stream
-from fluvial.models import DiffusionModel, Schedule
+from fluvial.models import Schedule
 from fluvial.models.images import pick_frames
 from fluvial.models.protocol import Sounds, sound_rate
 
 SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
 APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
-
-
-class Task(Protocol):
-    """The parts of a job that an evaluation needs."""
-
-    @property
-    def model(self) -> DiffusionModel: ...
-    @property
-    def heldout(self) -> Sequence[Prompt]: ...
-    @property
-    def evaluators(self) -> Mapping[str, Reward]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class EvaluationPlan(NamedTuple):
@@ -104,7 +91,7 @@ def chunk_size(samples: int, micro_batch: int) -> int:
 
 @collective
 def evaluate(
-    task: Task,
+    job: Job,
     module: nn.Module,
     *,
     schedule: Schedule,
@@ -125,7 +112,7 @@ def evaluate(
     out, whatever the others say of it.
 
     Args:
-        task: model, prompts and evaluators; a job is one.
+        job: model, prompts and evaluators.
         schedule: schedule with its timesteps on the device.
         samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
         micro_batch: largest number of samples per chunk.
@@ -141,22 +128,22 @@ def evaluate(
     """
     if seeds is None:
         assert samples is not None, "without seeds, prompts are drawn"
-        plan = draw_plan(len(task.heldout), samples)
+        plan = draw_plan(len(job.heldout), samples)
     else:
-        plan = every(len(task.heldout), seeds, samples)
-    total, asked = len(plan.ids), [task.heldout[place] for place in plan.places]
+        plan = every(len(job.heldout), seeds, samples)
+    total, asked = len(plan.ids), [job.heldout[place] for place in plan.places]
     micro_batch = chunk_size(total, micro_batch)
     mine, real = slots(total, micro_batch=micro_batch, world=world)
     requests = Requests(
         [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
     )
-    shown, heard, rate = list[Tensor](), list[Tensor](), sound_rate(task.model)
-    runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in task.evaluators.items()]
+    shown, heard, rate = list[Tensor](), list[Tensor](), sound_rate(job.model)
+    runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in job.evaluators.items()]
     show = min(show, total)
     try:
-        tokens = TextLengths(task.model, world).of(guidance.texts(task.model, requests.prompts))
-        sampling = Sampling(task.shape, schedule, guidance, solver, text_tokens=tokens)
-        chunks = generate(task.model, module, requests, sampling, micro_batch=micro_batch)
+        tokens = TextLengths(job.model, world).of(guidance.texts(job.model, requests.prompts))
+        sampling = Sampling(job.shape, schedule, guidance, solver, text_tokens=tokens)
+        chunks = generate(job.model, module, requests, sampling, micro_batch=micro_batch)
         for number, chunk in enumerate(chunks):
             first = number * micro_batch
             count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
@@ -166,7 +153,7 @@ def evaluate(
                 shown.append(chunk.images[: show - mine[first]].cpu())
                 if rate is not None:
                     final, inputs = chunk.trajectory.final[: show - mine[first]].clone(), model_inputs(chunk.prompts)
-                    heard.append(task.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
+                    heard.append(job.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
@@ -179,7 +166,7 @@ def evaluate(
     table = world.gather_data(local)[:total]
     problems = [line for each in scored for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
-    images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
+    images, names = _of_all_ranks(shown, world), tuple(job.evaluators)
     shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
     images, table = images[shows], table[valid]
     asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]

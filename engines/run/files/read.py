@@ -6,15 +6,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
-from fluvial.engines.choices import is_variant, variants
+from fluvial.engines.choices import is_variant, locate, variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
-from fluvial.engines.run.record import as_record, read_record
+from fluvial.engines.run.record import as_record, members, read_record
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 RECIPE = "recipe"  # entry that is no field: the recipe that the file changes
@@ -106,7 +105,7 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
         values[key] = value
     record = as_record(config)
     for name in sorted(values, key=lambda name: name.count(".")):  # a kind comes before its fields
-        *parents, last = _place(config, name)
+        *parents, last = name.split(".") if hasattr(config, name.partition(".")[0]) else ("method", *name.split("."))
         table = record
         for parent in parents:
             if not isinstance(table.get(parent), dict):
@@ -126,7 +125,8 @@ def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
         return name
     parts = name.split(".")
     # A field of a choice, whose kind may be another one in the same file, is checked with that kind.
-    if any(is_variant(type(_value(config, ".".join(parts[:count])))) for count in range(1, len(parts))):
+    parents = (locate(config, ".".join(parts[:count])) for count in range(1, len(parts)))
+    if any(is_variant(type(getattr(*parent, None))) for parent in parents):
         return name
     if len(meant := find_settings(name, names)) == 1:
         return meant[0]
@@ -136,29 +136,10 @@ def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
     raise UsageError(f"there is no setting {name}{did_you_mean(name, names) if hint is None else f': {hint}'}")
 
 
-def _place(config: TrainConfig, name: str) -> list[str]:
-    """Return where a record has a setting."""
-    parts = name.split(".")
-    return parts if hasattr(config, parts[0]) else ["method", *parts]
-
-
-def _value(config: Any, name: str) -> Any:
-    """Return the value of a setting; None if there is none."""
-    for part in _place(config, name):
-        config = getattr(config, part, None)
-    return config
-
-
 def _find_type(config: Any, name: str) -> Any:
     """Return the declared type of a setting; None where it cannot be told, as of a field of another kind."""
-    *parents, last = _place(config, name)
-    for parent in parents:
-        config = getattr(config, parent, None)
-    return get_type_hints(type(config)).get(last)
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    holder, last = locate(config, name)
+    return get_type_hints(type(holder)).get(last)
 
 
 # sweeps
@@ -197,7 +178,7 @@ def _is_sweep(config: TrainConfig, name: str, values: list[Any], names: Sequence
         raise UsageError("recipe is a list, expected one: compare the runs of several by fluvial report runs/*")
     plain = _find(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
     declared = _find_type(config, plain)
-    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in _members(declared)):
+    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in members(declared)):
         return bool(values) and all(isinstance(value, list) for value in values)
     return True
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from fluvial.engines.choices import describe_fields, is_bare, is_variant, kinds, settings
+from fluvial.engines.choices import describe_fields, is_bare, is_variant, kinds, locate, settings
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.read import RECIPE
 from fluvial.engines.run.record import CONVERTER
@@ -74,10 +74,8 @@ def _first(recipe: str | None, config: TrainConfig) -> str:
 
 def _entry(name: str, value: Any, recipe: str | None, config: TrainConfig) -> str:
     """Return the line of a setting: of a choice whose fields follow its kind. A whole run leaves out what is None."""
-    held: Any = config
-    for part in name.split("."):
-        held = getattr(held, part, getattr(getattr(held, "method", None), part, None))
-    key = f"{name}.kind" if is_variant(type(held)) and settings(type(held)) else name
+    kind = type(getattr(*locate(config, name), None))
+    key = f"{name}.kind" if is_variant(kind) and settings(kind) else name
     if recipe is not None:
         return f"{key} = {_text(value)}"
     return "" if value is None else f"{'' if hasattr(config, name.partition('.')[0]) else 'method.'}{key} = {_text(value)}"

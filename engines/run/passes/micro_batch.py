@@ -228,7 +228,12 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
     filled = nullcontext() if passes.same is None else without_zeros(engine)
     with _no_trace(engine), filled, torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
         with engine.world.agreed():
-            _begin(engine, passes)
+            try:  # of one sample, which gathers parameters and loads the decoder, as no later pass does
+                _seconds(engine, passes, 1, decode=True)
+                with engine.inference():
+                    pass  # registers the shards again
+            except torch.OutOfMemoryError as error:
+                raise UsageError(TOO_LARGE.format(1)) from error
         before = torch.get_device_module(device).memory_allocated(device) if is_accelerator(device) else 0
         yield measure
         _end(engine, passes, 1, failed=failed)
@@ -262,20 +267,6 @@ def _no_trace(engine: Engine) -> Iterator[None]:
             parameter.grad = gradient
         if is_accelerator(device):
             torch.get_device_module(device).empty_cache()
-
-
-def _begin(engine: Engine, passes: Passes) -> None:
-    """Make the passes of one sample, which gather parameters and load the decoder, as no later pass does.
-
-    Raises:
-        UsageError: they do not fit into the memory.
-    """
-    try:
-        _seconds(engine, passes, 1, decode=True)
-        with engine.inference():
-            pass  # registers the shards again
-    except torch.OutOfMemoryError as error:
-        raise UsageError(TOO_LARGE.format(1)) from error
 
 
 def _seconds(engine: Engine, passes: Passes, size: int, *, decode: bool = False) -> float:

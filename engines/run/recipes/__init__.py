@@ -48,8 +48,7 @@ from fluvial.engines.run.recipes.base import (
 )
 from fluvial.engines.run.recipes.few_steps import ac_dmd, dmd2, refl, rtdmd, srpo, tdm, tdm_r1
 from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, chunk, densegrpo, lpo, spo, tpgrpo
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.groups import ScoutedGroups
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, FirstRecorded, RandomRecorded, RandomWindow

@@ -36,7 +36,7 @@ def build(method: AdjointMatching, sampling: SamplingConfig = SDE, **changes: An
 def test_the_adjoint_of_recorded_steps_is_the_gradient_along_them(one: World, kind: Any, index: Any) -> None:
     """With the noise of each step held, which its record tells; the last step of ddim takes none."""
     method = AdjointMatching(scale=3.0, index=index)
-    run = tiny.Run(build(method, SDE if kind == "velocity" else DDIM), one, tiny.job(kind)).trainer.loop.run
+    run = tiny.Run(build(method, SDE if kind == "velocity" else DDIM), one, tiny.job(kind)).trainer.run
     batch = run.score(run.sample(key(2)))
     steps = run.record_steps(batch, key(2), keep=torch.ones(4))
     got = method.carry_back(run, steps, -3.0 * run.reward_gradient(batch))
@@ -66,7 +66,7 @@ def test_the_product_is_that_of_the_base_alone(one: World) -> None:
     """Not of the policy, once that has moved; and it leaves no gradient behind."""
     config = build(AdjointMatching(scale=50.0), optimizer=OptimizerConfig(lr=0.05))
     trained = tiny.Run(config, one)
-    run = trained.trainer.loop.run
+    run = trained.trainer.run
     batch = run.score(run.sample(key(1)))
     steps = run.record_steps(batch, key(1), keep=torch.ones(4))
     cotangent = torch.randn_like(steps.rows.x)
@@ -83,13 +83,13 @@ def test_the_largest_losses_add_nothing(one: World) -> None:
     """Those at or above the moving average of the quantile; the mean is still over all."""
     trained = tiny.Run(build(AdjointMatching(scale=1.0, quantile=0.5), updates=2), one)
     seen = list[Any]()
-    gather = trained.trainer.loop.run.gather
+    gather = trained.trainer.run.gather
 
     def note(items: Any, values: Tensor) -> Tensor:
         seen.append(gather(items, values))
         return seen[-1]
 
-    trained.trainer.loop.run.gather = note  # type: ignore[method-assign]
+    trained.trainer.run.gather = note  # type: ignore[method-assign]
     records = [trained.rollout(), trained.rollout()]
     sizes = [table.sqrt().flatten() for table in seen]
     first, second = (size.quantile(0.5) for size in sizes)

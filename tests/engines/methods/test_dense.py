@@ -26,7 +26,7 @@ SDE = SamplingConfig(prompts=3, group=2, steps=6, sampler=Stochastic(eta=0.7))
 
 def sample(world: World, window: Window, eta: float = 0.7, rewards: tuple[str, ...] = ("brightness",)) -> tuple[Run, Batch]:
     sampling = replace(SDE, window=window, sampler=Stochastic(eta=eta))
-    run = tiny.Run(tiny.config(Path("out"), sampling=sampling, method=DenseGrpo(), rewards=rewards), world).trainer.loop.run
+    run = tiny.Run(tiny.config(Path("out"), sampling=sampling, method=DenseGrpo(), rewards=rewards), world).trainer.run
     return run, run.score(run.sample(key(5)))
 
 
@@ -107,7 +107,7 @@ def test_a_group_that_fails_on_the_way_is_left_out(one: World) -> None:
 
     config = tiny.config(Path("out"), sampling=SDE, method=DenseGrpo(), rewards=("fussy",), **{"rollout.max_invalid": 0.5})
     trained = tiny.Run(config, one, tiny.job(rewards={"fussy": fussy}))
-    run = trained.trainer.loop.run
+    run = trained.trainer.run
     batch = run.score(run.sample(fold_in(key(0), 1)))
     with pytest.warns(UserWarning, match="reward 'fussy' is nan"):
         kept, rewards = score_steps(run, batch)

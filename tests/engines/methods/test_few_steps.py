@@ -131,7 +131,7 @@ OPPOSED = Dmd2(sampling=replace(CPS, prompts=12, group=1, sampler=Stochastic("cp
 
 def fakes(run: Any) -> dict[str, Tensor]:
     """Return the weights of the fake, without those of its head."""
-    trained = run.trainer.loop.run.networks.trained["fake"]
+    trained = run.trainer.run.networks.trained["fake"]
     return {name: tensor.clone() for name, tensor in trained.state().items() if HEADS not in name}
 
 
@@ -144,7 +144,7 @@ def test_an_adversary_of_no_weight_is_none(one: World, train: str) -> None:
         method = replace(OPPOSED, gan=gan, fake=OptimizerConfig(lr=1e-2))
         run = tiny.Run(tiny.config(Path("out"), method=method, sampling=method.sampling, train=train, updates=2), one)
         records = [run.rollout() for _ in range(2)]
-        engines = run.trainer.engine, run.trainer.loop.run.networks.trained["fake"]
+        engines = run.trainer.engine, run.trainer.run.networks.trained["fake"]
         learnt = [any(name.startswith(HEADS) for name in engine.trainable) for engine in engines]
         assert learnt == [False, gan.kind == "head"]
         found.append(({name: t for name, t in run.weights().items() if HEADS not in name}, fakes(run), records[-1]))
@@ -162,7 +162,7 @@ def test_an_adversary_of_no_weight_is_none(one: World, train: str) -> None:
 
 def zeroed(run: Any, name: str = "out") -> None:
     """Set what a layer of the fake's head has to 0."""
-    module = run.trainer.loop.run.networks.trained["fake"].module
+    module = run.trainer.run.networks.trained["fake"].module
     for parameter in module.get_submodule(f"{HEADS}.fake.{name}").parameters():
         parameter.data.zero_()
 
@@ -191,7 +191,7 @@ def test_the_students_term_is_the_gradient_through_the_fake(one: World) -> None:
     method = replace(OPPOSED, fake_updates=1, gan=HeadGan())
     watched = Watched(method, one, optimizer=OptimizerConfig(lr=0.0))
     watched.rollout()
-    run: Any = watched.trainer.loop.run
+    run: Any = watched.trainer.run
     items = watched.seen["update"][0]
     for level in (0.0, 0.4):
 
@@ -306,7 +306,7 @@ class Watched(tiny.Run):
     def __init__(self, method: Any, one: World, job: Any = None, **changes: Any) -> None:
         super().__init__(tiny.config(Path("out"), method=method, sampling=method.sampling, **changes), one, job)
         self.seen: dict[str, list[Any]] = {"predict": [], "update": [], "accumulate": []}
-        run: Any = self.trainer.loop.run
+        run: Any = self.trainer.run
 
         def note(call: Any, kept: list[Any], items: Any, *args: Any, **options: Any) -> Any:
             done = call(items, *args, **options)
@@ -381,5 +381,5 @@ def test_a_follower_of_another_network_has_its_guidance() -> None:
     plain, guided = torch.zeros(2, 3), Guided(torch.zeros(2, 3), torch.ones(2, 3), torch.full((2,), 4.0))
     networks: Any = SimpleNamespace(declared=declared | {"old": Follower(lambda rollouts, updates: 0.5)})
     for name in ("surrogate", "average"):
-        assert torch.equal(BuiltNetworks.condition(networks, name, guided, ""), plain)
-    assert BuiltNetworks.condition(networks, "old", guided, "") is guided
+        assert torch.equal(BuiltNetworks.condition(networks, name, guided), plain)
+    assert BuiltNetworks.condition(networks, "old", guided) is guided

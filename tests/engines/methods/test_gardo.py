@@ -147,4 +147,4 @@ def test_an_update_that_fails_leaves_the_state_before_it(one: World, tmp_path: P
     with pytest.raises(RuntimeError, match="out of memory"):
         spied.rollout()
     assert spied.trainer.run.state["doubt"] != known["doubt"]
-    assert spied.trainer.loop.finished[1].state == known
+    assert spied.trainer.finished[1].state == known

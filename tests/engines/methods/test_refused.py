@@ -19,11 +19,12 @@ from fluvial.engines.sampling.config import (
     Mask,
     NoCorrection,
     ReadingConfig,
+    RefilledGroups,
     RolloutConfig,
     SamplingConfig,
+    ScoutedGroups,
     Truncate,
 )
-from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (

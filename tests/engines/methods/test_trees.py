@@ -37,7 +37,7 @@ def build(world: World, method: Method, sampling: SamplingConfig, **changes: Any
 @pytest.mark.parametrize("sampling", [TREE, STATES], ids=lambda sampling: sampling.window.kind)
 def test_samples_are_paths_with_the_noise_of_their_edges(one: World, sampling: SamplingConfig) -> None:
     """That of the first sample that shares the edge; a candidate records its own, and goes on with the first one's."""
-    run = build(one, Grpo() if sampling is TREE else Spo(), sampling).trainer.loop.run
+    run = build(one, Grpo() if sampling is TREE else Spo(), sampling).trainer.run
     batch, window, root = run.sample(key(1)), sampling.window, fold_in(key(1), Stream.SAMPLES)
     trajectory, transitions, module = batch.trajectory, batch.spec.transitions, run.engine.module
     assert transitions is not None
@@ -70,7 +70,7 @@ def test_samples_are_paths_with_the_noise_of_their_edges(one: World, sampling: S
 @pytest.mark.parametrize(("method", "sampling"), [(BranchGrpo(), TREE), (Spo(), STATES)])
 def test_a_tree_does_not_depend_on_its_chunks(one: World, method: Any, sampling: SamplingConfig) -> None:
     found = [
-        build(one, method, sampling, **{"engine.micro_batch": size}).trainer.loop.run.sample(key(1)).trajectory
+        build(one, method, sampling, **{"engine.micro_batch": size}).trainer.run.sample(key(1)).trajectory
         for size in (2, 8, 16)
     ]
     for name in ("x", "x_next", "log_prob", "final"):
@@ -82,14 +82,14 @@ def test_a_tree_does_not_depend_on_its_chunks(one: World, method: Any, sampling:
 def test_every_edge_is_trained_on_once(one: World) -> None:
     """With the advantage of the mean of its leaves among the edges of its step."""
     trained, seen = build(one, BranchGrpo(), TREE), list[Any]()
-    run = trained.trainer.loop.run
+    run = trained.trainer.run
     record_steps = run.record_steps
 
     def note(batch: Any, key: Any, signal: Tensor, **options: Any) -> Any:
         seen.append((run.reward(batch), signal, options["keep"]))
         return record_steps(batch, key, signal, **options)
 
-    run.record_steps = note  # type: ignore[method-assign,assignment]
+    run.record_steps = note  # type: ignore[assignment]
     record = trained.rollout()
     ((reward, signal, keep),) = seen
     assert record["pairs"] == keep.sum() == 2 * (2 + 2 + 4 + 8 + 8)
@@ -105,7 +105,7 @@ def test_every_edge_is_trained_on_once(one: World) -> None:
 @pytest.mark.parametrize("margin", [ConstantMargin(0.0), ConstantMargin(0.02), NoiseMargin(0.0, 0.05)])
 def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margin: Any) -> None:
     """By the reward of the clean sample that is predicted from each, where they are far enough apart."""
-    run = build(one, Spo(margin=margin), STATES).trainer.loop.run
+    run = build(one, Spo(margin=margin), STATES).trainer.run
     batch, seen, spy = run.score(run.sample(key(3))), list[Tensor](), Spo(margin=margin)
     object.__setattr__(spy, "sampling", STATES)
 
@@ -147,7 +147,7 @@ def test_the_partner_of_a_step_is_that_of_its_state(one: World) -> None:
     """Before any update every ratio is 1; after one, an item's context is the log-ratio of its partner."""
     method = Spo(beta=100.0, margin=ConstantMargin(0.0))
     trained, seen = build(one, method, STATES, updates=2, **{"passes.epochs": 2}), list[Any]()
-    run = trained.trainer.loop.run
+    run = trained.trainer.run
     update = run.update
 
     def note(items: Any, loss: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Dpo, Grpo, Nft
 from fluvial.engines.run.job import Job
-from fluvial.engines.sampling.groups import AllGroups, Groups, RefilledGroups, ScoutedGroups
+from fluvial.engines.sampling.config import AllGroups, Groups, RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.window import Branches
 
 REFILLED = RefilledGroups(rounds=2)
@@ -126,4 +126,4 @@ def test_scouts_take_their_own_steps(one: World, tmp_path: Path) -> None:
     """The samples that are learnt from take all; pairs are made of them, too."""
     spied = run(tmp_path, one, ScoutedGroups(6, 1), tiny.brightness, method=Dpo())
     assert len(spied.preferences) == 2
-    assert spied.trainer.sampler._drafts[1].of(tiny.SHAPE)[0].levels.tolist() == [1.0, 0.0]
+    assert spied.trainer.sampler._schedules[1].of(tiny.SHAPE)[0].levels.tolist() == [1.0, 0.0]

@@ -16,8 +16,7 @@ from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.training import Training
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.diversity import diversity, thumbnails
-from fluvial.engines.sampling.generate import on_device
+from fluvial.engines.sampling.generate import diversity, on_device, thumbnails
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import Schedule
 

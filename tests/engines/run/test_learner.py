@@ -316,14 +316,14 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
     alone, together = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
     for number in (0, 1):
         with trained() as trainer:
-            trainer.loop.learn(*made(trainer, number))
+            trainer.learn(*made(trainer, number))
             alone.append(weights(trainer))
     with trained() as trainer:
         state, counters = trainer.engine.state(), trainer.engine.counters()
         start = {name: tensor.clone() for name, tensor in state.items()}
         for batch, keys in [made(trainer, number) for number in (0, 1)]:
             trainer.engine.restore({name: tensor.clone() for name, tensor in start.items()}, counters)
-            trainer.loop.learn(batch, keys)
+            trainer.learn(batch, keys)
             together.append(weights(trainer))
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
     for each, other in zip(alone, together, strict=True):

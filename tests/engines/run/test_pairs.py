@@ -306,7 +306,7 @@ def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> Non
             used[:3] = 0
             return replace(items, used=used)
 
-        run.run.record_steps = recorded  # type: ignore[method-assign]
+        run.run.record_steps = recorded
         run.update()
     assert rows == [24, 12, 12]
 
@@ -374,4 +374,4 @@ def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(build, "choose_pairs", never)
     with Trainer(tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, sampling=ROLLOUT), tiny.job()) as run:
         assert run.pairs == ()
-        assert run.run._pass_sizes(48) == (12,)
+        assert run.config.pass_sizes(48, run.pairs) == (12,)

@@ -108,10 +108,10 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
         copy = _copy(config, trainer.job, trainer.run.networks, one)
         source: Any = trainer.sampler.source
         source.behaviour = copy.behaviour
-        trainer.loop.ahead = RolloutPrefetcher(trainer.config, trainer.run, copy)
+        trainer.ahead = RolloutPrefetcher(trainer.run, copy)
         found = list(trainer)
         assert same(weights(trainer), last)
-        trainer.loop.ahead.close()
+        trainer.ahead.close()
     assert untimed(found) == untimed(expected)
     assert all(record["staleness"] == {"0": 4} for record in found)
 

@@ -37,13 +37,13 @@ STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(
 
 def noted(trainer: Trainer) -> list[Any]:
     """Return a list that each rollout's samples will be added to."""
-    learn, seen = trainer.loop.learn, list[Any]()
+    learn, seen = trainer.learn, list[Any]()
 
     def learnt(batch: Batch, root: Any) -> Any:
         seen.append(batch.made.result())
         return learn(batch, root)
 
-    trainer.loop.learn = learnt  # type: ignore[method-assign]
+    trainer.learn = learnt  # type: ignore[method-assign]
     return seen
 
 
@@ -272,7 +272,8 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
         run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             trainer.sampler.config = with_values(run, {"engine.compile": compiles})
-            assert trainer.sampler._reuse() == ("none" if compiles else {"exact": "all"}.get(reuse, reuse))
+            spec = trainer.sampler.specify(key(0), trainer.sampler.prompts(key(0), 0), 0)
+            assert spec.sampling.reuse == ("none" if compiles else {"exact": "all"}.get(reuse, reuse))
             record = trainer.update()
         assert graphs.count == bool(compiles)
         assert record["first_pass_max_abs_log_ratio"] == 0.0

@@ -69,7 +69,8 @@ def test_a_prompt_is_measured_once() -> None:
 def test_negative_prompts_count_where_there_is_guidance(guidance: Guidance, tokens: int) -> None:
     """Both halves are padded to one length, which holds a record's own negative prompt too."""
     model: Any = Model()
-    cond: Any = TextLengths(model).encode(guidance, as_prompts(["a", "b"]))[0]
+    prompts = as_prompts(["a", "b"])
+    cond: Any = guidance.encode(model, prompts, TextLengths(model).of(guidance.texts(model, prompts)))
     halves = [cond.cond, cond.uncond] if isinstance(cond, Guided) else [cond]
     assert [half.tokens.shape[1] for half in halves] == [tokens] * len(halves)
     own = [Prompt("a", negative="y" * 70)]

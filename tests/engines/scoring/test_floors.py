@@ -14,7 +14,6 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.scoring.advantages import (
     AdvantageConfig,
-    free_weights,
     learnt_weights,
     parse_floors,
     update_multipliers,
@@ -43,8 +42,8 @@ def test_weights_of_what_is_learnt_from_and_of_what_is_maximised() -> None:
     """A multiplier stands in for the weight of its reward alone."""
     weights, names = torch.tensor([0.3, 1.0, -2.0]), ["a", "b", "c"]
     assert torch.equal(learnt_weights(weights, names, {"b": 0.7}), torch.tensor([0.3, 0.7, -2.0]))
-    assert torch.equal(free_weights(weights, names, {"b": 0.5}), torch.tensor([0.3, 0.0, -2.0]))
-    assert torch.equal(free_weights(weights, names, {}), weights)
+    assert torch.equal(learnt_weights(weights, names, {"b": 0.0}), torch.tensor([0.3, 0.0, -2.0]))
+    assert torch.equal(learnt_weights(weights, names, {}), weights)
 
 
 def test_a_floor_is_a_name_and_a_number() -> None:

@@ -22,9 +22,17 @@ from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.method import Method
-from fluvial.engines.sampling.config import Mask, ReadingConfig, Reject, SamplingConfig, ServersConfig, Truncate
+from fluvial.engines.sampling.config import (
+    Mask,
+    ReadingConfig,
+    RefilledGroups,
+    Reject,
+    SamplingConfig,
+    ScoutedGroups,
+    ServersConfig,
+    Truncate,
+)
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
 from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail

@@ -34,7 +34,7 @@ class Spied(tiny.Run):
         self.record: dict[str, Any] = {}  # of the last rollout, where a test notes it
         self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
         trainer = self.trainer
-        optimize, learn, pair_up = trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up
+        optimize, learn, pair_up = trainer.engine.update, trainer.learn, trainer.sampler.pair_up
 
         def noted(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
@@ -52,7 +52,7 @@ class Spied(tiny.Run):
             self.preferences = list(chosen)
             return pair_up(chosen, *args)
 
-        trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
+        trainer.engine.update, trainer.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
 
     def velocity(self, items: Any) -> Tensor:
         with self.trainer.engine.inference() as module:

@@ -37,8 +37,7 @@ from fluvial.engines.methods.table import (
     TdmR1,
     TurningPointGrpo,
 )
-from fluvial.engines.sampling.config import SamplingConfig, Truncate
-from fluvial.engines.sampling.groups import RefilledGroups, ScoutedGroups
+from fluvial.engines.sampling.config import RefilledGroups, SamplingConfig, ScoutedGroups, Truncate
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllRecorded, AllSteps, Candidates, RandomRecorded, RandomWindow, Splits
@@ -128,7 +127,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
 
         trained.trainer.engine.update = noted  # type: ignore[method-assign]
         record = trained.rollout()
-        for engine in trained.trainer.loop.run.networks.trained.values():  # after its last update
+        for engine in trained.trainer.run.networks.trained.values():  # after its last update
             moments = [gather(t).flatten() for name, t in engine.state().items() if name.startswith("exp_avg.")]
             gradients.append(torch.cat(moments).tolist())
         result[name] = {

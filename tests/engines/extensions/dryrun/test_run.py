@@ -66,7 +66,7 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
         }.get(name, [1])
         check(dry_run(recipe(name), ranks=ranks), read_backs=read_backs)
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
-    assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
+    assert waits in ({}, {("_local_scalar_dense", "engines/sampling/generate.py"): 1}), waits
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     assert config.pipeline.text_cache is not None
     assert not config.pipeline.text_cache.exists(), "prompts without values are in the run's own cache"
     reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
-    assert [wait.line.split(":")[0] for wait in reads] == ["engines/sampling/diversity.py"], reads
+    assert [wait.line.split(":")[0] for wait in reads] == ["engines/sampling/generate.py"], reads
     assert report.phase("decode").operations > 0
     assert report.phase("rollout").flops > 0
 

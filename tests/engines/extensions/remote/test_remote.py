@@ -381,7 +381,7 @@ def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Re
     correction = Truncate()
     config = tiny.config(cast(Any, None), sampling=STEPS, correction=correction, **{"engine.micro_batch": MICRO_BATCH})
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        for part in (trainer, trainer.loop, trainer.run, trainer.sampler):
+        for part in (trainer, trainer.run, trainer.sampler):
             part.config = replace(config, rollout=source.rollout)
         trainer.sampler.source = source
         yield trainer, source

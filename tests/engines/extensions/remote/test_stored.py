@@ -83,7 +83,7 @@ def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, mo
             raise AssertionError("the network was called in a rollout")
 
         monkeypatch.setattr(trainer.sampler.source, "generate", noted)
-        monkeypatch.setattr(trainer.loop, "learn", called)
+        monkeypatch.setattr(trainer, "learn", called)
         monkeypatch.setattr(tiny.Net, "forward", called)
         with pytest.raises(AssertionError):
             trainer.update()
