@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import page, panels
 from fluvial.engines.extensions.report.charts import LineChart, line_chart
-from fluvial.engines.run.log.records import read_json, read_records
+from fluvial.engines.run.log.records import flat, read_json, read_records
 
 FILE = "comparison.html"
 MOST_RUNS = 16
@@ -89,17 +89,10 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 def _read(out: Path, name: str) -> ComparedRun:
     config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
-    flat = dict(_flatten(config)) if isinstance(config, dict) else {}
+    settings = flat(config) if isinstance(config, dict) else {}
+    settings = {name.removeprefix("method.").removesuffix(".kind"): value for name, value in settings.items()}
     records = [record for record in read_records(out / "metrics.jsonl") if "update" in record]
-    return ComparedRun(out, name, flat, records, summary if isinstance(summary, dict) else {})
-
-
-def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}".removeprefix("method.").removesuffix(".kind"), value
+    return ComparedRun(out, name, settings, records, summary if isinstance(summary, dict) else {})
 
 
 def write(folders: Sequence[Path]) -> Path:
@@ -121,11 +114,7 @@ def write(folders: Sequence[Path]) -> Path:
         charts=[*filter(None, map(line_chart, list_charts(runs)))],
         prompts=list_samples(runs),
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error
-    return path
+    return page.save(path, text)
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, Template
 from PIL import Image
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.extensions.report import charts, panels
 from fluvial.engines.extensions.report.concerns import concerns
 from fluvial.engines.run.log.records import read_json, read_records
@@ -35,11 +35,13 @@ def write(out: Path) -> Path:
         UsageError: the folder holds no run.
         RunError: the report cannot be written.
     """
-    path, text = out / FILE, page(out)
-    try:
+    return save(out / FILE, page(out))
+
+
+def save(path: Path, text: str) -> Path:
+    """Write a page, and return its path; RunError if it cannot be written."""
+    with convert_errors(RunError, OSError, says=f"{path} cannot be written"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 

@@ -1,5 +1,6 @@
 """The configs that verl passes to an engine, as those of fluvial: each field is translated, or refused in one line."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,13 +80,10 @@ class Settings:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a checkpoint and the engine that loads it must share, as JSON holds it, which has no tuples."""
-        lora: dict[str, Any] | None = None
-        if self.lora is not None:
-            weights, targets = self.lora.weights, [*map(_as_json, self.targets)]
-            lora = {**asdict(self.lora), "targets": targets, "weights": weights and str(weights)}
+        lora = None if self.lora is None else {**asdict(self.lora), "targets": self.targets}
         return {
             "architecture": self.architecture,
-            "lora": lora,
+            "lora": json.loads(json.dumps(lora, default=str)),  # the file of weights by its name
             "adapters": list(self.adapters),
             "optimizer": None if self.optimizer is None else self.optimizer.name,
         }
@@ -295,10 +293,6 @@ def _adapters(model: Any) -> Sequence[str]:
 
 def _texts(names: Any) -> str | tuple[str, ...]:
     return names if isinstance(names, str) else tuple(map(str, names or ()))
-
-
-def _as_json(value: str | tuple[str, ...]) -> str | list[str]:
-    return value if isinstance(value, str) else [*value]
 
 
 def _dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
