@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fluvial.engines.run.process.launch import STORE
+from fluvial.engines.run.process.launch import STORE, end_with_parent
 
 MOST_BYTES = 6 * 2**30  # memory that a process may take beyond what it is forked with
 SECONDS = 300.0
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 class Forked:
     """A function in a forked process that prints to a file; its exit code is what the function returns.
 
-    torch must have computed nothing in this process, because its threads do not survive a fork.
+    It ends with its parent. torch must have computed nothing in this process, because its threads do not survive a fork.
 
     Args:
         function: called without arguments; an exception is printed, and is exit code 1.
@@ -52,6 +52,7 @@ class Forked:
         code = 1
         try:
             os.setpgid(0, 0)
+            end_with_parent(signal.SIGKILL)
             os.environ.update(environment or {})
             written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(written, 1)

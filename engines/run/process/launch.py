@@ -127,7 +127,7 @@ def _code(returncode: int) -> int:
     return returncode if returncode > 0 else 130 if -returncode == signal.SIGINT else 1
 
 
-def end_with_parent() -> None:
-    """Have the system end this process when the worker that started it dies, also by kill -9; on Linux alone."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the system send this process a signal when the one that started it dies, also by kill -9; on Linux alone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

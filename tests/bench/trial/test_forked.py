@@ -1,6 +1,7 @@
 """Functions in forked processes: how they end, and their limits of memory and time."""
 
 import os
+import select
 import signal
 import sys
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_too_much_time_ends_the_process_and_its_children(tmp_path: Path) -> None
     ended = wait([process], seconds=0.1)
     assert ended.code != 0
     assert ended.last == "it takes more than 0.1 seconds"
+    assert os.read(reads, 1) == b""
+    os.close(reads)
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Also if that one is killed: the pipe ends with the last of them."""
+    reads, writes = os.pipe()
+
+    def starts() -> None:
+        Forked(lambda: os.write(writes, b"child") and signal.pause(), tmp_path / "inner")
+        signal.pause()
+
+    process = Forked(starts, tmp_path / "out")
+    os.close(writes)
+    assert os.read(reads, 5) == b"child"
+    process.kill()
+    assert select.select([reads], [], [], 10)[0]
     assert os.read(reads, 1) == b""
     os.close(reads)
 
