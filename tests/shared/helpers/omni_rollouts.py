@@ -10,7 +10,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import bind
 from fluvial.engines.export.model_folder import base_tensors
-from fluvial.models import LoraConfig, add_lora
+from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import pack
 from fluvial.models.pipelines.open import open_model
@@ -26,6 +26,7 @@ class Sampled(NamedTuple):
     image: Tensor  # [3, H, W]
     latents: Tensor  # [1, T + 1, ...], before the first step and after each
     timesteps: Tensor  # [1, T]
+    levels: Tensor  # [T + 1]
     log_probs: Tensor  # [1, T]
     conditioning: dict[str, Tensor]
 
@@ -35,14 +36,15 @@ class Policy:
 
     Args:
         folder: pipeline of diffusers.
+        schedule: noise levels.
         rank, alpha, targets: adapter; rank 0 has none.
     """
 
     part = "transformer"  # folder of the network
 
-    def __init__(self, folder: Path, rank: int = 0, alpha: float = 0, targets: Any = ()) -> None:
+    def __init__(self, folder: Path, schedule: Schedule, rank: int = 0, alpha: float = 0, targets: Any = ()) -> None:
         self.model = open_model(folder, text_tokens=TOKENS, device="cpu")
-        self.module = self.model.build()
+        self.module, self.schedule = self.model.build(), schedule
         if rank:
             add_lora(self.module, LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets)), ())
 
@@ -54,7 +56,7 @@ class Policy:
         """Return a sample whose noise depends on the seed alone, all steps stochastic."""
         model, scale = self.model, max(params.guidance_scale or 1.0, params.true_cfg_scale)
         shape = tuple(model.latent_shape(params.height, params.width))
-        schedule = model.schedule(params.num_inference_steps, shape)
+        schedule = self.schedule
         cond = condition(model, [prompt], [negative or ""], scale)
 
         def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
@@ -66,12 +68,12 @@ class Policy:
         made = rollout(velocity, normal(keys, (1, *shape)), schedule.levels, transition=sampler, key=keys)
         latents = torch.cat([made.x, made.x_next[:, -1:]], dim=1)
         image = (255 * model.decode(made.final)[0].clamp(0, 1)).round().to(torch.uint8)
-        timesteps = schedule.timesteps[made.steps]
         return Sampled(
             prompt,
             image,
             pack(latents) if getattr(model, "packed", False) else latents,
-            timesteps,
+            schedule.timesteps[made.steps],
+            schedule.levels,
             made.log_prob,
             conditioning(cond),
         )

@@ -14,7 +14,11 @@ import torch
 import verl_omni.workers.rollout.vllm_rollout.utils  # noqa: F401  before torchvision seems to be there
 from helpers import absent, omni_rollouts
 from torch import Tensor
+from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 
+from fluvial.core.sigmas import from_scheduler
+from fluvial.engines.extensions.verl.plugin import adapter
+from fluvial.models import Schedule
 from fluvial.models.lora_files import load_lora
 
 for name in ("torchvision.transforms", "torchvision"):  # verl-omni's converter of images of PIL, of which there are none
@@ -24,6 +28,16 @@ from verl_omni.workers.rollout.vllm_rollout.vllm_omni_async_server import vLLMOm
 
 for name in ("torchvision.transforms", "torchvision"):
     del sys.modules[name]
+
+
+class Receiver(bucketed_weight_transfer.BucketedWeightReceiver):
+    """verl's receiver: on the CPU its tensors are views of shared memory, which it unmaps."""
+
+    def receive_weights(self, on_bucket_received: Callable[[list[tuple[str, Tensor]]], None]) -> None:
+        super().receive_weights(lambda weights: on_bucket_received([(name, tensor.clone()) for name, tensor in weights]))
+
+
+bucketed_weight_transfer.BucketedWeightReceiver = Receiver
 
 
 class Worker(vLLMOmniColocateWorkerExtension):
@@ -58,7 +72,10 @@ class Engine:
 
     def __init__(self, model: Any) -> None:
         self.tokenizer = model.tokenizer
-        self.policy = omni_rollouts.Policy(Path(model.local_path), model.lora_rank, model.lora_alpha, model.target_modules)
+        scheduler = adapter(model).build_scheduler(model)
+        schedule = Schedule(from_scheduler(scheduler), scheduler.timesteps.float())
+        lora = (model.lora_rank, model.lora_alpha, model.target_modules)
+        self.policy = omni_rollouts.Policy(Path(model.local_path), schedule, *lora)
         self.worker, self.lock = Worker(self.policy), threading.Lock()
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
