@@ -48,6 +48,22 @@ def install(name: str, version: str, package: str | None = None) -> Path:
     return folder
 
 
+def install_all(name: str, requirements: Sequence[str]) -> Path:
+    """Return the folder `build/NAME` with several wheels, without their dependencies; skip the test if one is missing."""
+    folder = BUILD / name
+    if folder.exists():
+        return folder
+    draft = folder.with_name(f"{name}-{os.getpid()}")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
+    command = [*pip, "--no-build-isolation", "--target", str(draft), *requirements]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        pytest.skip(f"{name} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+    draft.rename(folder)
+    return folder
+
+
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds packages that are not installed, with all their modules, as mock objects.
 
