@@ -31,7 +31,7 @@ def test_what_a_function_prints_and_its_exit_code_are_kept(tmp_path: Path) -> No
 
 def test_the_next_process_has_what_one_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    wait([Forked(lambda: __import__("this") and None, tmp_path / "out")])
+    wait([Forked(lambda: print(__import__("this")), tmp_path / "out")])
     assert wait([Forked(lambda: print("this" in sys.modules), tmp_path / "out")]).last == "True"
 
 
@@ -64,9 +64,12 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Also if that one is killed: the pipe ends with the last of them."""
     reads, writes = os.pipe()
 
-    def starts() -> None:
-        Forked(lambda: os.write(writes, b"child") and signal.pause(), tmp_path / "inner")
+    def waits() -> None:
+        os.write(writes, b"child")
         signal.pause()
+
+    def starts() -> None:
+        wait([Forked(waits, tmp_path / "inner")])
 
     process = Forked(starts, tmp_path / "out")
     os.close(writes)
