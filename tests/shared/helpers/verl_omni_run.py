@@ -37,12 +37,13 @@ def clones() -> Path:
     return folder
 
 
-def run(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Run the entry point in a folder until it ends.
+def run(folder: Path, settings: Mapping[str, Any], entry: str = "main_diffusion") -> None:
+    """Run an entry point in a folder until it ends.
 
     Args:
         folder: folder of the run; its rollouts are stored in `rollouts`.
         settings: of hydra, by name.
+        entry: module of verl-omni's trainers.
     """
     found, site = clones(), wheels.install_all("verl-omni-site", PACKAGES)
     path = [stand_ins(folder / "absent"), found / "verl", found / "verl-omni", site, SHARED]
@@ -56,7 +57,7 @@ def run(folder: Path, settings: Mapping[str, Any]) -> None:
         **dict.fromkeys(("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"), "0"),
     }
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts one GPU, which nobody asks for
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "verl_omni.trainer.main_diffusion", *arguments(settings)]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", f"verl_omni.trainer.{entry}", *arguments(settings)]
     log = folder / "log.txt"
     for _ in range(3):
         with log.open("w") as out:

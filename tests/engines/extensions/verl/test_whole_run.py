@@ -35,6 +35,13 @@ LORA = {
     "actor_rollout_ref.model.lora_alpha": 4,
     "actor_rollout_ref.model.target_modules": ["to_q", "to_k"],
 }
+# Samples come out of TransferQueue in a random order, so all of a step are in one update.
+V1 = {
+    "trainer.use_v1": True,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "ray_kwargs.ray_init.num_cpus": 16,
+}
 GUIDED = {"sd3": "guidance_scale", "qwen-image": "true_cfg_scale"}
 SCALE = 2.5
 
@@ -76,14 +83,24 @@ def collected(name: str, step: int, folder: Path) -> tuple[verl_runs.Made, Tenso
     return verl_runs.Made(name, model, cond, schedule, sampler, trajectory, advantage, log_prob), reward, texts
 
 
-@pytest.mark.parametrize(("name", "adapters"), [("sd3", ()), ("qwen-image", ("default",))])
-def test_five_steps_leave_fluvials_own_weights(world: World, tmp_path: Path, name: str, adapters: tuple[str, ...]) -> None:
-    """Full fine-tuning with a reference worker and the KL, and LoRA; with guidance, and two updates per step."""
+@pytest.mark.parametrize(
+    ("entry", "name", "adapters"),
+    [
+        ("main_diffusion", "sd3", ()),
+        ("main_diffusion", "qwen-image", ("default",)),
+        ("main_diffusion_v1", "sd3", ("default",)),
+    ],
+)
+def test_five_steps_leave_fluvials_own_weights(
+    world: World, tmp_path: Path, entry: str, name: str, adapters: tuple[str, ...]
+) -> None:
+    """Full fine-tuning with a reference worker and the KL, and LoRA; with guidance. In v1 a step is one update, else two."""
     out, scale = tmp_path / "checkpoints", f"actor_rollout_ref.rollout.pipeline.{GUIDED[name]}"
-    chosen = verl_omni_run.settings(
-        verl_runs.folder(name), prompts(tmp_path / "prompts.parquet"), out, **(LORA if adapters else FULL), **{scale: SCALE}
-    )
-    verl_omni_run.run(tmp_path, chosen)
+    is_v1 = entry.endswith("v1")
+    more = {**(LORA if adapters else FULL), **(V1 if is_v1 else {}), scale: SCALE}
+    chosen = verl_omni_run.settings(verl_runs.folder(name), prompts(tmp_path / "prompts.parquet"), out, **more)
+    verl_omni_run.run(tmp_path, chosen, entry)
+    parts = [torch.arange(SAMPLES)] if is_v1 else [*torch.arange(SAMPLES).chunk(2)]
     own: verl_runs.Own | None = None
     base: verl_runs.Own | None = None
     for step in range(1, STEPS + 1):
@@ -99,8 +116,8 @@ def test_five_steps_leave_fluvials_own_weights(world: World, tmp_path: Path, nam
         items = items._replace(predictions={} if adapters else {"ref": base.other(items, made.cond, None)})
         kl = StepKLConfig(0.0 if adapters else verl_runs.KL, weight="auto" if adapters else "rate")
         method = Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP, kl=kl)
-        for half in (torch.tensor([0, 1]), torch.tensor([2, 3])):
-            rows = torch.cat([t * SAMPLES + half for t in range(T)])
+        for part in parts:
+            rows = torch.cat([t * SAMPLES + part for t in range(T)])
             own.update(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), made.cond, method, micro_batch=6)
         compare(own.weights(), out / f"global_step_{step}" / "actor", lora=bool(adapters))
 
