@@ -31,13 +31,7 @@ def install(name: str, version: str, package: str | None = None) -> Path:
     if folder.exists():
         return folder
     draft = folder.with_name(f"{folder.name}-{os.getpid()}")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
-    done = subprocess.run(
-        [*pip, "--target", str(draft), f"{name}=={version}"], capture_output=True, text=True, timeout=600, check=False
-    )
-    if done.returncode != 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        pytest.skip(f"{name} {version} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+    _install_into(draft, folder.name, f"{name}=={version}")
     for other in draft.iterdir():  # a wheel may also hold packages named tests and scripts
         if not other.name.startswith((name, package or name)):
             shutil.rmtree(other)
@@ -51,17 +45,20 @@ def install(name: str, version: str, package: str | None = None) -> Path:
 def install_all(name: str, requirements: Sequence[str]) -> Path:
     """Return the folder `build/NAME` with several wheels, without their dependencies; skip the test if one is missing."""
     folder = BUILD / name
-    if folder.exists():
-        return folder
-    draft = folder.with_name(f"{name}-{os.getpid()}")
+    if not folder.exists():
+        draft = folder.with_name(f"{name}-{os.getpid()}")
+        _install_into(draft, name, "--no-build-isolation", *requirements)
+        draft.rename(folder)
+    return folder
+
+
+def _install_into(folder: Path, name: str, *requirements: str) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
-    command = [*pip, "--no-build-isolation", "--target", str(draft), *requirements]
+    command = [*pip, "--target", str(folder), *requirements]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         pytest.skip(f"{name} cannot be installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
-    draft.rename(folder)
-    return folder
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
