@@ -21,6 +21,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import of_run
+from fluvial.engines.run.passes.probe import RunPasses
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -223,9 +224,19 @@ def edit_run(folder: Path, reuse: str) -> TrainConfig:
 
 @pytest.mark.long
 def test_an_update_computes_the_whole_prompt_with_its_gradient(one: World, tmp_path: Path) -> None:
-    """First ratios are 1 within rounding, also of an adapter that has an effect; the weights move."""
-    config = edit_run(tmp_path, "keys")
+    """First ratios are 1 within rounding, also of an adapter that has an effect; the weights move.
+
+    A trial before the run makes both passes of a rollout, so that it measures the memory of the kept keys, too.
+    """
+    config, tokens = edit_run(tmp_path, "keys"), list[int]()
     with Trainer(config, of_run(config), one) as trainer:
+        passes = RunPasses(config, trainer.job, trainer.engine, trainer.schedule).of(trainer.job.shape)
+        with trainer.engine.inference() as module, torch.no_grad():
+            first: Any = trainer.job.model.blocks(module)[0]
+            counter = first.attn.to_q.register_forward_hook(lambda layer, args, made: tokens.append(args[0].shape[1]))
+            passes.rollout(module, 2)
+            counter.remove()
+        assert tokens[0] > tokens[-1] == prod(trainer.job.shape) // LATENT
         records = [trainer.update() for _ in range(2)]
     assert all(record["first_pass_max_abs_log_ratio"] < NEAR for record in records)
     assert all(record["grad_norm"] > 0 for record in records)
