@@ -46,10 +46,10 @@ class Project(NamedTuple):
 PROJECTS: dict[str, Project] = {
     "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True, kl="rate"),
     "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True, kl="mse"),
-    "unirl": Project("UniRL", UniRLPeer),
-    "verl_omni": Project("verl-omni", VerlOmni, samples=False, micro_batches=False),
+    "unirl": Project("UniRL", UniRLPeer, ranks=True),
+    "verl_omni": Project("verl-omni", VerlOmni, samples=False, ranks=True, micro_batches=False),
     "verl_omni_default": Project(
-        "verl-omni", partial(VerlOmni, recomputes=True), samples=False, micro_batches=False, recomputes=True
+        "verl-omni", partial(VerlOmni, recomputes=True), samples=False, ranks=True, micro_batches=False, recomputes=True
     ),
 }
 KNOWN = (TRANSFORMER, *PROJECTS)

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
 from fluvial.models.lora import adapter_parameters, add_lora
@@ -73,6 +75,8 @@ class Peer(ABC):
     def __init__(self, work: Work) -> None:
         self.work, self.pipeline = work, build_pipeline(work)
         self.module: Any = self.pipeline.transformer  # the network that the project's code calls
+        if work.ranks > 1:
+            self.shard()
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer: Any = torch.optim.AdamW(parameters, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8)
         self.pixels = {"height": work.size.event[-2] * VAE_SCALE, "width": work.size.event[-1] * VAE_SCALE}
@@ -82,6 +86,17 @@ class Peer(ABC):
             "negative_prompt_embeds": work.uncond.tokens,
             "negative_pooled_prompt_embeds": work.uncond.pooled,
         }
+
+    def shard(self) -> None:  # noqa: B027
+        """Distribute the network over the processes, before its optimizer is built, where the project does so itself."""
+
+    def mean_over_ranks(self, loss: float) -> float:
+        """Return the mean of the processes' losses, which the project's driver takes: 4 bytes."""
+        if self.work.ranks == 1:
+            return loss
+        total = torch.tensor(loss)
+        dist.all_reduce(total)
+        return float(total) / self.work.ranks
 
     def rollout(self) -> Sampled:
         """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
@@ -101,7 +116,8 @@ class Peer(ABC):
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update by the adapters' short names, times a factor: AdamW's first moment."""
-        return {name: self.optimizer.state[p]["exp_avg"].clone() for name, p in adapter_of(self.module).items()}
+        moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in adapter_of(self.module).items()}
+        return {name: m.full_tensor() if isinstance(m, DTensor) else m.clone() for name, m in moments.items()}
 
 
 class PeerPasses:

@@ -1,8 +1,9 @@
 """UniRL (Tencent-Hunyuan/UniRL): `SD3DiffusionStage.diffuse` and `TrainStack.train` with its FlowGRPO algorithm.
 
 Its own code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the optimizer
-step of its FSDP backend, without Ray. The backend's constructor, which reads configurations and wraps the module, is left
-out: one process needs no wrap, so UniRL is timed without the cost of FSDP2.
+step of its FSDP backend, without Ray. The backend's constructor, which reads configurations, is left out. On several
+processes its `fsdp_wrap` shards the module and keeps what it has gathered, as its configurations of SD3 have it; one process
+needs no wrap.
 """
 
 import importlib
@@ -30,9 +31,11 @@ class UniRLPeer(Peer):
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
+        load = importlib.import_module
+        with clone.importable(folder, stand_ins=UNUSED):
+            self.inject = load("unirl.train.inject")
         super().__init__(work)
         with clone.importable(folder, stand_ins=UNUSED):
-            load = importlib.import_module
             diffusion, conditions = load("unirl.models.sd3.diffusion"), load("unirl.models.sd3.conditions")
             flowgrpo, stack = load("unirl.algorithms.flowgrpo"), load("unirl.train.stack")
             backend, kernels = load("unirl.train.backend.fsdp"), load("unirl.sde.kernels")
@@ -77,6 +80,13 @@ class UniRLPeer(Peer):
             fsdp_backend=holder, algorithm=algorithm, micro_batch_size=work.samples, max_grad_norm=work.max_grad_norm
         )
 
+    def shard(self) -> None:
+        """Wrap the blocks and the network by its own function."""
+        blocks = ("JointTransformerBlock",)
+        self.inject.fsdp_wrap(
+            self.module, block_class_names=blocks, mixed_precision=False, param_dtype="fp32", reshard_after_forward=False
+        )
+
     def set_micro_batch(self, samples: int) -> None:
         """Set the size of its micro-batches."""
         self.stack.micro_batch_size = samples
@@ -114,4 +124,4 @@ class UniRLPeer(Peer):
             segment=self._segment(stored.x, stored.x_next, stored.log_prob),
         )
         slices = self.stack._optimizer_step_slices(self.work.samples)
-        return float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss)
+        return self.mean_over_ranks(float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss))

@@ -1,9 +1,10 @@
 """verl-omni (verl-project/verl-omni): the update of its diffusers engine with FlowGRPO and the adapter of SD3.
 
 Its own code runs: `forward_backward_batch`, `forward_step` and `optimizer_step` of `PPODiffusersFSDPEngine`, the adapter,
-the SDE scheduler and the loss. Its rollout runs in a serving engine of its own and is left out. So are FSDP, which one
-process needs not, Ray, and the rollout correction, which its default switches off. In place of verl's TensorDict it gets a
-dictionary, and in place of verl's base classes empty ones; both are cheaper.
+the SDE scheduler and the loss. Its rollout runs in a serving engine of its own and is left out. So are Ray, and the rollout
+correction, which its default switches off. In place of verl's TensorDict it gets a dictionary, and in place of verl's base
+classes empty ones; both are cheaper. On several processes blocks and network are sharded as by verl's `apply_fsdp2` with its
+defaults; one process needs no FSDP.
 """
 
 import importlib
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
@@ -85,6 +87,10 @@ def _device() -> str:
     return "cpu"
 
 
+def _fsdp_version(module: nn.Module) -> int:
+    return 2 if isinstance(module, FSDPModule) else 0
+
+
 # What its files take from the packages that are replaced.
 CONTENTS: dict[str, dict[str, Any]] = {
     "tensordict": {"TensorDict": VerlBatch},
@@ -96,6 +102,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
         )
     },
     "verl.utils.device": {"get_device_name": _device, "get_device_id": _device},
+    "verl.utils.fsdp_utils": {"fsdp2_clip_grad_norm_": nn.utils.clip_grad_norm_, "fsdp_version": _fsdp_version},
     "verl.utils.metric": {"Metric": Metric, "AggregationType": SimpleNamespace(MEAN="mean")},
     "verl.utils.py_functional": {"append_to_dict": _append},
     "verl.workers.engine.base": {"BaseEngineCtx": EngineContext, "EngineRegistry": Registry},
@@ -137,7 +144,7 @@ class VerlOmni(Peer):
             optimizer=self.optimizer,
             scheduler=scheduler,
             model_config=model_config,
-            engine_config=SimpleNamespace(fsdp_size=1),
+            engine_config=SimpleNamespace(fsdp_size=work.ranks),
             optimizer_config=SimpleNamespace(clip_grad=work.max_grad_norm),
             ulysses_device_mesh=None,
             ulysses_sequence_parallel_size=1,
@@ -154,6 +161,12 @@ class VerlOmni(Peer):
         self.loss = partial(losses.diffusion_loss, actor)
         steps = work.recorded
         self.timesteps = scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
+
+    def shard(self) -> None:
+        """Shard the blocks and the network."""
+        for block in self.module.transformer_blocks:
+            fully_shard(block)
+        fully_shard(self.module)
 
     def _batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
         mask = torch.ones(self.embeddings["prompt_embeds"].shape[:2], dtype=torch.bool)
@@ -183,4 +196,4 @@ class VerlOmni(Peer):
             self.engine.optimizer_zero_grad()
             output = self.engine.forward_backward_batch(batch, self.loss)
             self.engine.optimizer_step()
-        return float(torch.tensor(output["loss"]).sum())
+        return self.mean_over_ranks(float(torch.tensor(output["loss"]).sum()))
