@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -124,23 +124,28 @@ def curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyS
     return {name: list(seeds.values()) for name, seeds in grouped.items()}
 
 
-def read_at(curve: Sequence[StudyScore], gain: float, of: str) -> float | None:
-    """Return a number of a run where its proxy first has risen by `gain`, linearly between evaluations; None if never."""
+def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> float | None:
+    """Return a number of a run where another first has risen by `gain`, linearly between evaluations; None if never."""
+    until = getattr(curve[0], along) + gain
     for before, after in pairwise(curve):
-        if after.proxy >= curve[0].proxy + gain:
-            share = (curve[0].proxy + gain - before.proxy) / (after.proxy - before.proxy)
+        if getattr(after, along) >= until:
+            share = (until - getattr(before, along)) / (getattr(after, along) - getattr(before, along))
             start, end = getattr(before, of), getattr(after, of)
             return float(end if start != start else start + share * (end - start))
     return None
 
 
 def table(rows: Sequence[StudyScore], gain: float = 0.2) -> str:
-    """Return a Markdown table: true score where the proxy has risen by `gain`, and proxy, truth and diversity at the end."""
-    lines = []
+    """Return a Markdown table: true score where the proxy has risen by `gain` and after equal time, and all at the end.
+
+    The time is that of the shortest run.
+    """
+    lines, time = [], int(min(curve[-1].seconds for seeds in curves(rows).values() for curve in seeds))
     for (method, guard), seeds in curves(rows).items():
-        at = [value for curve in seeds if (value := read_at(curve, gain, "exact")) is not None]
+        at = [value for curve in seeds if (value := read_at(curve, "exact", "proxy", gain)) is not None]
         line = {"method": method, "guard": guard, "right at the start": f"{mean(curve[0].exact for curve in seeds):.3f}"}
         line[f"right at proxy + {gain:g}"] = f"{spread(at)} ({len(at)} of {len(seeds)})" if at else f"never ({len(seeds)})"
+        line[f"right after {time} s"] = spread([cast(float, read_at(curve, "exact", "seconds", time)) for curve in seeds])
         for title, of in (("right at the end", "exact"), ("ink and characters", "proxy"), ("diversity", "diversity")):
             line[title] = spread([getattr(curve[-1], of) for curve in seeds])
         lines.append({**line, "seconds": f"{mean(curve[-1].seconds for curve in seeds):.0f}"})

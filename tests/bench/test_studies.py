@@ -21,15 +21,15 @@ def score(seed: int, updates: int, proxy: float, exact: float) -> StudyScore:
 
 
 def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
-    """Linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
+    """And at equal time, linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
     rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3)]
-    rows += [score(1, 0, 1.0, 0.5), score(1, 8, 1.05, 0.6)]
+    rows += [score(1, 0, 1.0, 0.5), score(1, 6, 1.05, 0.6)]
     first, second = tunnel.curves(rows)["nft", "kl"]
-    assert tunnel.read_at(first, 0.2, "exact") == pytest.approx(0.5)
-    assert tunnel.read_at(first, 0.05, "diversity") == pytest.approx(0.2)
-    assert tunnel.read_at(second, 0.2, "exact") is None
+    assert tunnel.read_at(first, "exact", "proxy", 0.2) == pytest.approx(0.5)
+    assert tunnel.read_at(first, "diversity", "proxy", 0.05) == pytest.approx(0.2)
+    assert tunnel.read_at(second, "exact", "proxy", 0.2) is None
     (line,) = tunnel.table(rows).splitlines()[2:]
-    assert line.startswith("| nft | kl | 0.500 | 0.500 (1 of 2) | 0.450 ± 0.212 |")
+    assert line.startswith("| nft | kl | 0.500 | 0.500 (1 of 2) | 0.550 ± 0.071 | 0.450 ± 0.212 |")
     tunnel.draw(rows, tmp_path / "tunnel.png")
     assert (tmp_path / "tunnel.png").stat().st_size > 1000
 
