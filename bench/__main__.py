@@ -6,10 +6,8 @@ from collections.abc import Callable
 from fluvial.bench import aot, caches, kernels, phases, prompts, serving, traffic, waits
 from fluvial.bench.gpu.config import GpuConfig
 from fluvial.bench.gpu.parts import run as run_parts
-from fluvial.bench.objectives import report as objectives
-from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
-from fluvial.bench.studies import few_steps, tunnel
+from fluvial.bench.studies import few_steps, objectives, tunnel
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.measure import run as update
 from fluvial.engines.cli.main import exit_with
@@ -24,7 +22,7 @@ def main(args: list[str]) -> int:
         "update": (UpdateConfig, update),
         "peers": (peers.PeersConfig, peers.run),
         "serving": (serving.ServingConfig, serving.run),
-        "objectives": (ObjectivesConfig, objectives.run),
+        "objectives": (objectives.ObjectivesConfig, objectives.run),
         "few-steps": (few_steps.FewStepsConfig, few_steps.run),
         "tunnel": (tunnel.TunnelConfig, tunnel.run),
         "kernels": (kernels.KernelsConfig, kernels.run),

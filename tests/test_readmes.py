@@ -41,8 +41,8 @@ def inline(name: str, start: str) -> list[str]:
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
     from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
-    from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.peers.config import PeersConfig
+    from fluvial.bench.studies.objectives import ObjectivesConfig
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
@@ -93,6 +93,7 @@ OTHERS = (
     "--max-restarts",
     "--shutdown-timeout",
     "--no-deps",
+    "--again",
     "--hypothesis-profile",
     "--import-mode",
     "--device",
@@ -196,7 +197,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
     from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
-    from fluvial.bench.objectives import report as objectives
+    from fluvial.bench.studies import objectives
     from fluvial.bench.trial import pipelines as trial
     from fluvial.engines import run as training
     from fluvial.engines.cli import eval as evaluation

@@ -64,7 +64,7 @@ class FewStepsConfig:
             for kind in STUDENTS
         ]
         improved = [
-            StudyRun(name, f"from {start}", self._improved(name, start, steps, seed))
+            StudyRun(name, f"from {start}", self._improved(name, start, steps, seed), waits=True)
             for seed in self.seeds
             for steps in self.steps
             for name, start in STARTS.items()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class StudyRun:
         config: the run; its first reward is the proxy, its evaluators are looked at.
         looks: number of evaluations after the first one; 0 trains nothing.
         keep: folder for its adapter, which a later trial may begin from.
+        waits: whether it needs what another trial keeps.
     """
 
     method: str
@@ -34,6 +36,7 @@ class StudyRun:
     config: TrainConfig
     looks: int = 1
     keep: Path | None = None
+    waits: bool = False
 
     @property
     def settings(self) -> str:
@@ -41,6 +44,8 @@ class StudyRun:
         record = as_record(self.config)
         record.pop("out")
         record["lora"].pop("weights")
+        for name in ("teacher", "preferences"):
+            record["method"].pop(name, None)
         return hashlib.sha256(json.dumps([record, self.looks], sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -71,7 +76,7 @@ class StudyScore:
 def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[StudyScore]:
     """Make the trials whose rows are not in the table with the same settings, write theirs, and return all rows.
 
-    Trials that begin from the adapter of another one wait for it.
+    Trials that need what another one keeps wait for it.
 
     Raises:
         RunError: a trial failed; the others are made nevertheless.
@@ -81,8 +86,8 @@ def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[Study
     }
     missing = [trial for trial in trials if _key(trial) not in known or (trial.keep and not trial.keep.is_dir())]
     failed = []
-    for begun in (False, True):
-        wave = [trial for trial in missing if (trial.config.lora.weights is not None) == begun]
+    for waiting in (False, True):
+        wave = [trial for trial in missing if trial.waits == waiting]
         for trial, scores in _measure(wave, parallel):
             if isinstance(scores, str):
                 failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {scores}")
@@ -133,6 +138,25 @@ def watch(trial: StudyRun) -> list[StudyScore]:
         if trial.keep is not None:
             trainer.export(trial.keep)
     return scores
+
+
+def sort_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
+    """Return the evaluations of each run in their order, by method and guard."""
+    grouped: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
+    for row in sorted(rows, key=lambda row: row.updates):
+        grouped.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
+    return {name: list(seeds.values()) for name, seeds in grouped.items()}
+
+
+def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> float | None:
+    """Return a number of a run where another first has risen by `gain`, linearly between evaluations; None if never."""
+    until = getattr(curve[0], along) + gain
+    for before, after in pairwise(curve):
+        if getattr(after, along) >= until:
+            share = (until - getattr(before, along)) / (getattr(after, along) - getattr(before, along))
+            start, end = getattr(before, of), getattr(after, of)
+            return float(end if start != start else start + share * (end - start))
+    return None
 
 
 def _measure(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:

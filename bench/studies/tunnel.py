@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import StudyRun, StudyScore, make
+from fluvial.bench.studies.trial import StudyRun, StudyScore, make, read_at, sort_curves
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
@@ -116,32 +115,13 @@ def run(config: TunnelConfig) -> None:
     print(table(rows))
 
 
-def curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
-    """Return the evaluations of each run in their order, by method and guard."""
-    grouped: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
-    for row in sorted(rows, key=lambda row: row.updates):
-        grouped.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
-    return {name: list(seeds.values()) for name, seeds in grouped.items()}
-
-
-def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> float | None:
-    """Return a number of a run where another first has risen by `gain`, linearly between evaluations; None if never."""
-    until = getattr(curve[0], along) + gain
-    for before, after in pairwise(curve):
-        if getattr(after, along) >= until:
-            share = (until - getattr(before, along)) / (getattr(after, along) - getattr(before, along))
-            start, end = getattr(before, of), getattr(after, of)
-            return float(end if start != start else start + share * (end - start))
-    return None
-
-
 def table(rows: Sequence[StudyScore], gain: float = 0.2) -> str:
     """Return a Markdown table: true score where the proxy has risen by `gain` and after equal time, and all at the end.
 
     The time is that of the shortest run.
     """
-    lines, time = [], int(min(curve[-1].seconds for seeds in curves(rows).values() for curve in seeds))
-    for (method, guard), seeds in curves(rows).items():
+    lines, time = [], int(min(curve[-1].seconds for seeds in sort_curves(rows).values() for curve in seeds))
+    for (method, guard), seeds in sort_curves(rows).items():
         at = [value for curve in seeds if (value := read_at(curve, "exact", "proxy", gain)) is not None]
         line = {"method": method, "guard": guard, "right at the start": f"{mean(curve[0].exact for curve in seeds):.3f}"}
         line[f"right at proxy + {gain:g}"] = f"{spread(at)} ({len(at)} of {len(seeds)})" if at else f"never ({len(seeds)})"
@@ -161,7 +141,7 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
     """Plot the true score against the proxy, a panel per method and a line per guard, as means over seeds."""
     from matplotlib.figure import Figure
 
-    grouped = curves(rows)
+    grouped = sort_curves(rows)
     methods = list(dict.fromkeys(method for method, _ in grouped if method != GARDO))
     rows_of_panels = max(1, -(-len(methods) // PANELS))
     figure = Figure(figsize=(4 * PANELS, 4 * rows_of_panels), layout="constrained")

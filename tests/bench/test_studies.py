@@ -1,18 +1,26 @@
-"""Studies of few steps and of reward hacking: whole ones of a few samples, and what their tables say."""
+"""Studies of few steps, of reward hacking and of all objectives: whole ones of a few samples, and what their tables say."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fluvial.bench import harness
-from fluvial.bench.studies import few_steps, tunnel
+from fluvial.bench.studies import few_steps, objectives, tunnel
 from fluvial.bench.studies.few_steps import FewStepsConfig
-from fluvial.bench.studies.trial import StudyScore
+from fluvial.bench.studies.objectives import ObjectivesConfig
+from fluvial.bench.studies.trial import StudyRun, StudyScore, make, read_at, sort_curves, watch
 from fluvial.bench.studies.tunnel import TunnelConfig
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.handwriting.recognisers import reward_recogniser
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make trials in this process, which has imported everything."""
+    monkeypatch.setattr("fluvial.bench.studies.trial._watch", watch)
 
 
 def score(seed: int, updates: int, proxy: float, exact: float) -> StudyScore:
@@ -24,10 +32,10 @@ def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
     """And at equal time, linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
     rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3)]
     rows += [score(1, 0, 1.0, 0.5), score(1, 6, 1.05, 0.6)]
-    first, second = tunnel.curves(rows)["nft", "kl"]
-    assert tunnel.read_at(first, "exact", "proxy", 0.2) == pytest.approx(0.5)
-    assert tunnel.read_at(first, "diversity", "proxy", 0.05) == pytest.approx(0.2)
-    assert tunnel.read_at(second, "exact", "proxy", 0.2) is None
+    first, second = sort_curves(rows)["nft", "kl"]
+    assert read_at(first, "exact", "proxy", 0.2) == pytest.approx(0.5)
+    assert read_at(first, "diversity", "proxy", 0.05) == pytest.approx(0.2)
+    assert read_at(second, "exact", "proxy", 0.2) is None
     (line,) = tunnel.table(rows).splitlines()[2:]
     assert line.startswith("| nft | kl | 0.500 | 0.500 (1 of 2) | 0.550 ± 0.071 | 0.450 ± 0.212 |")
     tunnel.draw(rows, tmp_path / "tunnel.png")
@@ -52,7 +60,49 @@ def test_the_proxy_pays_for_ink() -> None:
         TunnelConfig(guards=("brakes",))
 
 
+def test_objectives_are_compared_at_equal_samples_and_at_equal_time(tmp_path: Path) -> None:
+    """The best first; a recipe with a run that is over before that time is left out."""
+    rows = [score(seed, updates, 0.0, 0.5 + 0.01 * (1 + seed) * updates) for seed in (0, 1) for updates in (0, 6, 8)]
+    rows += [replace(row, method="awm", exact=0.9) for row in rows if row.updates < 8]
+    ends, timed = (objectives.table(rows, seconds).splitlines()[2:] for seconds in (None, 14.0))
+    assert [line.split(" | ")[0] for line in ends] == ["| awm", "| nft"]
+    assert timed == ["| nft | 0.500 | 0.605 (0.570 to 0.640) | 2 | 14 | 448 | 7 | 0.100 | 1.00 |"]
+    objectives.draw(rows, tmp_path / "objectives.png")
+    assert (tmp_path / "objectives.png").stat().st_size > 1000
+
+
 @pytest.mark.long
+def test_every_recipe_is_compared_and_distillation_waits_for_its_teacher(tmp_path: Path) -> None:
+    """Settings tell runs apart, places of files do not."""
+    config = ObjectivesConfig(seeds=(0, 1), keep=tmp_path)
+    trials = config.trials()
+    assert len({(trial.method, trial.config.seed, trial.settings) for trial in trials}) == len(trials)
+    assert [trial.settings for trial in replace(config, keep=tmp_path / "x").trials()] == [t.settings for t in trials]
+    assert {trial.method for trial in trials if trial.waits} == {"distill"}
+    assert [(trial.method, trial.config.seed) for trial in trials if trial.keep] == [("grpo", 0)]
+    assert {trial.config.evaluation.rewards[0] for trial in trials if trial.method == "refl"} == {"likeness"}
+    last: Any = trials[-1].config.method
+    assert last.preferences == tmp_path / "preferences-1"
+    for wrong in ({"recipes": ("x",)}, {"recipes": ("distill",)}, {"looks": 0}, {"seeds": ()}):
+        with pytest.raises(UsageError):
+            ObjectivesConfig(**{"keep": tmp_path, **wrong})  # type: ignore[arg-type]
+
+
+def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the others are written, and the error says which run failed with what."""
+    trials = list(TunnelConfig(("nft", "awm"), ("none",), seeds=(0,)).trials())
+
+    def one(trial: StudyRun) -> list[StudyScore] | str:
+        return "it broke" if trial.method == "nft" else [replace(score(0, 4, 1.0, 0.7), method="awm", variant="none")]
+
+    monkeypatch.setattr("fluvial.bench.studies.trial._watch", one)
+    with pytest.raises(RunError, match=r"^nft, none, seed 0: it broke$"):
+        make(trials, tmp_path / "rows.csv", parallel=1)
+    assert [row.method for row in harness.read(tmp_path / "rows.csv", StudyScore)] == ["awm"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("here")
 def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Students are kept, RL begins where they end, and what is in the table already is not made again."""
     out = tmp_path
@@ -71,3 +121,19 @@ def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "seed 0" not in capsys.readouterr().out
     assert list(map(str, harness.read(tmp_path / "few-steps.csv", StudyScore))) == list(map(str, rows))
     assert len(replace(config, seeds=(0, 1)).trials()) == 14
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("here")
+def test_objectives_end_in_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The teacher's weights are kept and learnt from, and so are preferences."""
+    recipes = ("grpo", "distill", objectives.OFFLINE)
+    config = ObjectivesConfig(
+        recipes, seeds=(0,), rollouts=1, looks=1, seconds=0.1, samples=8, keep=tmp_path / "k", out=tmp_path
+    )
+    objectives.run(config)
+    rows = harness.read(tmp_path / "objectives.csv", StudyScore)
+    assert [row.method for row in rows if row.updates] == list(dict.fromkeys(row.method for row in rows))
+    assert {row.method for row in rows} == set(recipes)
+    assert (tmp_path / "k" / "grpo" / "weights").is_dir()
+    assert capsys.readouterr().out.count("| distill | ") == 2

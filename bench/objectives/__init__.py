@@ -1,1 +1,0 @@
-"""The objectives on the built-in jobs, at equal samples and at equal time."""
