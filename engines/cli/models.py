@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, table, without
-from fluvial.engines.errors import UsageError, convert_errors
+from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.models.catalogue import KNOWN
 
 MEASURED, TINY, OUT = "--measured", "--tiny", "--out"
@@ -105,8 +105,12 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
 
     if unknown := [name for name in names if not has_transformer(name)]:
         raise UsageError(f"models --measured: the installed diffusers has no {unknown[0]}, or it has no transformer")
+    if not (known := names or pipelines()):
+        raise RunError(
+            "models --measured: diffusers' pipelines cannot be imported: python -c 'from diffusers import FluxPipeline'"
+        )
     rows = []
-    for name in names or pipelines():
+    for name in known:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(name, Path(folder), command))
         print(" | ".join(rows[-1].cells()), file=sys.stderr, flush=True)

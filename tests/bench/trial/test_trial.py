@@ -85,7 +85,7 @@ def test_what_a_class_says_of_its_pipeline() -> None:
     assert tiny.find_call("Flux2Pipeline").size == 64  # it refuses smaller ones
 
 
-def test_one_that_cannot_be_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_cannot_be_trained_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.run(["models", "--measured", "NoSuchPipeline"]) == 2
     assert "the installed diffusers has no NoSuchPipeline" in capsys.readouterr().err
     assert cli.run(["models", "--measured", "VQDiffusionPipeline"]) == 0
@@ -93,6 +93,9 @@ def test_one_that_cannot_be_trained_is_said(capsys: pytest.CaptureFixture[str]) 
     assert "refused because its scheduler is not a flow's (VQDiffusionScheduler)" in told.out
     assert told.out.endswith("0 of 0 flow pipelines train; 0 of 1 others, which are not flows.\n")
     assert told.err.startswith("VQDiffusionPipeline |")
+    monkeypatch.setattr(tiny, "pipelines", list)  # none, as where diffusers lacks a package that it needs
+    assert cli.run(["models", "--measured"]) == 1
+    assert "pipelines cannot be imported: python -c" in capsys.readouterr().err
 
 
 def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
