@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, caches, kernels, phases, prompts, serving, traffic, waits
+from fluvial.bench import aot, caches, kernels, modular, phases, prompts, serving, traffic, waits
 from fluvial.bench.gpu.config import GpuConfig
 from fluvial.bench.gpu.parts import run as run_parts
 from fluvial.bench.peers import report as peers
@@ -29,6 +29,7 @@ def main(args: list[str]) -> int:
         "traffic": (traffic.TrafficConfig, traffic.run),
         "gpu": (GpuConfig, run_parts),
         "caches": (caches.CachesConfig, caches.run),
+        "modular": (modular.ModularConfig, modular.run),
         "prompts": (prompts.PromptsConfig, prompts.run),
         "waits": (waits.WaitsConfig, waits.run),
         "aot": (aot.AotConfig, aot.run),

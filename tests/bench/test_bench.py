@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fluvial.bench import caches, harness, phases, waits
+from fluvial.bench import caches, harness, modular, phases, waits
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.config import with_values
 from fluvial.engines.sampling.config import SamplingConfig
@@ -77,6 +77,15 @@ def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "samples/s" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+def test_a_modular_pipelines_blocks_compute_no_more_than_its_network() -> None:
+    """Two passes, one of each half of guidance or one per sample, and every operation on matrices is the network's."""
+    for row in modular.run(modular.ModularConfig(runs=1)):
+        assert (row["passes"], row["operations, blocks / network"]) == ("2", "1.000")
+    with pytest.raises(UsageError, match="there is no 'Flux9'"):
+        modular.ModularConfig(("Flux9",))
+
+
 def test_caches_leave_out_operations_and_change_pixels() -> None:
     """Of both halves of eight steps, guidance of every second one leaves out four; higher thresholds leave out more."""
     rows = {row.pop("cache"): [float(row[each]) for each in ("operations", "mean", "most")] for row in caches.run(CONFIG)}
@@ -95,7 +104,7 @@ def test_keys_of_an_edit_leave_out_its_prompt() -> None:
     assert (none["operations"], none["most"]) == ("1.0000", "0.0000")
     assert 0.25 + 0.75 * 0.45 < float(keys["operations"]) < 0.25 + 0.75 * 0.55
     assert float(keys["most"]) <= 1e-4
-    with pytest.raises(UsageError, match="`runs` has no effect with `model` words, which is not timed"):
+    with pytest.raises(UsageError, match="runs has no effect with model words, which is not timed"):
         caches.CachesConfig("words", runs=2)
 
 
