@@ -264,7 +264,7 @@ def _least_squares(columns: Sequence[Tensor], wanted: Tensor) -> list[float]:
 def _best(
     candidates: Sequence[T], parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Places | None
 ) -> T | None:
-    """Return the function of the fewest digits that gives v as well as that of the most; None if that misses it.
+    """Return the function of the fewest digits that gives v as well as any; None if all miss it.
 
     The pipeline rounds each term of its sum, and those of estimates of the clean sample, which it divides by sigma.
     """
@@ -272,10 +272,10 @@ def _best(
     made = _all_at(at, [each(parts, x, level) for each in candidates])
     errors = [float((each.double() - v.double()).norm()) / size for each in made]
     # The fewest digits that fit as well, because scales have few, and rounding moves the last ones from prompt to prompt.
-    best = next(each for each, error in zip(candidates, errors, strict=True) if error <= 2 * errors[-1])
+    best = next(each for each, error in zip(candidates, errors, strict=True) if error <= 2 * min(errors))
     terms = sum(abs(weight) * float(part.double().norm()) for weight, part in zip(best.weights, parts, strict=True))
     rounding = OPERATIONS * torch.finfo(v.dtype).eps * (terms + float((x.double() / per_sample(level.double(), x)).norm()))
-    return best if errors[-1] <= min(ROUNDING[v.dtype], rounding / size) else None
+    return best if min(errors) <= min(ROUNDING[v.dtype], rounding / size) else None
 
 
 def _round(weights: Sequence[float], digits: int) -> tuple[float, ...]:

@@ -47,9 +47,13 @@ def split_output(returned: Any) -> Output:
     """Return the images and sounds of what a pipeline's call returned, a tuple of tensors.
 
     Images with a fourth channel, their opacity (Qwen-Image 2.1), are shown over white: rewards take red, green and blue.
+
+    Raises:
+        ValueError: there are neither images nor sounds.
     """
     images = waves = None
-    for made in returned if isinstance(returned, tuple) else (returned,):
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    for made in parts:
         if not isinstance(made, Tensor):
             continue
         if made.ndim > 3:
@@ -58,6 +62,8 @@ def split_output(returned: Any) -> Output:
                 images = images[:, :3] * images[:, 3:] + (1 - images[:, 3:])
         else:
             waves = (made if made.ndim == 3 else made[:, None]).float().clamp(-1, 1)
+    if images is None and waves is None:
+        raise ValueError(f"the output is {', '.join(type(made).__name__ for made in parts) or 'empty'}, expected tensors")
     return Output(images, waves)
 
 

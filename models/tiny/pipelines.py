@@ -236,22 +236,14 @@ def find_call(name: str) -> TinyCall:
         for one in ARGUMENTS
         if one in takes and ((conditioned and one not in UNTRIED) or takes[one].default is inspect.Parameter.empty)
     )
-    call = {
-        key: value
-        for key, value in {
-            "max_sequence_length": 32,
-            "use_resolution_binning": False,
-            "complex_human_instruction": None,
-            "strength": 0.6,
-        }.items()
-        if key in takes
-    }
+    known = {"max_sequence_length": 32, "use_resolution_binning": False, "complex_human_instruction": None, "strength": 0.6}
+    call = {key: value for key, value in {**known, **CALLS.get(name, {})}.items() if key in takes}
     frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
     size = 64 if name.startswith(LARGEST) else 32 if name.startswith(LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
     sounds = "height" not in takes and any("duration" in one for one in takes)
-    return TinyCall(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
+    return TinyCall(media, call, scale, negative, size, frames, sounds)
 
 
 def build(name: str, /, **arguments: Any) -> Any:

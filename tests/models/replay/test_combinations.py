@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, find_combinations
+from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, _best, find_combinations
 from fluvial.models.replay.places import Places, Whole
 
 SIGMA = 0.6
@@ -117,3 +117,12 @@ def test_guidance_of_larger_outputs_is_rescaled_by_the_whole() -> None:
     (one,) = find_combinations(parts, v, v, level, scales=[3.0], rescales=(0.7,), sizes=(30, 10), whole=(whole, x))
     assert one == Joined((30, 10), (Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32),) * 2, whole)
     torch.testing.assert_close(one(parts, x, level), v, rtol=0, atol=1e-5)
+
+
+def test_the_fewest_digits_count_where_noise_is_in_the_others() -> None:
+    """As of a sound of 20 numbers, whose least squares are off by more than the velocity's rounding."""
+    parts, x = [torch.randn(5, 20, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)], torch.zeros(5, 20)
+    few, many = (Fitted((3.0, -2.0 + off), 0.0, torch.float32) for off in (0.0, 1e-5))
+    level = torch.full((5,), 0.5)
+    assert _best([few, many], parts, few(parts, x, level), x, level, None) == few
+    assert _best([many, many], parts, few(parts, x, level), x, level, None) is None

@@ -93,6 +93,8 @@ def test_drawings_and_kinds_of_output() -> None:
     assert shown.shape == (1, 3, 2, 2)
     assert torch.equal(shown[0, :, 0, 0], torch.ones(3))
     torch.testing.assert_close(shown[0, :, 1, 1], torch.full((3,), 0.25 * 0.25 + 0.75))
+    with pytest.raises(ValueError, match="the output is ndarray, expected tensors"):
+        split_output((image.numpy(),))
 
 
 PLAIN = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
