@@ -173,12 +173,12 @@ def read_column(row: FileRecord, column: str) -> str | None:
 
 
 def read_files(value: Any, where: str, folder: Path) -> "Source":
-    """Return the file, or the files of a list of images, that a column names or holds, see `read_file`."""
+    """Return the file, or the files of a list, that a column names or holds, see `read_file`."""
     if not isinstance(value, list):
         return read_file(value, where, folder, or_folder=True)
     if not value:
-        raise UsageError(f"{where} is an empty list, expected the paths of image files")
-    return tuple(read_file(one, where, folder) for one in value)
+        raise UsageError(f"{where} is an empty list, expected the paths of files")
+    return tuple(read_file(one, where, folder, or_folder=True) for one in value)
 
 
 def _first(source: "Source | None") -> Path | bytes | None:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import optree
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.experts import Through
+from fluvial.models.replay.kinds import Frames, Sound
 
 PROMPT = "prompt"  # argument of the call, and output of blocks that rewrite it
 SIGMA = "sigma"  # variable of loops that add new noise at each step, see `streams`
@@ -115,28 +116,33 @@ def _takes_all_steps(block: Any) -> bool:
     return both and "i" not in _parameters(block)
 
 
-def wrap_images(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, with lists of images as those of the class that the blocks take in their place.
+def wrap_media(blocks: Blocks, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, with lists of media as those of the classes that the blocks take in their place.
 
-    MiniMax-H3 takes a list of references; a reference that is an image has one field, `image`.
+    MiniMax-H3 takes a list of references, each of the class of its kind, whose first field is `image`, `frames` or `audio`.
     """
     wrapped = dict(asked)
     for entry in blocks.inputs:
-        images, kinds = asked.get(entry.name), get_args(entry.type_hint)
-        if isinstance(images, list) and kinds and dataclasses.is_dataclass(kinds[0]):
+        media, kinds = asked.get(entry.name), get_args(entry.type_hint)
+        if media is not None and get_origin(entry.type_hint) is list and dataclasses.is_dataclass(kinds[0]):
             base: Any = kinds[0]
-            for kind in [
-                each for each in base.__subclasses__() if [leaf.name for leaf in dataclasses.fields(each)] == ["image"]
-            ]:
-                wrapped[entry.name] = [kind(image=image) for image in images]
+            classes = {dataclasses.fields(kind)[0].name: kind for kind in base.__subclasses__()}
+            wrapped[entry.name] = [_wrap(classes, each) for each in (media if type(media) is list else [media])]
     return wrapped
+
+
+def _wrap(classes: Mapping[str, Any], media: Any) -> Any:
+    """Return an image, a video or a sound as the class of its kind."""
+    if isinstance(media, Sound):
+        return classes["audio"](media.wave, sample_rate=media.rate)
+    return classes["frames"](list(media), fps=media.rate) if isinstance(media, Frames) else classes["image"](media)
 
 
 def set_inputs(blocks: Blocks, asked: Mapping[str, Any], seed: int) -> Any:
     """Return the state that the first block is given, as the pipeline's call does."""
     from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-    state, asked = PipelineState(), wrap_images(blocks, asked)
+    state, asked = PipelineState(), wrap_media(blocks, asked)
     for entry in blocks.inputs:
         if entry.name in asked:
             state.set(entry.name, asked[entry.name], entry.kwargs_type)

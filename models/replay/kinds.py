@@ -2,7 +2,7 @@
 
 import io
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +30,24 @@ class Sound(NamedTuple):
     rate: int  # numbers per second and channel
 
 
+class Frames(list[Image.Image]):
+    """The frames of a video, in colour.
+
+    Args:
+        rate: frames per second; None where the file says none.
+    """
+
+    def __init__(self, frames: Iterable[Image.Image], rate: float | None = None) -> None:
+        super().__init__(frames)
+        self.rate = rate
+
+
 class Kind(NamedTuple):
     """One kind of media: images, videos or sounds."""
 
     name: str  # also that of the column in a prompt's record
     arguments: tuple[str, ...]  # of diffusers' calls
-    read: Callable[[File], Any]  # an image, a list of images, or a `Sound`
+    read: Callable[[File], Any]  # an image, `Frames`, or a `Sound`
     write: Callable[[Any], bytes]
     changed: Callable[[Any], Any]  # one of the same size whose numbers all differ
 
@@ -52,8 +64,8 @@ def invert(image: Image.Image) -> Image.Image:
     return ImageOps.flip(ImageOps.invert(image))
 
 
-def read_video(file: File) -> list[Image.Image]:
-    """Return the frames of a video, in colour.
+def read_video(file: File) -> Frames:
+    """Return the frames of a video.
 
     Args:
         file: a folder of images, in the order of their names; an animated image (GIF, WebP, PNG); an array of numpy,
@@ -66,19 +78,22 @@ def read_video(file: File) -> list[Image.Image]:
         frames = [read_image(one).convert("RGB") for one in list_frames(file)]
         if not frames:
             raise ValueError(f"{file} is a folder without images, expected the frames of a video")
-        return frames
+        return Frames(frames)
     with _readable(file, "video"):
         if _begins(file, NUMPY):
-            return [Image.fromarray(frame) for frame in _array(file)]
+            return Frames(map(Image.fromarray, _array(file)))
         try:
             opened = Image.open(_source(file))
         except Image.UnidentifiedImageError:
             pass
         else:
             with opened:
-                return [_frame(opened, number) for number in range(_several(opened))]
+                frames = [_frame(opened, number) for number in range(_several(opened))]
+                milliseconds = opened.info.get("duration")  # of the last one; all have the same in nearly all files
+                return Frames(frames, 1000 / milliseconds if milliseconds else None)
         with _open(file, "video") as (container, stream):
-            return [frame.to_image() for frame in container.decode(stream)]
+            rate = stream.average_rate
+            return Frames((frame.to_image() for frame in container.decode(stream)), None if rate is None else float(rate))
 
 
 def count_frames(file: File) -> int:

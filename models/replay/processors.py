@@ -13,6 +13,15 @@ WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLPr
 OF_TEXT = frozenset({"PixtralProcessor"})
 
 
+class NoVideos:
+    """In place of a processor of videos."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError("a video in a prompt needs torchvision, which is not installed: pip install torchvision")
+
+
 def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Qwen2VLProcessor") -> Any:
     """Return a processor of transformers of the given class that processes text and images, and no videos."""
     import transformers
@@ -22,7 +31,7 @@ def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Q
     class WithoutVideo(parent):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             self.image_processor, self.tokenizer, self.chat_template = image_processor, tokenizer, tokenizer.chat_template
-            self.video_processor = None
+            self.video_processor = NoVideos()
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
             self.image_ids, self.video_ids = [self.image_token_id], [self.video_token_id]

@@ -1,8 +1,10 @@
 """Modular pipelines as models, over one table of tiny random ones: their samples, velocities, gradients, and refusals."""
 
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from helpers import tiny_modular
 from helpers.marks import Folders, Patch, long
 from helpers.refusals import refuses
 from helpers.tiny_modular import REFUSED, STEPS, TRAIN, opened, prompts
+from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import key, normal
@@ -20,7 +23,7 @@ from fluvial.engines.export.model_folder import write_lora
 from fluvial.models import is_recorded, knows_any_level
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.modular import any_modular
-from fluvial.models.modular.blocks import Watched
+from fluvial.models.modular.blocks import Watched, wrap_media
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.replay.media import use_modes
 from fluvial.models.tiny.modular import find_call
@@ -358,16 +361,20 @@ def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkey
     ("name", "media"),
     [
         ("Flux3", ("image",)),
-        *(long("MiniMaxH3", media) for media in (("image",), ("image", "last_image"), ("references",))),
+        *(long("MiniMaxH3", media) for media in (("image",), ("image", "last_image"), ("references",), ("references",) * 2)),
     ],
 )
 def test_images_of_prompts_choose_the_blocks(name: str, media: tuple[str, ...], folder: Folders) -> None:
-    """Images of reference, first and last frames: other blocks run, and the images change the velocity."""
+    """References, first and last frames: other blocks run, and images and sounds change the velocity."""
+    from fluvial.models.replay.kinds import Sound, write_sound
     from fluvial.models.replay.media import MediaPrompt
 
     def draw(seed: int) -> dict[str, Any]:
         files = [tiny_modular.draw(seed + number, 32) for number in range(len(media))]
-        return {each: (file,) if each == "references" else file for each, file in zip(media, files, strict=True)}
+        if "references" not in media:
+            return dict(zip(media, files, strict=True))
+        wave = torch.rand(2, 800, generator=torch.Generator().manual_seed(seed))
+        return {"references": (files[0], write_sound(Sound(wave, 160)))[: len(media)]}
 
     asked = [MediaPrompt("a red fox", draw(seed)) for seed in range(2)]
     model = opened(name, folder(name), example=asked[0]).adapt_to(asked)
@@ -378,6 +385,32 @@ def test_images_of_prompts_choose_the_blocks(name: str, media: tuple[str, ...], 
     with torch.no_grad():
         one, other = model.predict(module, x, level, model.encode(asked))
     assert not torch.equal(one, other)
+
+
+def test_a_reference_has_the_class_of_its_kind_and_its_rate(folder: Folders) -> None:
+    """An image, a video, and a sound; tiny ones of videos need torchvision, which the error says."""
+    from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3Reference
+    from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
+
+    from fluvial.models.replay.kinds import Frames, Sound, read_video
+    from fluvial.models.replay.media import MediaPrompt
+
+    image, blocks = Image.new("RGB", (8, 8)), SimpleNamespace(inputs=[InputParam("references", list[MiniMaxH3Reference])])
+    media = [image, Frames([image] * 2, 12.5), Sound(torch.zeros(1, 4), 160)]
+    made = wrap_media(blocks, {"references": media})["references"]  # type: ignore[arg-type]
+    assert [(each.kind, getattr(each, "fps", None), getattr(each, "sample_rate", None)) for each in made] == [
+        ("image", None, None),
+        ("video", 12.5, None),
+        ("audio", None, 160),
+    ]
+    (one,) = wrap_media(blocks, {"references": Frames([image] * 2)})["references"]  # type: ignore[arg-type]
+    assert (one.kind, one.fps) == ("video", 24.0)
+    with io.BytesIO() as file:
+        image.save(file, "GIF", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")], duration=80)
+        assert read_video(file.getvalue()).rate == 12.5
+    asked = MediaPrompt("a red fox", {"references": (tiny_modular.draw(0, 32), tiny_modular.draw_video(0, 32))})
+    with pytest.raises(ValueError, match="a video in a prompt needs torchvision, which is not installed"):
+        _ = opened("MiniMaxH3", folder("MiniMaxH3"), example=asked).adapt_to([asked]).known
 
 
 def test_video_and_sound_have_levels_of_their_own(folder: Folders) -> None:
