@@ -387,6 +387,7 @@ def test_images_of_prompts_choose_the_blocks(name: str, media: tuple[str, ...], 
     assert not torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_a_reference_has_the_class_of_its_kind_and_its_rate(folder: Folders) -> None:
     """An image, a video, and a sound; tiny ones of videos need torchvision, which the error says."""
     from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3Reference
