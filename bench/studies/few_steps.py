@@ -109,7 +109,10 @@ def run(config: FewStepsConfig) -> None:
 
 
 def table(rows: Sequence[StudyScore]) -> str:
-    """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its."""
+    """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its.
+
+    Means over seeds, with the least and the most after.
+    """
     ends: dict[tuple[str, str, int], list[tuple[StudyScore, StudyScore]]] = {}
     trials: dict[tuple[str, str, int, int], list[StudyScore]] = {}
     for row in rows:
@@ -126,8 +129,9 @@ def table(rows: Sequence[StudyScore]) -> str:
             ("right score", "true", 1.0),
             ("sharpness", "sharpness", sharp),
         ):
-            before, after = (mean(getattr(pair[end], of) for pair in pairs) / scale for end in (0, 1))
-            columns[title] = f"{after:.3f}" if method == "teacher" else f"{before:.3f} -> {after:.3f}"
+            before, after = ([getattr(pair[end], of) / scale for pair in pairs] for end in (0, 1))
+            spread = f" ({min(after):.3f} to {max(after):.3f})" if min(after) < max(after) else ""
+            columns[title] = (f"{mean(before):.3f} -> " if method != "teacher" else "") + f"{mean(after):.3f}{spread}"
         columns["seeds"] = str(len(pairs))
         lines.append({**columns, "seconds": f"{mean(last.seconds for _, last in pairs):.0f}"})
     return harness.markdown(lines)

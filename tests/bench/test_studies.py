@@ -71,6 +71,17 @@ def test_objectives_are_compared_at_equal_samples_and_at_equal_time(tmp_path: Pa
     assert (tmp_path / "objectives.png").stat().st_size > 1000
 
 
+def test_students_are_compared_over_seeds() -> None:
+    """Means, with the least and the most after; sharpness is a share of the teacher's."""
+    rows = [replace(score(0, 0, 1.0, 0.5), method="teacher", variant="", sharpness=0.5)]
+    for seed, exact in ((0, 0.8), (1, 0.6)):
+        ends = [score(seed, updates, 1.0, right) for updates, right in ((0, 0.4), (8, exact))]
+        rows += [replace(row, method="dmd2", variant="distilled", steps=2, sharpness=row.exact) for row in ends]
+    line, _ = few_steps.table(rows).splitlines()[2:]
+    right = "0.400 -> 0.700 (0.600 to 0.800)"
+    assert line == f"| dmd2 distilled | 2 | {right} | {right} | 0.800 -> 1.400 (1.200 to 1.600) | 2 | 16 |"
+
+
 @pytest.mark.long
 def test_every_recipe_is_compared_and_distillation_waits_for_its_teacher(tmp_path: Path) -> None:
     """Settings tell runs apart, places of files do not."""
