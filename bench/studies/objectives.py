@@ -139,10 +139,11 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
             length, colour = min(map(len, seeds)), colormaps["tab20"](i % 20)
             x, y = (np.array([[getattr(row, of) for row in one[:length]] for one in seeds], float) for of in (across, up))
             if not np.isnan(y[:, 1:]).all():
-                axes.plot(x.mean(0), y.mean(0), color=colour, label=name, marker="o", markersize=3)
+                line = "-" if i < 20 else "--"
+                axes.plot(x.mean(0), y.mean(0), line, color=colour, label=name, marker="o", markersize=3)
                 axes.fill_between(x.mean(0), y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
         axes.set(title=title, xlabel=across, ylabel=up)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right", ncols=3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     figure.savefig(path, dpi=80)

@@ -153,7 +153,8 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
             if name in (method, GARDO):
                 length = min(map(len, seeds))
                 x, y = ([mean(getattr(curve[i], of) for curve in seeds) for i in range(length)] for of in ("proxy", "exact"))
-                axes.plot(x, y, marker="o", markersize=3, label=name if name == GARDO else guard)
+                label = GARDO if name == GARDO else guard
+                axes.plot(x, y, f"C{[*GUARDS, GARDO].index(label)}", marker="o", markersize=3, label=label)
         axes.set(title=method, xlabel="proxy", ylabel="whole codes right, held out")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
