@@ -17,9 +17,7 @@ class NoVideos:
     """In place of a processor of videos."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError("a video in a prompt needs torchvision, which is not installed: pip install torchvision")
+        raise AttributeError("a video in a prompt needs torchvision, which is not installed: pip install torchvision")
 
 
 def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Qwen2VLProcessor") -> Any:
