@@ -20,7 +20,7 @@ def test_ranks_call_what_is_collective_in_one_order(tmp_path: Path) -> None:
     """Of an update and an evaluation; a call that one rank alone makes would wait for ever."""
     first, second = launch.on_ranks(2, "workers.two_ranks:calls", tmp_path)[0]
     assert first == second
-    assert {"RolloutSampler.plan", "Scoring.collect", "gather_rewards", "Loop.learn", "evaluate"} <= {*first}
+    assert {"RolloutSampler.specify", "Scoring.collect", "gather_rewards", "Loop.learn", "evaluate"} <= {*first}
 
 
 @pytest.mark.slow
