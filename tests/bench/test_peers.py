@@ -319,6 +319,18 @@ def test_bytes_are_counted() -> None:
     assert live_bytes() == before
 
 
+def test_a_project_shards_its_network_before_its_optimizer_takes_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several processes alone; their losses are averaged, as its driver does."""
+    monkeypatch.setattr(StandIn, "shard", lambda peer: peer.module.requires_grad_(False).proj_out.requires_grad_(True))
+    trained = [
+        len(StandIn(Path(), Work(SIZES["tiny"], ranks=ranks)).optimizer.param_groups[0]["params"]) for ranks in (1, 2)
+    ]
+    assert trained[1] == 2 < trained[0]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(3))
+    assert StandIn(Path(), Work(SIZES["tiny"])).mean_over_ranks(0.5) == 0.5
+    assert StandIn(Path(), Work(SIZES["tiny"], ranks=2)).mean_over_ranks(0.5) == 0.75
+
+
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
     work = Work(SIZES["tiny"])
     log_prob = torch.zeros(work.samples, work.steps)
