@@ -10,7 +10,7 @@ import pytest
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
 from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
-from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, texts
+from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, read_files, texts
 from fluvial.engines.errors import UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -446,3 +446,12 @@ def test_what_the_hub_does_not_have(hub: Path, word: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as refused:
         read_prompts(Path(word), check=words)
     assert "\n" not in str(refused.value)
+
+
+def test_a_list_of_media_may_hold_the_folder_of_a_videos_frames(tmp_path: Path) -> None:
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "voice.wav").touch()
+    found = read_files(["frames", "voice.wav"], "line 1, column references", tmp_path)
+    assert found == ((tmp_path / "frames").absolute(), (tmp_path / "voice.wav").absolute())
+    with pytest.raises(UsageError, match="column references is an empty list, expected the paths of files"):
+        read_files([], "column references", tmp_path)
