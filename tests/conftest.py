@@ -69,9 +69,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Note what has been spent before a test."""
+    """Note what has been spent before a test, and forget the module that it may have written and imported."""
     item.stash[BEFORE] = ledger.spent()
-    return (yield)
+    try:
+        return (yield)
+    finally:
+        sys.modules.pop("mine", None)  # many tests write one, each into a folder of its own
 
 
 @pytest.hookimpl(wrapper=True)

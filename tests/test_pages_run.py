@@ -6,7 +6,6 @@ added: updates, samples, steps, pixels. Files that a page speaks of are there, a
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -123,7 +122,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / folder / f"{number}.txt").write_text(caption)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     whole = prompt_sets.records  # of which a few are encoded
     monkeypatch.setattr(prompt_sets, "records", lambda *given, **named: islice(whole(*given, **named), 12))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs

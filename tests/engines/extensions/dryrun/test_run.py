@@ -72,7 +72,7 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
 @pytest.mark.long
 def test_an_adversary_runs() -> None:
     """The network with the head, the images, and the gradient with respect to samples, on full weights of 8 ranks."""
-    check(dry_run(with_values(recipe("dmd2"), {"gan": HeadGan(), "train": "full"}), ranks=8))
+    check(dry_run(with_values(recipe("dmd2"), {"gan": HeadGan(), "train": "full"}), ranks=8), read_backs=[6])
 
 
 def test_items_that_move_between_ranks_are_of_known_samples(tmp_path: Path) -> None:
@@ -158,7 +158,11 @@ def test_keys_of_the_prompt_are_held_and_leave_out_operations(tmp_path: Path) ->
     changes |= {"updates": 1, "passes.minibatches": 1, "correction": Truncate(), "prompts": (str(tmp_path / "prompts.txt"),)}
     config = with_values(replace(RECIPES["grpo"](str(folder)), rewards=("jpeg",)), changes)
     whole, kept = (dry_run(with_values(config, {"rollout.reuse": reuse})) for reuse in ("exact", "keys"))
-    check(kept)
+    assert whole.error is None, whole.error
+    assert kept.error is None, kept.error
+    for phase in ("rollout", "update"):  # diffusers' network reads values on the host; kept keys add none
+        held, before = (sum(wait.times for wait in each.phase(phase).waits) for each in (kept, whole))
+        assert 0 < held <= before
     assert kept.phase("update").flops == whole.phase("update").flops
     assert kept.phase("rollout").flops < 0.7 * whole.phase("rollout").flops
     assert kept.phase("rollout").peak > whole.phase("rollout").peak
