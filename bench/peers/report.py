@@ -121,31 +121,35 @@ def show(rows: Sequence[PeerRow]) -> None:
 
 
 def markdown(rows: Sequence[PeerRow]) -> str:
-    """Return the tables of the newest commit of fluvial: ratios, the transformer's share, and memory.
+    """Return tables: ratios, the transformer's share, and memory, of each case at its newest commit of fluvial.
 
     Of rows with the same peer, size, processes, window, phase and pairs the last one counts.
     """
-    newest = [row for row in rows if row.fluvial == rows[-1].fluvial]
     by_case: dict[Key, Rows] = {}
+    last = {_case(row): row.fluvial for row in rows}
+    newest = [row for row in rows if row.fluvial == last[_case(row)]]
     for row in newest:
-        key = row.peer, row.size, row.ranks, row.window, row.steps, row.kl
-        by_case.setdefault(key, {})[row.what, row.pairs, row.peer_pairs] = row
+        by_case.setdefault(_case(row), {})[row.what, row.pairs, row.peer_pairs] = row
     order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_place)
     cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, *key[3:5], 0.0), {})) for key in order]
     if not cases:
         return "peers.csv has no row of a project"
-    ratios = [_head(key) | _ratios(phase_rows) for key, phase_rows, _ in cases]
+    ratios = [_head(key) | _ratios(phase_rows) | {"fluvial": last[key]} for key, phase_rows, _ in cases]
     shares = [_head(key) | _shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone]
     memory = [_head(key) | _memory(phase_rows) for key, phase_rows, _ in cases]
     measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
     projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
     commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
-    made = f"fluvial at `{newest[-1].fluvial}`; {commits}; medians of {_span(row.runs for row in newest)} rounds."
+    made = f"{commits}; medians of {_span(row.runs for row in newest)} rounds."
     apart = (
         f"Log-probabilities are {max(row.log_prob_distance for row in newest):.0e} apart at most, gradients "
         f"{max(row.gradient_distance for row in newest):.0e}."
     )
-    return "\n\n".join([made, apart, *map(harness.markdown, (ratios, shares, memory))])
+    return "\n\n".join([made, apart, *(harness.markdown(table) for table in (ratios, shares, memory) if table)])
+
+
+def _case(row: PeerRow) -> Key:
+    return row.peer, row.size, row.ranks, row.window, row.steps, row.kl
 
 
 def _place(key: Key) -> tuple[int, int, int, float, str, int]:

@@ -381,7 +381,7 @@ def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None
         assert not is_done(case, asked, known, [*rows[:2], replace(rows[2], **{name: value}), rows[3]])
 
 
-def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_those_of_the_newest_commit_of_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios, the transformer's share and what is left to win, and memory; the last of equal rows counts."""
     ratio: dict[str, Any] = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
     row = a_row()  # a ratio is that of fluvial's time to the project's in each round, and only then the percentiles
@@ -397,7 +397,7 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
         a_row(what="whole", pairs=40, **ratio),
         a_row(peer="transformer", p50=0.5),
         a_row(peer="transformer", what="rollout", p50=1.5),
-        a_row(ranks=2, window=3, **ratio),
+        a_row(fluvial="older", ranks=2, window=3, **ratio),
     ]
     harness.append(tmp_path / "peers.csv", rows, PeerRow)
     assert main(["peers", "--table", "--out", str(tmp_path)]) == 0
@@ -405,8 +405,8 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     assert told.strip() == report.markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
     own = f"8 and 8: {cell} | 40 and 8: 0.50 (0.40 to 0.60)"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | {cell} | {cell} | {own} | {cell} | 6.00 |" in told
-    assert f"| Flow-GRPO | small | 2 | 3 of 10 | no | - | {cell} | 8 and 8: {cell} | 8 and 8: {cell} | - | - |" in told
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | {cell} | {cell} | {own} | {cell} | 6.00 | {rows[1].fluvial} |" in told
+    assert f"| Flow-GRPO | small | 2 | 3 of 10 | no | - | {cell} | 8 and 8: {cell} | 8 and 8: {cell} | - | - | older |" in told
     rest = "30, 20 of"
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
