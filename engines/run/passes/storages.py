@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+STORAGE: Any = torch.UntypedStorage
+
 
 class LiveStorages(TorchDispatchMode):
     """Track the bytes of every storage that an operation reads or writes while the mode is on, and their largest sum.
 
-    A storage counts once, however many tensors view it, from the first operation that touches it until it is freed. It
-    counts with its size after each operation, because FSDP frees and fills storages by resizing them. The mode works on any
-    device and in the backward pass. It does not see memory that an operation allocates and frees internally (workspaces),
-    nor memory that an allocator holds beyond the requested sizes.
+    A storage counts once, however many tensors view it, from the first operation that touches it until it is freed, with
+    its size at each moment: FSDP frees and fills storages by resizing them. The mode works on any device and in the
+    backward pass. It does not see memory that an operation allocates and frees internally (workspaces), nor memory that an
+    allocator holds beyond the requested sizes.
 
     Args:
         exclude: tensors whose storages are not counted, e.g. those that existed before.
@@ -30,14 +32,25 @@ class LiveStorages(TorchDispatchMode):
         # Kept alive, so that no new storage gets the id of an excluded one.
         self._excluded = {id(storage): storage for storage in map(_storage, exclude)}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._meta, self._sum = meta, 0
-        self.peak = 0
+        self._meta = meta
+        self.now = self.peak = 0  # bytes of the storages that are alive, and the most that were
 
-    @property
-    def now(self) -> int:
-        """Bytes of the storages that are alive."""
-        live = (reference() for reference, _ in list(self._live.values()))
-        return sum(storage.nbytes() for storage in live if storage is not None)
+    def __enter__(self) -> Self:
+        self._resize = resize = STORAGE.resize_
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if id(storage) in self._live:
+                self._track(storage)
+            return result
+
+        # No operation says that a storage was resized, and to sum thousands after each operation would take long.
+        STORAGE.resize_ = resize_and_count
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        STORAGE.resize_ = self._resize
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -46,18 +59,22 @@ class LiveStorages(TorchDispatchMode):
         for leaf in tree_iter((args, kwargs, out)):
             if isinstance(leaf, Tensor):
                 self._track(_storage(leaf))
-        # Storages on the meta device are never resized, and summing thousands after each operation takes long.
-        self.peak = max(self.peak, self._sum if self._meta else self.now)
+        self.peak = max(self.peak, self.now)
         return out
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
-        if key not in self._excluded and key not in self._live and (storage.device.type == "meta") == self._meta:
-            self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
-            self._sum += size
+        if key in self._live:
+            reference, before = self._live[key]
+        elif key not in self._excluded and (storage.device.type == "meta") == self._meta:
+            reference, before = weakref.ref(storage, lambda _: self._forget(key)), 0
+        else:
+            return
+        self._live[key] = reference, size
+        self.now += size - before
 
     def _forget(self, key: int) -> None:
-        self._sum -= self._live.pop(key)[1]
+        self.now -= self._live.pop(key)[1]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -40,6 +40,16 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
     assert live.peak == 400
 
 
+def test_an_operation_reads_the_sizes_of_its_own_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of all that are alive: a pass that keeps thousands would take the square of its time."""
+    reads, nbytes = list[int](), torch.UntypedStorage.nbytes
+    with LiveStorages() as live:
+        alive = [torch.zeros(10) for _ in range(50)]
+        monkeypatch.setattr(torch.UntypedStorage, "nbytes", lambda storage: reads.append(1) or nbytes(storage))
+        alive[0] + alive[1]
+    assert (len(reads), live.peak) == (3, 51 * 40)
+
+
 def test_what_counts(one: World) -> None:
     """What was there before can be left out, whether it is written to, viewed or read; of a sharded tensor this rank's part.
 
