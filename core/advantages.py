@@ -141,11 +141,11 @@ def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoi
 
     R_k is the reward of what deterministic steps make of the sample before step k. At a turning point the path begins to go
     the way that it goes in the end. Balanced, equally many turning points of each sign of D are taken, those of the largest
-    |D|; the others keep r_k.
+    |D|; the others keep r_k. If all are of one sign, all are taken, as in its code.
 
     Args:
         rewards: R_0 to R_S, `[B, S+1]`.
-        balanced: whether as many are taken of one sign as of the other.
+        balanced: whether as many are taken of one sign as of the other, where there are both.
 
     Raises:
         ValueError: rewards are not finite, or not `[B, S+1]`.
@@ -164,7 +164,8 @@ def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoi
     turning = ahead & turned
     if balanced:
         signs = [turning & (way * sign > 0) for sign in (1, -1)]
-        least = torch.stack([each.sum() for each in signs]).amin()
+        counts = torch.stack([each.sum() for each in signs])
+        least = torch.where(counts.amin() > 0, counts.amin(), counts.amax())
         turning = torch.zeros_like(turning)
         for each in signs:
             size = torch.where(each, total.abs(), -1.0).flatten()

@@ -66,7 +66,8 @@ class TurningPointGrpo(DenseGrpo, name="tpgrpo"):
     At other steps the reward is the step's own gain, as in DenseGRPO, see `core.advantages.turning_point_gains`.
 
     Args:
-        balanced: Take as many turning points to better samples as to worse ones, those of the samples that change most.
+        balanced: Take as many turning points to better samples as to worse ones, those of samples that change most, where
+            a rollout has both.
     """
 
     balanced: bool = True

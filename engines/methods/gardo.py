@@ -37,7 +37,7 @@ class Gardo(Method, name="gardo"):
     Args:
         kl: KL to the reference, as a mean over the samples that have it.
         gate: Samples that have it: `Everywhere` or `Doubt`.
-        reset_kl: KL, in nats per dimension, above which the policy becomes the reference.
+        reset_kl: KL as the loss weighs it (`kl.weight`), per dimension, above which the policy becomes the reference.
         reset_after: Number of batches after which it becomes it after the next one.
         features: Features whose distance in a group is diversity: thumbnails, or a function of (images, prompts) as
             module:name; GARDO's are those of DINOv3.
@@ -114,4 +114,5 @@ class Gardo(Method, name="gardo"):
         }
         pairs: dict[str, Any] = {"log_prob_old": rows.log_prob_old, "advantage": rows.signal}
         loss, info = policy_loss(rows.transition, rows.x, v, rows.x_next, **pairs, **clips, **kl)
-        return self.kl.add_ema_of_steps(loss, v, rows, rule, "mean"), info._replace(kl_ref=info.kl_ref * share)
+        weighed = self.kl.weigh(info.kl_ref, share, v.detach(), rows.predictions["ref"], rows, rule, "mean")
+        return self.kl.add_ema_of_steps(loss, v, rows, rule, "mean"), info._replace(kl_ref=weighed)

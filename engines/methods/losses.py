@@ -16,6 +16,7 @@ from fluvial.core.gaussian import Reduction
 from fluvial.core.policy import PolicyInfo, step_scale
 from fluvial.core.random import Key
 from fluvial.core.step import KLWeight, kl_factor, weigh_kl
+from fluvial.core.types import Scalar
 from fluvial.engines.choices import refuse_unused
 from fluvial.engines.run.declared import Follower, Loss, Networks, Start
 from fluvial.engines.sampling.config import Correction, NoCorrection
@@ -125,7 +126,7 @@ class StepKLConfig(KLConfig):
             kl: KL of each step to the reference's, `[P]`.
         """
         if kl is not None:
-            loss = loss + self._weigh(kl, self.coef, v, rows.predictions["ref"], rows, sampler, reduction)
+            loss = loss + self.weigh(kl, self.coef, v, rows.predictions["ref"], rows, sampler, reduction)
             info = info._replace(kl_ref=kl.detach())
         return self.add_ema_of_steps(loss, v, rows, sampler, reduction), info
 
@@ -137,18 +138,19 @@ class StepKLConfig(KLConfig):
         if v_ema is None:
             return loss
         kl = gaussian.kl(rows.transition, v, v_ema, reduction=reduction)
-        return loss + self._weigh(kl, self.ema_coef, v, v_ema, rows, sampler, reduction)
+        return loss + self.weigh(kl, self.ema_coef, v, v_ema, rows, sampler, reduction)
 
-    def _weigh(
+    def weigh(
         self,
         kl: Tensor,
-        coef: float,
+        coef: Scalar,
         v: Tensor,
         other: Tensor,
         rows: RecordedSteps,
         sampler: SamplerRule,
         reduction: Reduction,
     ) -> Tensor:
+        """Return the KL of each step to another prediction's, times coef and its weight, `[P]`."""
         factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
         return weigh_kl(kl, coef, factor, rows.transition, v, other, reduction)
 
@@ -230,8 +232,8 @@ class HeadGan:
         student    + weight softplus(-D(x_t))
         fake       + critic_weight (softplus(D(x_t)) + softplus(-D(y_t)))
 
-    x_t is a noised sample of the student, y_t a noised image of its prompt, with the same noise at the same level, and D
-    what the head says. The head learns with the fake, whose other weights this loss moves, too.
+    x_t is a noised sample of the student, y_t a noised image of its prompt, with the same noise at the same level (in DMD2's
+    code each has its own), and D what the head says. The head learns with the fake, whose other weights this loss moves.
 
     Args:
         weight: Weight of the student's term. 5e-3 is that of DMD2's code for SDXL (1e-3 for SD1.5).

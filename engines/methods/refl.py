@@ -38,7 +38,9 @@ class Refl(Method, name="refl"):
         loss = scale relu(margin - R(x0)),  x0 the clean sample that the policy predicts at one late step, with gradient
 
     The steps before have no gradient. Rewards must be differentiable: PyTorch functions of the images that return a tensor
-    with a gradient. The published code has no further term; its paper adds the loss of pre-training.
+    with a gradient. The published code has no further term; its paper adds the loss of pre-training. That code samples with
+    DDPM, and at the step taken again it gives the network the step's index, 30 to 39, as the timestep, and takes the clean
+    sample at the level of the step before; here both are the step's own, as in the paper.
 
     Args:
         sampling: How samples are made, of whose window's steps one is taken again.

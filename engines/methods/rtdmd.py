@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 class Rtdmd(Matching, name="rtdmd"):
     """RTDMD's loss of a few-step student that learns from rewards and stays sharp (arXiv 2605.26108).
 
-        loss = surrogate of the first steps + coef (matching loss of the last step) + the term of a differentiable reward
+        loss = (sum of the surrogates of the first steps + coef matching loss of the last one + reward term) / first
 
-    The last step has no noise, and so no ratio; its clean sample is matched to the teacher's, as in DMD2.
+    The last step has no noise, and so no ratio; its clean sample is matched to the teacher's, as in DMD2, and the reward's
+    term is of it. Every step counts alike. The fake fits clean samples as DMD2's does; in the published run it also agrees
+    with itself, and low levels count less, as in AC-DMD.
 
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
@@ -89,7 +91,10 @@ class Rtdmd(Matching, name="rtdmd"):
         x0, zero = end.rows.x_next, end.rows.level * 0
         run.update(run.renoise(end, x0, zero, self.fake_levels, key, draw=1), self.fake_loss, network="fake")
         end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, key))
-        run.accumulate(end, partial(super().loss, reward=self.reward_term.bind(run, end), coef=self.coef))
+        term = replace(
+            self.reward_term, coef=self.reward_term.coef / self.first
+        )  # the surrogate is a mean over `first` steps
+        run.accumulate(end, partial(super().loss, reward=term.bind(run, end), coef=self.coef / self.first))
         yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:  # type: ignore[override]

@@ -56,7 +56,7 @@ class SurrogateConfig:
 
     def networks(self) -> Networks:
         """Return the surrogate, its moving average, and itself with the guidance at which it is read."""
-        average = Follower(Ramp(start=0.001, rise=0.001, cap=0.3).decay, network="surrogate")
+        average = Follower(Ramp(start=0.001, rise=0.001, cap=0.3, delay=1).decay, network="surrogate")
         guide = SameNetwork("surrogate", self.guidance)
         return {"surrogate": Trained(self.optimizer), "average": average, "guide": guide}
 

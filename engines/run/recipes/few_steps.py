@@ -97,8 +97,9 @@ def rtdmd(model: str = HANDWRITING) -> TrainConfig:
             sampling=sampling,
             clip=1e-3,
             guidance=1.0,
+            coef=2e-3,
             fake=OptimizerConfig(lr=1e-3, weight_decay=0.0),
-            reward_term=RewardTermConfig(0.03),
+            reward_term=RewardTermConfig(0.06),
         ),
         rewards=("likeness",),
     )

@@ -59,6 +59,18 @@ def test_rtdmd_without_its_last_step_is_grpo(one: World) -> None:
         assert_close(twice[name] - want[name], 2 * (both[name] - want[name]), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
+def test_every_step_of_rtdmd_counts_alike(one: World) -> None:
+    """The last one as each of the first ones: in Harahan/RTDMD (rtdmd_trainer.py) each has a pass, all divided alike."""
+    lasts = []
+    for first in (1, 2):
+        off, on = (gradient(Rtdmd(sampling=CPS, first=first, coef=coef), one)[1] for coef in (0.0, 1.0))
+        lasts.append({name: (on[name] - off[name]) * first for name in on})
+    assert sum(float(values.norm()) for values in lasts[0].values()) > 1e-6
+    for name, values in lasts[0].items():
+        assert_close(lasts[1][name], values, rtol=1e-3, atol=1e-5)
+
+
 def test_ac_dmd_of_the_last_step_is_dmd2(one: World) -> None:
     """Of one step from noise to a clean sample: the end is that sample, and the step back to it what each predicts."""
     numbers: Any = {"sampling": replace(CPS, prompts=12, group=1, steps=1), "fake_updates": 1, "guidance": 3.0}
@@ -370,6 +382,13 @@ def test_the_surrogate_leaves_what_it_prefers_once_it_is_far() -> None:
     loss, _ = SurrogateConfig(kl=0.0, clip=1.0).prefer(v, rows)
     (slope,) = torch.autograd.grad(loss.sum(), v)
     assert [bool(each.any()) for each in slope] == [False, False, True, True]
+
+
+def test_the_average_of_the_surrogate_forgets_as_in_the_code_of_tdm_r1() -> None:
+    """After n updates its decay is min(0.3, 0.001 + 0.001 (n - 1)), of the updates before (train_tdmr1_pub.py)."""
+    average = SurrogateConfig().networks()["average"]
+    assert isinstance(average, Follower)
+    assert [average.decay(9, n) for n in (1, 2, 300, 999)] == pytest.approx([0.001, 0.002, 0.3, 0.3])
 
 
 def test_a_follower_of_another_network_has_its_guidance() -> None:

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
 from helpers.spied_runs import FAST, STEPS, Spied
+from helpers.tables import normals
 from torch import Tensor
+from torch.testing import assert_close
 
 from fluvial.core.gardo import diverse_advantages, doubt_gate, rank_doubt
+from fluvial.core.transitions import flow_sde
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import AdvantageConfig, Doubt, Gardo, Grpo, StepKLConfig
@@ -64,7 +68,7 @@ def test_everywhere_and_alike_it_is_flow_grpo(one: World, tmp_path: Path, monkey
     """Without a standard deviation; the reference is the policy before training, and stays it."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr("test_gardo.red", lambda images, prompts: torch.ones(len(images), 2))
-    common: dict[str, Any] = {"kl": StepKLConfig(3.0), "clip_low": 1e-3, "clip_high": 1e-3}
+    common: dict[str, Any] = {"kl": StepKLConfig(3.0, weight="exact"), "clip_low": 1e-3, "clip_high": 1e-3}
     gardo = Gardo(features="test_gardo:red", **common, **NEVER)
     grpo = Grpo(advantage=AdvantageConfig(scale="none"), **common)
     changes = {"updates": 3, "rewards": ("brightness",)}
@@ -95,6 +99,20 @@ def test_when_the_policy_becomes_the_reference(
     spied.rollout()
     assert [age == 0 for age in ages] == resets
     assert [info.mean["kl_ref"] == 0 for info in spied.infos[1:]] == resets
+
+
+def test_the_kl_that_is_compared_with_the_limit_is_that_of_the_loss() -> None:
+    """Both are over the rate r = eta sqrt(s / (1 - s)), as in tinnerhrhe/GARDO (scripts/train_sd3_grpo_gardo.py)."""
+    x, v, v_ref, x_next = normals(3, 4, 2, 3, 5)
+    s, s_next, share = (torch.tensor(pair).double() for pair in ([0.8, 0.4], [0.7, 0.25], [0.0, 2.0]))
+    step, rate = flow_sde(s, s_next, eta=0.7, sigma_max=0.9), 0.7 * (s / (1 - s)).sqrt()
+    assert_close(step.std, rate * (s - s_next).sqrt())
+    rows: Any = SimpleNamespace(transition=step, x=x, x_next=x_next, dt=s_next - s, context=share)
+    rows.predictions, rows.log_prob_old, rows.signal = {"ref": v_ref}, torch.zeros(2).double(), torch.zeros(2).double()
+    loss, info = Gardo(kl=StepKLConfig(3.0)).loss(v, rows)
+    want = share * ((step.b.view(-1, 1, 1) * (v - v_ref)) ** 2).mean((1, 2)) / (2 * rate**2)
+    assert_close(info.kl_ref, want)
+    assert_close(loss, 3 * want)
 
 
 def test_the_share_follows_the_doubt_of_the_last_batches() -> None:

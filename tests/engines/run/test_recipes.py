@@ -93,7 +93,7 @@ PUBLISHED: dict[str, str] = {
     "--margin.low 0.35 --margin.high 0.5 --optimizer.lr 6e-5 --lora.rank 4",
     "gardo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.guidance.scale 4.5 "
     "--sampling.prompts 48 --sampling.group 24 --trained first --trained.fraction 0.89 --passes.minibatches 2 "
-    "--clip-low 1e-4 --kl.coef 0.04 --kl.weight exact --gate doubt --gate.share 0.1 --gate.window 20 --gate.least 0.02 "
+    "--clip-low 1e-4 --kl.coef 0.04 --gate doubt --gate.share 0.1 --gate.window 20 --gate.least 0.02 "
     "--gate.most 0.2 --reset-kl 3e-4 --reset-after 15 --adv-clip 5 --optimizer.lr 3e-4",
     "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",

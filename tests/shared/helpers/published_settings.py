@@ -66,6 +66,7 @@ TDM_R1 = {
     **STUDENT,
     **{"learning_rate": 7.5e-5, "adam_beta1": 0.0, "adam_beta2": 0.999, "ema_decay": 0.9, "sampler": "euler_ode"},
     **{"prompts_per_rollout": 48, "samples_per_prompt": 24, "advantage_clip": 5.0, "advantage_scale": "global"},
+    **{"advantage_std_ddof": 0},  # flow_grpo/stat_tracking.py
     **{"loss_extra.tdm": 0.3, "loss_extra.fake_lr": 3e-4, "loss_extra.guidance": 4.5, "loss_extra.fake_kl": 0.02},
 }
 
@@ -164,6 +165,7 @@ READ_LATER: dict[str, dict[str, Any]] = {
         **STUDENT,
         **{"learning_rate": 3e-6, "ema_decay": 0.9, "ema_interval": 8, "samples_per_prompt": 24, "sampler": "cps"},
         **{"ratio_clip_low": 1e-5, "ratio_clip_high": 1e-5, "noise_level": 0.9, "advantage_scale": "global"},
+        **{"advantage_std_ddof": 0, "advantage_clip": 5.0},  # rtdmd/trainers/grpo_utils.py
         **{"loss_extra.fake_lr": 3e-5, "loss_extra.coef": 1e-3, "loss_extra.first": 2},
     },
     "diffusion_opd/sd3.5-medium/three-teachers": {

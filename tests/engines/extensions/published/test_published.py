@@ -183,6 +183,7 @@ def test_what_the_sources_of_these_settings_state() -> None:
     assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["sampling.shared_noise"].published.startswith("true: 2 x 9")
     vq = find("dancegrpo/hunyuanvideo/videoalign-vq").published["advantage.combine"]
     assert vq.startswith("the losses of both rewards are summed")
+    assert config_of("rtdmd/sd3.5-medium/multi-reward").method.advantage.combine == "gdpo"
     assert set(find("spo/sdxl/4k-prompts").settings["lora.targets"].value) == {"to_q", "to_k", "to_v", "to_out.0"}
     video = find("unirl/hunyuanvideo-1.5/dancegrpo")
     assert set(video.deviations) == {"model", "prompts", "precision.trainable", "rewards"}
