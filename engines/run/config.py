@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE, list_unused, refuse_unused, variant_of, variants
+from fluvial.engines.choices import BARE, list_required, list_unused, refuse_unused, variant_of, variants
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
@@ -382,6 +382,9 @@ def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == first}
         value = inner.pop("", getattr(config, first))
         if isinstance(value, str) and variants(union := get_type_hints(type(config))[first]):
-            value = variant_of(union, value, f"{owner}{first}")[1]()
+            variant, make = variant_of(union, value, f"{owner}{first}")
+            if missing := [name for name in list_required(variant) if name not in inner]:
+                raise UsageError(f"{owner}{first}.{missing[0]} is missing: without a default, expected a value")
+            value = make(**{name: inner.pop(name) for name in list_required(variant)})
         changes[first] = _with_values(value, inner, f"{owner}{first}.") if inner else value
     return replace(config, **changes)
