@@ -162,13 +162,14 @@ class TrainConfig:
             yield UsageError("updates", self.updates, expected)
         if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
+        otherwise = "" if method.correction is None else ", or `correction` truncate"
         if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
-            yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
+            yield UsageError("rollout.autocast", True, f"False{otherwise}", hint)
         rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys are rounded otherwise"}
         if self.compares_exactly and rollout.reuse in rounded and self.engine.compute != "float32":
             hint = f"{rounded[rollout.reuse]} in half precision, and ratios need a correction"
-            yield UsageError("rollout.reuse", rollout.reuse, "exact, or `correction` truncate", hint)
+            yield UsageError("rollout.reuse", rollout.reuse, f"exact{otherwise}", hint)
         if self.compares_exactly and rollout.ahead:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
