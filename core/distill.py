@@ -162,9 +162,10 @@ def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0
 
     Source: AC-DMD's code, arXiv 2605.26108, whose loss is mean |beta (v - u)|^2 times min(1 / beta^2, largest).
     """
-    t = torch.as_tensor(sigma_noisy)
+    s, t = torch.as_tensor(sigma), torch.as_tensor(sigma_noisy)
+    t = t.expand_as(s) if t.ndim == 0 else t
     t = t if t.dtype == torch.float64 else t.float()
-    beta = _renoising("ambient_weight", t.reshape(-1), sigma, t)[3]
+    beta = _renoising("ambient_weight", t.reshape(-1), s, t)[3]
     return (number("ambient_weight", "largest", largest, t.reshape(-1), low=1e-12) * beta**2).clamp(max=1)
 
 

@@ -152,7 +152,7 @@ def mapo_loss(
 def _likelihood(x: Tensor) -> Tensor:
     """Return x / (exp(x) - 1), 1 at 0, by its series near 0."""
     small = x.abs() < 1e-3  # the next term of the series is x^4 / 720
-    far = torch.where(small, 1.0, x)
+    far = torch.where(small, 1.0, x).clamp(max=80)  # beyond, x exp(-x) is 0, and exp(x) overflows in the gradient
     return torch.where(small, 1 - x / 2 + x**2 / 12, far / torch.expm1(far))
 
 

@@ -28,6 +28,7 @@ from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.text import TextLengths
+from fluvial.engines.scoring.advantages import weigh_rewards
 from fluvial.engines.scoring.gather import find_kept_samples
 from fluvial.engines.scoring.registry import select
 from fluvial.engines.scoring.runner import RewardRunners
@@ -167,7 +168,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
             if left_out > MAX_INVALID * len(asked):
                 raise RunError(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward so far")
             number = torch.nonzero(kept).flatten()
-            extremes = best_and_worst(scored.scores[kept] @ runners.weights, number // group)
+            extremes = best_and_worst(weigh_rewards(scored.scores[kept], runners.weights), number // group)
             for place in torch.nonzero(extremes.valid).flatten().tolist():
                 win, lose = int(number[extremes.win[place]]), int(number[extremes.lose[place]])
                 pairs.append((prompts[win].text, drawn[win].clone(), drawn[lose].clone()))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from fluvial.core.policy import share_ratio
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.models.host_values import to_device
@@ -32,4 +34,6 @@ class ChunkGrpo(Grpo, name="chunk"):
         now = run.measure(part, self.log_prob)
         new, old = (run.gather(part, values) for values in (now, part.rows.log_prob_old))
         used = to_device((part.used != 0).to(new.dtype), new.device)
-        return part.with_rows(log_prob_old=part.look_up(share_ratio(new, old, used, size=self.chunk)))
+        shared = part.look_up(share_ratio(new, old, used, size=self.chunk))
+        # A row that only fills a pass is in no table; its ratio is 1.
+        return part.with_rows(log_prob_old=torch.where(part.look_up(used) > 0, shared, now))

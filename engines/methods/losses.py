@@ -315,7 +315,8 @@ def weigh(run: "Run", steps: "Items", weighting: Weighting) -> "Items":
     if weighting == "none":
         return steps
     scale = step_scale(steps.rows.transition)
-    return steps.with_rows(signal=steps.rows.signal * scale / run.mean(steps, scale))
+    mean = run.mean(steps, scale)  # 0 where no step is used, as of a batch of flat groups
+    return steps.with_rows(signal=steps.rows.signal * scale / torch.where(mean > 0, mean, 1))
 
 
 def fit_prediction(error: Tensor, v: Tensor, rows: Rows, kl: KLConfig) -> tuple[Tensor, ErrorInfo]:

@@ -15,6 +15,7 @@ from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import Candidates
+from fluvial.engines.scoring.advantages import weigh_rewards
 from fluvial.models import host_values
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Spo(D3po, name="spo"):
             if step >= window.low:
                 batch = run.finish(batch, taken.x_next[:, place], step + 1, jump=True)
                 assert batch.rewards is not None
-                rewards.append(batch.rewards.scores @ run.runners.weights)
+                rewards.append(weigh_rewards(batch.rewards.scores, run.runners.weights))
         margins = self.margin.at(batch.noise[steps[len(steps) - len(rewards) :]])
         sides = [torch.zeros(len(batch.kept))] * (len(steps) - len(rewards))
         for reward, margin in zip(rewards, margins.tolist(), strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.core.random import Key
+from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching, clean
 from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.run.declared import Base, Networks
@@ -59,6 +60,12 @@ class TdmR1(Matching, name="tdm-r1"):
     tdm: float = 0.3
     levels: Levels = UniformLevels(0.02, 0.98)
     form: MatchForm = "square"
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if (led := self.surrogate.steps or 0) > (steps := self.sampling.steps):
+            yield UsageError("surrogate.steps", led, f"at most the {steps} steps of the schedule")
 
     def networks(self) -> Networks:
         """Keep the teacher, the base, the fake, and the surrogate with its moving average and its guidance."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE, list_unused, refuse_unused, variant_of, variants
+from fluvial.engines.choices import BARE, list_required, list_unused, refuse_unused, variant_of, variants
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
@@ -162,13 +162,14 @@ class TrainConfig:
             yield UsageError("updates", self.updates, expected)
         if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
             yield UsageError("engine.micro_batch", "auto", "a number", reason)
+        otherwise = "" if method.correction is None else ", or `correction` truncate"
         if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
-            yield UsageError("rollout.autocast", True, "False, or `correction` truncate", hint)
+            yield UsageError("rollout.autocast", True, f"False{otherwise}", hint)
         rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys are rounded otherwise"}
         if self.compares_exactly and rollout.reuse in rounded and self.engine.compute != "float32":
             hint = f"{rounded[rollout.reuse]} in half precision, and ratios need a correction"
-            yield UsageError("rollout.reuse", rollout.reuse, "exact, or `correction` truncate", hint)
+            yield UsageError("rollout.reuse", rollout.reuse, f"exact{otherwise}", hint)
         if self.compares_exactly and rollout.ahead:
             hint = f"with `rollout.ahead` {rollout.ahead}, older weights make the rollouts, and ratios need a correction"
             if method.correction is None:
@@ -382,6 +383,9 @@ def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == first}
         value = inner.pop("", getattr(config, first))
         if isinstance(value, str) and variants(union := get_type_hints(type(config))[first]):
-            value = variant_of(union, value, f"{owner}{first}")[1]()
+            variant, make = variant_of(union, value, f"{owner}{first}")
+            if missing := [name for name in list_required(variant) if name not in inner]:
+                raise UsageError(f"{owner}{first}.{missing[0]} is missing: without a default, expected a value")
+            value = make(**{name: inner.pop(name) for name in list_required(variant)})
         changes[first] = _with_values(value, inner, f"{owner}{first}.") if inner else value
     return replace(config, **changes)

@@ -25,7 +25,15 @@ from fluvial.engines.sampling.config import AllGroups
 from fluvial.engines.sampling.generate import SampleBatch, Sampling, finish
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.noising import knows_its_schedule_only
-from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, extreme, grade, learnt_weights, update_multipliers
+from fluvial.engines.scoring.advantages import (
+    AdvantageConfig,
+    Grades,
+    extreme,
+    grade,
+    learnt_weights,
+    update_multipliers,
+    weigh_rewards,
+)
 from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
@@ -166,7 +174,7 @@ class Rollouts:
         Samples without a valid reward stand in the middle.
         """
         assert batch.rewards is not None
-        by_group = (batch.rewards.scores @ self.runners.weights).unflatten(0, (-1, batch.spec.group))
+        by_group = weigh_rewards(batch.rewards.scores, self.runners.weights).unflatten(0, (-1, batch.spec.group))
         reward = torch.where(by_group.isnan(), by_group.nanmedian(1, keepdim=True).values, by_group).nan_to_num().flatten()
         chosen = extreme(reward, torch.arange(len(reward)) // batch.spec.group, count)
         places: list[int] = torch.nonzero(chosen).flatten().tolist()
@@ -248,7 +256,7 @@ class Rollouts:
     def reward(self, batch: Batch) -> Tensor:
         """Return the weighted sum of the rewards of each sample that is learnt from, `[N]`."""
         assert batch.rewards is not None
-        return batch.rewards.scores[batch.kept] @ self.runners.weights
+        return weigh_rewards(batch.rewards.scores[batch.kept], self.runners.weights)
 
     def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
         """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
@@ -328,7 +336,7 @@ class Rollouts:
     def _find_flat(self, batch: Batch, floor: float) -> list[int]:
         """Return the groups all of whose samples that are compared have equal weighted rewards."""
         assert batch.rewards is not None
-        reward = (batch.rewards.scores @ self.runners.weights).double()
+        reward = weigh_rewards(batch.rewards.scores, self.runners.weights).double()
         spread = reward.unflatten(0, (-1, batch.spec.group // batch.compared, batch.compared)).std(2).amax(1)
         flat: list[int] = torch.nonzero(spread <= floor).flatten().tolist()
         return flat

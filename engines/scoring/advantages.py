@@ -158,6 +158,18 @@ class AdvantageConfig:
             yield "history_min", "with `advantage.history` 0"
 
 
+def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of rewards, `[..., K] -> [...]`.
+
+    Equal rewards have sums of the same bits, wherever they stand: a matrix product rounds its last rows otherwise, and a
+    flat group would have a best sample.
+    """
+    total = rewards.new_zeros(rewards.shape[:-1])
+    for reward, weight in zip(rewards.unbind(-1), weights.unbind(), strict=True):
+        total = total + weight * reward
+    return total
+
+
 class Grades(NamedTuple):
     """What N scored samples are worth to a method, `[N]` each, on the host."""
 
@@ -188,7 +200,7 @@ def grade(
         prompts: prompt of each sample, `[N]`, read if `config.history` is set.
         history: last rewards of each prompt; those of these samples are added if `config.history` is set.
     """
-    reward = rewards @ weights
+    reward = weigh_rewards(rewards, weights)
     if gains is not None:
         one = torch.ones(1)
         advantage = torch.stack([advantages(gain[:, None], one, group, config) for gain in gains.unbind(1)], dim=1)
@@ -213,9 +225,9 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
     if config.combine == "gdpo" and rewards.shape[1] > 1:
         advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
     elif config.combine == "advantages":
-        advantage = torch.stack([normalised(reward) for reward in rewards.unbind(1)], dim=1) @ weights
+        advantage = weigh_rewards(torch.stack([normalised(reward) for reward in rewards.unbind(1)], dim=1), weights)
     else:
-        advantage = normalised(rewards @ weights)
+        advantage = normalised(weigh_rewards(rewards, weights))
     return clip_advantages(advantage, config)
 
 

@@ -113,6 +113,15 @@ def test_the_likelihood_of_a_small_error_is_its_series(error: float) -> None:
     assert slope.item() == pytest.approx(-(0.25 - error / 24) / (1 + math.exp(-margin.item())), rel=1e-3)
 
 
+def test_a_large_error_has_no_likelihood_and_no_slope() -> None:
+    """Where exp(c e) is above the range of float32, the gradient is that of the error on the preferred sample."""
+    far, one = torch.tensor([200.0, 1e6, 1e30], requires_grad=True), torch.ones(3)
+    loss, info = mapo_loss(one, far, beta=1.0)
+    assert info.margin.gt(0).all()
+    assert not torch.autograd.grad(loss.sum(), far)[0].any()
+    assert torch.autograd.grad(mapo_loss(far, one, beta=1.0)[0].sum(), far)[0].eq(1).all()
+
+
 def test_extreme_margins_are_linear_on_one_side_and_vanish_on_the_other() -> None:
     zero, far = torch.zeros(3), torch.tensor([1e3, 1e10, 1e30])
     assert_close(dpo_loss(far, zero, zero, zero, beta=2.0)[0], far)

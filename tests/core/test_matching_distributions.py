@@ -116,7 +116,10 @@ def test_the_ambient_weight_is_that_of_the_published_code(seed: int, pair: tuple
     beta, u = renoise(0 * z, torch.ones_like(z), s, t)[0, 0], ambient_velocity(x, z, s, t)
     pair_of = torch.tensor(pair, dtype=torch.float64)
     published = ((beta * v - beta * u) ** 2).mean(1) * min(1 / beta**2, largest)
-    assert_close(ambient_weight(*pair_of, largest=largest) * ((v - u) ** 2).mean(1), published)
+    weight = ambient_weight(*pair_of, largest=largest)
+    assert_close(weight * ((v - u) ** 2).mean(1), published)
+    for given_levels in ((pair_of[:1].expand(4), pair_of[1]), (pair_of[0], pair_of[1:].expand(4))):  # one of them per sample
+        assert_close(ambient_weight(*given_levels, largest=largest), weight.expand(4))
 
 
 @given(seed=seeds)

@@ -36,6 +36,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import FirstRecorded
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Prediction
@@ -60,6 +61,14 @@ def test_a_method_has_its_own_settings_alone(name: str) -> None:
     for missing in sorted(PARTS - own):
         with pytest.raises(UsageError, match=rf"there is no field method.{missing}"):
             with_values(RECIPES["grpo"](), {"method": METHODS[name](**NEEDED.get(name, {})), missing: 1})
+
+
+def test_a_choice_that_needs_a_number_takes_it_with_its_kind() -> None:
+    """By name, as on the command line; without the number it is said which one is missing."""
+    method = with_values(RECIPES["grpo"](), {"trained": "first", "trained.fraction": 0.5}).method
+    assert method.trained == FirstRecorded(0.5)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"^method\.trained\.fraction is missing"):
+        with_values(RECIPES["grpo"](), {"trained": "first"})
 
 
 @pytest.mark.parametrize(
@@ -241,3 +250,14 @@ def test_the_ratio_of_a_chunk_is_that_of_its_steps(one: World, tmp_path: Path) -
     firsts, seconds = zip(*(norms for _, norms in runs.values()), strict=True)
     assert firsts == pytest.approx([firsts[0]] * 4, rel=1e-5)
     assert len({round(norm / seconds[0], 4) for norm in seconds}) == 3  # GRPO's and that of chunks of one are the same
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{"weighting": "std_over_b"}, {"method": ChunkGrpo()}])
+def test_a_batch_of_flat_groups_is_an_update_without_gradient(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """No step is computed, so weights have no mean, and a chunk no ratio."""
+    flat = tiny.job(rewards={"flat": lambda images, prompts: torch.ones(len(prompts))})
+    run = tiny.Run(tiny.config(tmp_path, **changes), one, flat)
+    run.rollout()
+    (info,) = run.infos
+    assert (info.loss, info.grad_norm, info.skipped, info.max_abs["log_ratio"]) == (0, 0, False, 0)

@@ -183,6 +183,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ode(of.Nft(), kl__ema_rise=0.5), "kl.ema_rise has no effect with kl.ema_coef 0"),
     (lambda: ode(of.AlignProp(last=5)), "last is 5, expected at most the 4 steps of the schedule"),
     (lambda: cps(of.Rtdmd(), first=4), "first is 4, expected less than the 4 steps"),
+    (lambda: ode(of.TdmR1(), surrogate__steps=5), "surrogate.steps is 5, expected at most the 4 steps of the schedule"),
     (lambda: ode(of.Srpo(), lowest=0.97), "highest is 0.9643, expected more than lowest"),
     (lambda: cps(of.Dmd2(), huber=0.1, fake_updates=1), "huber has no effect with form dmd"),
     (lambda: HeadGan(weight=-1.0), "gan.weight is -1.0, expected"),
@@ -202,6 +203,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     # Rollouts
     (lambda: run(rollout__autocast=True), "rollout.autocast is True, expected False, or correction truncate"),
     (lambda: run(**MERGED), "rollout.reuse is 'merged', expected exact, or correction truncate"),
+    (lambda: cps(of.Rtdmd(), rollout__autocast=True), "rollout.autocast is True, expected False: rollout and update"),
     (lambda: run(rollout__reuse="keys"), "rollout.reuse is 'keys', expected exact, or correction truncate: sums over kept"),
     *(
         (lambda name=name, value=value: run(rollout__reuse="keys", correction=TRUNCATE, **{name: value}), says)
