@@ -213,7 +213,7 @@ class Engine:
         weight = torch.ones(held, device=device) if weight is None else weight
         of_row = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))
         real = torch.zeros(sum(passes), device=device)
-        real[:held] = 1
+        real[:held] = weight != 0
         batches = micro_batches((items, weight), micro_batch=sizes or (pad_to,), pad_to=pad_to, device=device)
         diagnostics = Diagnostics(real, parts)
 

@@ -77,7 +77,7 @@ class Diagnostics:
     """Numbers of an update's items, kept on the device until they are read back once, with everything else.
 
     Args:
-        real: 1 for each item of this rank, 0 for the rows that fill up its last micro-batches, `[N]`.
+        real: 1 for each item of this rank, 0 for those of weight 0 and the rows that fill up its last micro-batches, `[N]`.
         parts: parts of the update that an item counts in, bool `[P, S]` with P <= N; None splits nothing.
     """
 
@@ -113,7 +113,7 @@ class Diagnostics:
         if self.parts is None:
             return []
         leaves = torch.cat(self._leaves, dim=1)[:, None, : len(self.parts)]  # [K, 1, P]
-        mask = self.parts.T
+        mask = (self.parts & (self.real[: len(self.parts), None] != 0)).T
         # No product with the mask: a NaN belongs to its own part alone.
         sums = [torch.where(mask, values, 0.0).sum(-1) for values in (leaves, leaves.abs())]
         return [mask.sum(1).to(leaves.dtype), sums[0].flatten(), sums[1].flatten()]

@@ -344,6 +344,19 @@ def test_diagnostics_by_part_change_no_bit(one: World) -> None:
     assert all(torch.equal(found[0][0][name], tensor) for name, tensor in found[1][0].items())
 
 
+def test_items_of_weight_0_are_in_no_number(one: World) -> None:
+    """As the row of a rank that has none, which fills its passes alone."""
+    items, weight = data(7)
+    parts, found = torch.arange(7)[:, None] % 3 == torch.arange(3), []
+    for held in (5, 7):
+        trained, some = engine(one), {name: tensor[:held] for name, tensor in items.items()}
+        weights = weight[:held] * (torch.arange(held) < 5)
+        found.append(trained.update(some, squared(trained.module), weights, count=5, parts=parts[:held]))
+    assert found[0].items == found[1].items == 5
+    assert found[1].parts == found[0].parts
+    assert found[1]._replace(parts=None, memory=(), flops=0) == found[0]._replace(parts=None, memory=(), flops=0)
+
+
 def test_one_read_back_an_update(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers leave the device once per update, however many micro-batches it has, and parts that it is split into."""
     reads: Counter[str] = Counter()
