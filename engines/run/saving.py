@@ -170,7 +170,8 @@ class Saver:
         What follows is the same to the bit as in a run that was not interrupted.
 
         Raises:
-            RunError: it is damaged, or of another run.
+            UsageError: it is of another run.
+            RunError: it is damaged.
             UsageError: more updates than planned would raise the learning rate again.
         """
         state = optree.tree_map(torch.empty_like, self.state())

@@ -182,8 +182,8 @@ def load(
         world: process group that loads.
 
     Raises:
-        UsageError: there is no such checkpoint.
-        RunError: the checkpoint is damaged or of another run. The message says what is wrong and names the newest whole one.
+        UsageError: there is no such checkpoint, or it is of another run.
+        RunError: it is damaged, or of another model. The message says what is wrong and names the newest whole one.
     """
     with world.agreed():
         manifest = verify(path, share=slice(world.rank, None, world.size))
@@ -191,7 +191,7 @@ def load(
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
             advice = "resume with the settings that it was saved with, or start a run in another folder"
-            raise RunError(f"checkpoint {path} is of another run: {changes}; {advice}")
+            raise UsageError(f"checkpoint {path} is of another run: {changes}; {advice}")
     store, name = locate(path)
     unread, other = f"checkpoint {path} could not be read: {{reason}}", f"checkpoint {path} is of another model"
     with TemporaryDirectory(prefix="fluvial-") as scratch:

@@ -397,7 +397,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path, fluvial: Any) -
         ("--seed", 5, "--seed 0 there, 5 here"),
         ("--sampling.sampler.eta", 0.5, "0.8 there, 0.5 here"),
     ):
-        line = fluvial("train", "handwriting", "--out", out, flag, value, "--resume", code=1)
+        line = fluvial("train", "handwriting", "--out", out, flag, value, "--resume", code=2)
         assert "is of another run: " + flag in line
         assert says in line
 
@@ -421,7 +421,7 @@ def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     launch.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))
     done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "other"))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "is of another run: base_weights" in launch.one_line(done.stderr)
     done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "same"))
     assert done.returncode == 0, done.stderr

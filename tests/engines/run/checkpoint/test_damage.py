@@ -194,7 +194,7 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
 def test_a_foreign_checkpoint_is_refused(folder: Path | str, one: World) -> None:
     """It says which settings differ, or which tensors."""
     path = save(folder, one, update=1)
-    with pytest.raises(RunError, match="of another run: seed 0 there, 1 here"):
+    with pytest.raises(UsageError, match="of another run: seed 0 there, 1 here"):
         load(path, one, seed=1)
     others: dict[str, dict[str, Any]] = {
         r"it holds 5 tensors, 4 of the 5 expected": {"weight.a": None, "weight.c": torch.empty(2)},
