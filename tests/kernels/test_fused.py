@@ -502,8 +502,9 @@ def test_torch_checks_every_operation() -> None:
     """
     third = [torch.rand(3) + 0.1 for _ in range(7)]
     keys = fold_in(key(0), torch.arange(3))
-    for length, which in ((41, {}), (4099, {"test_utils": ("test_schema", "test_faketensor")})):
-        checked = partial(opcheck, **which)
+    cases: tuple[tuple[int, dict[str, Any]], ...] = ((41, {}), (4099, {"test_utils": ("test_schema", "test_faketensor")}))
+    for length, which in cases:
+        checked: Callable[..., object] = partial(opcheck, **which)
         v, ref, uncond, x, x_next = (torch.randn(3, length, requires_grad=True) for _ in range(5))
         tail = ("density", "mean")
         checked(step_log_prob.operation, (*third[:3], x, v, x_next, None, None, None, *tail))
