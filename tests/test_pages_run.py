@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from helpers import pages, tiny_pipelines, tiny_rewards
+from helpers import pages, short_runs, tiny_pipelines, tiny_rewards
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -102,6 +102,7 @@ def sized(words: Sequence[str]) -> list[str]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make the folder in which a person of the README works, and change to it."""
+    short_runs.shorten_runs()
     for name, row in MODELS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny_pipelines.save(tiny_pipelines.ROWS[row], tmp_path / name)

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def inline(name: str, start: str) -> list[str]:
     return [piece for piece in found if piece.startswith(start) and not re.search(r"\b[A-Z]{2,}\b|\.\.\.|[<>]", piece)]
 
 
+@cache
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
     from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits

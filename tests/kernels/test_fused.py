@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,17 +191,20 @@ def test_a_step_of_rows_has_the_log_prob_that_its_update_finds(operation: Operat
 
 @pytest.mark.long
 @every_loss
-def test_a_row_of_many_chunks(operation: Operation) -> None:
-    """A million and one elements; in the interpreter one operation per way of adding up, and 65,537 for the others."""
+def test_a_row_of_many_chunks(operation: Operation, monkeypatch: Patch) -> None:
+    """A million and one elements, 257 chunks; in the interpreter 17, and 65 small ones, whose sums fill several blocks."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    size = 2**16 if interpreted and operation.name not in ("policy_loss with KL", "nft_loss") else 2**20
-    check(operation, inputs(operation, 1, (size + 1,), torch.bfloat16), numbers(1))
+    check(operation, inputs(operation, 1, ((2**16 if interpreted else 2**20) + 1,), torch.bfloat16), numbers(1))
+    if interpreted and operation.name in ("policy_loss with KL", "nft_loss"):  # one per way of adding up
+        monkeypatch.setattr(rows, "BLOCK", 16)
+        assert rows.partition(2**12 + 1)._replace(warps=0, chunk_warps=0) == (65, 4, 4, 0, 4, 0)
+        check(operation, inputs(operation, 1, (2**12 + 1,), torch.bfloat16), numbers(1))
 
 
 @every
 def test_one_launch_has_the_bits_of_two(operation: Operation, monkeypatch: Patch) -> None:
     """Whichever program of a row comes last, and it leaves the counters at zero for the next call."""
-    samples, scalars = inputs(operation, 3, (9001,), torch.bfloat16), numbers(3)
+    samples, scalars = inputs(operation, 2, (9001,), torch.bfloat16), numbers(2)
     apart = operation.call("triton", samples, scalars)
     monkeypatch.setattr(rows, "LAUNCHES", 1)
     together = operation.call("triton", samples, scalars)
@@ -244,7 +248,7 @@ def test_an_empty_batch(operation: Operation) -> None:
 def test_a_sample_does_not_see_the_others(operation: Operation) -> None:
     samples, scalars = inputs(operation, 4, (4099,), torch.bfloat16), numbers(4)
     weights = [torch.ones(4, 4099), torch.ones(4)] if operation in SDE_STEP else [torch.ones(4)] * 2
-    weights = weights[: len(operation.call("triton", samples, scalars))]
+    weights = weights[: len(operation.call("reference", samples, scalars))]
 
     def of(rows: Tensor, samples: Samples = samples) -> list[Tensor]:
         if operation in SDE_STEP:  # whose noise is the place's own: one place at a time
@@ -328,18 +332,19 @@ SHORT = ("an odd offset", "channels last", "every other")  # of all operands tog
 )
 def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layout: str) -> None:
     samples, scalars = inputs(operation, 3, (3, 5, 8), torch.float32), numbers(3)
-    weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
+    weights = [torch.ones_like(r) for r in operation.call("reference", samples, scalars)]
+    want, want_grads = run(operation, "triton", samples, scalars, weights)
     for names in [[*samples]] if layout in SHORT else [[name] for name in samples]:
         plain = {other: tensor.clone() for other, tensor in samples.items()}
         if layout == "shared by all samples":
             plain |= {name: plain[name][:1].repeat(3, 1, 1, 1) for name in names}
             moved = plain | {name: plain[name][:1].expand(3, 3, 5, 8) for name in names}
+            want, want_grads = run(operation, "triton", plain, scalars, weights)
         else:
             moved = plain | {name: LAYOUTS[layout](plain[name]) for name in names}
         assert layout in ("an odd offset", "one half of a guided batch") or all(
             moved[name].stride() != plain[name].stride() for name in names
         )
-        want, want_grads = run(operation, "triton", plain, scalars, weights)
         got, got_grads = run(operation, "triton", moved, scalars, weights)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), names
         assert all(torch.equal(got_grads[other], want_grads[other]) for other in want_grads), names
@@ -418,8 +423,11 @@ def test_normals_are_good_to_a_few_units() -> None:
 
 
 def test_an_on_policy_ratio_is_one() -> None:
-    """The log-prob of the draw, of the update and inside the loss are the same number, for every kind of row."""
-    for event, form in itertools.product(EVENTS, FORMS):
+    """The log-prob of the draw, of the update and inside the loss are the same number, for every kind of row.
+
+    Each form in one chunk and in several: it does not change how a row is cut.
+    """
+    for event, form in (*zip(EVENTS, itertools.cycle(FORMS)), *itertools.product(EVENTS[-1:], FORMS[1:])):
         samples, scalars = inputs(SDE_STEP[0], 2, event, torch.bfloat16), numbers(2)
         transition = Transition(scalars["a"], scalars["b"], scalars["std"])
         v, x = samples["v"], samples["x"]
@@ -488,31 +496,36 @@ def test_only_inputs_are_kept_for_the_backward_pass(operation: Operation) -> Non
 
 @pytest.mark.long
 def test_torch_checks_every_operation() -> None:
-    """Schema, fake tensors, autograd and compilation, with and without what is optional, in one chunk and in several."""
+    """Schema, fake tensors, autograd and compilation, with and without what is optional.
+
+    In several chunks, the schema and the fake tensors alone: autograd and compilation do not see how a row is cut.
+    """
     third = [torch.rand(3) + 0.1 for _ in range(7)]
     keys = fold_in(key(0), torch.arange(3))
-    for length in (41, 4099):
+    cases: tuple[tuple[int, dict[str, Any]], ...] = ((41, {}), (4099, {"test_utils": ("test_schema", "test_faketensor")}))
+    for length, which in cases:
+        checked: Callable[..., object] = partial(opcheck, **which)
         v, ref, uncond, x, x_next = (torch.randn(3, length, requires_grad=True) for _ in range(5))
         tail = ("density", "mean")
-        opcheck(step_log_prob.operation, (*third[:3], x, v, x_next, None, None, None, *tail))
-        opcheck(step_log_prob.operation, (*third[:3], x, v, x_next, ref, uncond, third[3], "unscaled", "sum"))
-        opcheck(policy_loss.operation, (*third[:3], x, v, x_next, ref, None, None, *third[4:], 0.1, 0.1, 0.5, *tail))
-        opcheck(velocity_error.operation, (v, x_next))
-        opcheck(sde_step.operation, (*third[:3], x, v, uncond, third[3], *keys, *tail))
-        opcheck(nft_loss.operation, (v, ref.detach(), x.detach(), x_next.detach(), third[0], third[1], 0.1, 5.0, 1e-5))
-        opcheck(
+        checked(step_log_prob.operation, (*third[:3], x, v, x_next, None, None, None, *tail))
+        checked(step_log_prob.operation, (*third[:3], x, v, x_next, ref, uncond, third[3], "unscaled", "sum"))
+        checked(policy_loss.operation, (*third[:3], x, v, x_next, ref, None, None, *third[4:], 0.1, 0.1, 0.5, *tail))
+        checked(velocity_error.operation, (v, x_next))
+        checked(sde_step.operation, (*third[:3], x, v, uncond, third[3], *keys, *tail))
+        checked(nft_loss.operation, (v, ref.detach(), x.detach(), x_next.detach(), third[0], third[1], 0.1, 5.0, 1e-5))
+        checked(
             nft_loss.gradient_operation,
             (third[0], *(t.detach() for t in (v, ref, x, x_next)), *third[1:3], torch.rand(3, 2) + 1, 0.1, 5.0),
         )
         step = (*third[:3], *(t.detach() for t in (x, v, x_next)), None, None, None)
         needs = (False, True, True, False, False)
-        opcheck(gaussian_step.step_gradients_operation, (third[0], *[None] * 4, *step, 0.0, *tail, *needs))
+        checked(gaussian_step.step_gradients_operation, (third[0], *[None] * 4, *step, 0.0, *tail, *needs))
 
 
 @pytest.mark.parametrize("operation", DIRECT, ids=lambda operation: operation.name)
 def test_it_compiles_whole(operation: Operation) -> None:
     samples, scalars = inputs(operation, 2, (41,), torch.bfloat16), numbers(2)
-    weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
+    weights = [torch.ones_like(r) for r in operation.call("reference", samples, scalars)]
     eager = run(operation, "triton", samples, scalars, weights)
     torch._dynamo.reset()
     compiled = torch.compile(lambda s: operation.call("triton", s, scalars), fullgraph=True, backend="aot_eager")

@@ -3,9 +3,15 @@
 from pathlib import Path
 
 import pytest
-from helpers import tiny_replayed
+from helpers import short_runs, tiny_replayed
 from helpers.marks import Folders
 from helpers.tiny_pipelines import ROWS, save
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short() -> None:
+    """Leave out the charts and most of the probe of runs."""
+    short_runs.shorten_runs()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,26 +123,9 @@ def test_most_flow_pipelines_of_diffusers_are_built() -> None:
     assert len(unknown) <= 4, unknown
 
 
-MADE_UP = """
-import diffusers
-from fluvial.engines.cli import main
-
-class MadeUpImg2ImgPipeline(diffusers.FluxImg2ImgPipeline):
-    "A pipeline that a new diffusers brings."
-
-class MadeUpInpaintPipeline(diffusers.FluxInpaintPipeline):
-    "One that changes the samples between its steps."
-
-for kind in (MadeUpImg2ImgPipeline, MadeUpInpaintPipeline):
-    kind.__module__ = kind.__mro__[1].__module__
-    setattr(diffusers, kind.__name__, kind)
-raise SystemExit(main.run(["models", "--measured", "MadeUpImg2ImgPipeline", "MadeUpInpaintPipeline", "--json"]))
-"""
-
-
 @pytest.mark.long
-def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_path: Path) -> None:
-    made_up, inpaint = measured((), tmp_path, MADE_UP)
+def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command() -> None:
+    made_up, inpaint = forked("workers.made_up:measured")
     expected = {"trains": True, "how": "recorded", "conditions": ["image"], "ratio": 1.0, **YES}
     assert expected.items() <= made_up.items()
     assert made_up["error"] <= 1e-5
@@ -153,12 +135,17 @@ def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_pa
 
 
 @pytest.mark.long
-def test_a_modular_pipeline_trains_on_ranks_and_from_a_server(tmp_path: Path) -> None:
-    program = (
-        "import sys; from fluvial.engines.cli import main; main.main(['models', '--measured', *sys.argv[1:], '--json'])"
-    )
-    (row,) = measured(("Flux3ModularPipeline",), tmp_path, program)
+def test_a_modular_pipeline_trains_on_ranks_and_from_a_server() -> None:
+    (row,) = forked("fluvial.engines", "models", "--measured", "Flux3ModularPipeline", "--json")
     assert {"trains": True, "how": "blocks", "error": 0, "ratio": 1.0, **YES}.items() <= row.items()
+
+
+def forked(target: str, *words: str) -> list[dict[str, Any]]:
+    """Return the rows that a process with imports that are warm prints as JSON."""
+    done = launch.program(target, *words, timeout=590)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
 
 
 def adapted_by_hand() -> tuple[int, int]:
@@ -186,9 +173,11 @@ REPLAYED = ("SanaPipeline", "FluxKontextPipeline")
 
 ALONE = """
 import sys
+from helpers import short_runs
 from fluvial.engines.cli import main
 from fluvial.bench.trial import pipelines
 
+short_runs.shorten_runs()
 pipelines._two_ranks = pipelines._train_served = lambda *args, **named: ""  # which no version of diffusers takes part in
 raise SystemExit(main.run(["models", "--measured", *sys.argv[1:], "--json"]))
 """
@@ -197,23 +186,19 @@ raise SystemExit(main.run(["models", "--measured", *sys.argv[1:], "--json"]))
 @pytest.mark.long
 def test_the_oldest_diffusers_that_is_allowed_trains_the_same_pipelines(tmp_path: Path) -> None:
     own = [wheels.install(name, version) for name, version in (("diffusers", OLDEST), *NEEDS)]
-    rows = measured([*ADAPTED, *REPLAYED], tmp_path, ALONE, PYTHONPATH=os.pathsep.join(map(str, own)))
-    assert [row["pipeline"] for row in rows if not row["trains"]] == []
-    assert {row["opens"] for row in rows} == {"yes"}
-    assert all(row["error"] < 1e-5 for row in rows if row["how"] == "recorded")
-    assert [row["how"] for row in rows] == ["adapter"] * len(ADAPTED) + ["recorded"] * len(REPLAYED)
-
-
-def measured(names: Sequence[str], folder: Path, program: str, **variables: str) -> list[dict[str, Any]]:
+    variables = launch.environment(helpers=True)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *names],
-        env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1", **variables},
-        cwd=folder,
+        [sys.executable, "-P", "-c", ALONE, *ADAPTED, *REPLAYED],
+        env={**variables, "PYTHONPATH": os.pathsep.join([*map(str, own), variables["PYTHONPATH"]])},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=590,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return rows
+    rows = json.loads(done.stdout)
+    assert [row["pipeline"] for row in rows if not row["trains"]] == []
+    assert {row["opens"] for row in rows} == {"yes"}
+    assert all(row["error"] < 1e-5 for row in rows if row["how"] == "recorded")
+    assert [row["how"] for row in rows] == ["adapter"] * len(ADAPTED) + ["recorded"] * len(REPLAYED)

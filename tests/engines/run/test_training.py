@@ -176,15 +176,13 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize(
-    ("field", "values"), [("engine.offload", ("none", "phases")), ("engine.init", ("sharded", "whole"))]
-)
-def test_where_weights_lie_and_who_reads_them_changes_no_bit(tmp_path: Path, kind: Any, field: str, values: Any) -> None:
+def test_where_weights_lie_and_who_reads_them_changes_no_bit(tmp_path: Path, kind: Any) -> None:
     """With a reference, an average and evaluations between the updates."""
     changes = {"train": kind, "optimizer": OptimizerConfig(ema_decay=0.5), "evaluation.every": 1, "kl.coef": 0.1}
-    for value in values:
-        train(config(tmp_path / value, **changes, **{field: value}), job())
-    assert launch.weights(tmp_path / values[0]) == launch.weights(tmp_path / values[1])
+    plain: dict[str, Any] = {"engine.offload": "none", "engine.init": "sharded"}
+    for name, engine in (("one", {}), ("two", {"engine.offload": "phases"}), ("three", {"engine.init": "whole"})):
+        train(config(tmp_path / name, **changes, **plain | engine), job())
+        assert launch.weights(tmp_path / name) == launch.weights(tmp_path / "one")
 
 
 @pytest.mark.bits
@@ -281,17 +279,19 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "ranks", "says"),
     [
-        ("nan", "reward 'it' is nan for prompt"),
-        long("shape", "reward 'it' returned shape [1] for 4 images"),
-        ("raises", "reward 'it' raised KeyError"),
-        long("exits", "reward 'it' raised SystemExit"),
-        ("hangs", "reward 'it' took over 1 s"),
+        ("nan", 2, "reward 'it' is nan for prompt"),
+        long("shape", 2, "reward 'it' returned shape [1] for 4 images"),
+        ("raises", 2, "reward 'it' raised KeyError"),
+        long("exits", 2, "reward 'it' raised SystemExit"),
+        ("hangs", 2, "reward 'it' took over 1 s"),
+        long("nan", 1, "reward 'it' is nan for prompt"),
+        long("exits", 1, "reward 'it' raised SystemExit"),
+        long("hangs", 1, "reward 'it' took over 1 s"),
     ],
 )
-@pytest.mark.parametrize("ranks", [long(1), 2])
-def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
+def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, ranks: int, says: str) -> None:
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
     done = launch.program("workers.faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr

@@ -4,6 +4,7 @@ import doctest
 import re
 import shlex
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +37,7 @@ def is_fluvials(words: Sequence[str]) -> bool:
     return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
 
 
+@cache
 def mine() -> str:
     """Return the source of `mine.py`, with the reward, sampler, objective, recipe and model that the pages show."""
     parts = ["import torch\n"]
@@ -45,6 +47,7 @@ def mine() -> str:
     return "\n".join(parts)
 
 
+@cache
 def suite() -> str:
     """Return the evaluation suite that the page of evaluations shows, a file `mine.toml`."""
     return "\n".join(blocks("engines/run/evaluation/README.md", "toml"))

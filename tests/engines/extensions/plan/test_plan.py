@@ -1,5 +1,6 @@
 """Plans: parameter counts of published transformers, a small transformer measured, and the knobs that make a plan fit."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -65,10 +66,15 @@ COMMS, CHECKPOINTS = ("keep", "reshard"), ("none", "block", "selective")
 LIES: list[dict[str, Any]] = [{"comm": comm, "checkpointing": each} for comm, each in product(COMMS, CHECKPOINTS)]
 MORE_LIES: list[dict[str, Any]] = [{"grad_sync": "every"}, {"offload": "always"}]
 MORE_LIES += [{"compute": "bfloat16"}, {"reduce": "bfloat16"}]
+# Both ends are trained in either way, and so are all pairs of a way to train and one setting.
+COMPARED: list[Any] = [
+    *product(TRAINS, (LIES[0], LIES[-1])),
+    *itertools.starmap(long, zip(TRAINS[::-1] * 2, LIES[1:-1], strict=True)),
+]
+COMPARED += itertools.starmap(long, product(TRAINS, MORE_LIES))
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
-@pytest.mark.parametrize("lies", [LIES[0], *map(long, LIES[1:-1]), LIES[-1], *map(long, MORE_LIES)], ids=str)
+@pytest.mark.parametrize(("train", "lies"), COMPARED, ids=str)
 def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, Any]) -> None:
     """What is held to the byte; what an update allocates at its peak no more than planned, and nearly that."""
     engine, optimizer = EngineConfig(**lies), OptimizerConfig(ema_decay=0.9)
