@@ -251,9 +251,9 @@ def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_honest_pushes_raise_no_alarm_and_faults_do(one: World, tmp_path: Path, dtype: torch.dtype) -> None:
-    """100 of trained adapters, of both ways to multiply, half of them to a server in bfloat16, which has other numbers."""
+    """200 of trained adapters, of both ways to multiply, half of them to a server in bfloat16, which has other numbers."""
     probe = Probe(Server([tmp_path], dtype), one, tmp_path)
-    for seed in range(50):
+    for seed in range(100):
         move(probe.engine, seed=seed)
         probe.source.sync.product = ("factors", "merged")[seed % 2]
         probe.source._push(probe.engine, 0, f"-{seed}")
