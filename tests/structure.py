@@ -35,15 +35,15 @@ EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
 # What the tree has today at most.
 BOUNDS = {
     "files of the control layer of an update": 12,
-    "functions of the control layer of an update": 75,
+    "functions of the control layer of an update": 74,
     "files of an update": 60,
     "functions of an update": 353,
     "flags of train grpo": 110,
-    "functions that take the configuration": 94,
+    "functions that take the configuration": 93,
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2387,
-    "lines of the product": 77091,
+    "lines of the product": 77142,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

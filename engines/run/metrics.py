@@ -10,9 +10,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from fluvial.core.correction import CorrectionInfo
 from fluvial.engines.data.records import split_scores
-from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.items import PartNumbers
 from fluvial.engines.run.batch import Batch
@@ -21,7 +19,6 @@ from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
-from fluvial.engines.sampling.text import Padding
 from fluvial.engines.scoring.advantages import learnt_weights
 from fluvial.models.device import is_accelerator
 
@@ -122,7 +119,7 @@ def update_record(
     samples: int,
     compiled: int | None,
 ) -> dict[str, Any]:
-    """Return the record of a batch and its updates.
+    """Return the record of a batch and its updates; where there are several, most numbers are those of the last.
 
     Args:
         run: run whose notes go into the record: advantages, a correction, padding, and values as they are.
@@ -133,20 +130,29 @@ def update_record(
     """
     engine, method, notes = run.engine, run.config.method, dict(run.notes)
     advantage, correction = notes.pop("advantage", None), notes.pop("correction", None)
-    padding = notes.pop("padding", batch.spec.padding)
-    kinds = ("allocated", "reserved") if len(updates[-1].memory) == 2 else ("resident",)
+    padding = notes.pop("padding", batch.spec.padding)  # where prompts are trimmed
+    first, last, size = updates[0], updates[-1], batch.spec.size
+    kinds = ("allocated", "reserved") if len(last.memory) == 2 else ("resident",)
     record = {
         "update": engine.updates,
         "samples": samples,
-        **learnt_record(updates, correction, padding, batch.spec.size),
-        **parts_record(updates[-1].parts, steps=method.recorded is not None),
+        "loss": last.loss,
+        "grad_norm": last.grad_norm,
+        "lr": last.lr,
+        "objective": last.mean,
+        "pairs": sum(update.items for update in updates),
+        "first_pass_max_abs_log_ratio": first.max_abs.get("log_ratio"),
+        "correction": correction and dict(zip(correction._fields, torch.stack(list(correction)).tolist(), strict=True)),
+        "size": size and size._asdict(),
+        "text": padding and {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved},
+        **parts_record(last.parts, steps=method.recorded is not None),
         **reward_record(run, batch),
         **(advantage_record(advantage) if run.rewards else {}),
         **{name: value for name, value in notes.items() if name != "diversity"},
         **({"multipliers": dict(run.memory.multipliers)} if run.memory.multipliers else {}),
         "speed": measure_speed(run, batch, updates, seconds),
         # The largest of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident.
-        "memory": {name: size / 2**30 for name, size in zip(kinds, updates[-1].memory, strict=True)},
+        "memory": {name: size / 2**30 for name, size in zip(kinds, last.memory, strict=True)},
         "skipped_steps": engine.skipped,
         "loss_scale": engine.scale if run.config.engine.compute == "float16" else None,
         "seconds": dict(seconds),
@@ -176,35 +182,6 @@ def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
         record["reward_parts"] = scored.parts
     record |= {"invalid": scored.invalid, **split_scores(total[:, None], prompts, ["reward"])}
     return record | group_record(rewards, weights, batch.spec.group)
-
-
-def learnt_record(
-    updates: Sequence[UpdateInfo], correction: CorrectionInfo | None, padding: Padding | None, size: Size | None
-) -> dict[str, Any]:
-    """Return the record of the updates on a batch; where there are several, most numbers are those of the last.
-
-    Args:
-        correction: what a correction did, if there is one.
-        padding: padding of the prompts, where it is trimmed.
-        size: size of the samples, where there are several.
-    """
-    first, last = updates[0], updates[-1]
-    record: dict[str, Any] = {
-        "loss": last.loss,
-        "grad_norm": last.grad_norm,
-        "lr": last.lr,
-        "objective": last.mean,
-        "pairs": sum(update.items for update in updates),
-    }
-    if "log_ratio" in first.max_abs:
-        record["first_pass_max_abs_log_ratio"] = first.max_abs["log_ratio"]
-    if correction is not None:
-        record["correction"] = dict(zip(correction._fields, torch.stack(list(correction)).tolist(), strict=True))
-    if size is not None:
-        record["size"] = size._asdict()
-    if padding is not None:
-        record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
-    return record
 
 
 def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]:
