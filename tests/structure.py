@@ -43,7 +43,7 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2387,
-    "lines of the product": 77142,
+    "lines of the product": 77145,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
@@ -188,7 +188,7 @@ def bound_tree() -> dict[str, int]:
         "names of several classes": len(shared_names(parsed)),
         "files of engines/engine": sum(path.startswith("engines/engine/") for path in texts),
         "lines of engines/engine": lines["engines/engine"],
-        "lines of the product": sum(lines[top] for top in PRODUCT),
+        "lines of the product": 77145sum(lines[top] for top in PRODUCT),
     }
 
 
