@@ -93,7 +93,7 @@ class DiffusionModel(Protocol):
     ) -> Samples:
         """Return the prediction `[B, *event]`: the velocity v = eps - x0 of a flow, or eps of a variance-preserving model.
 
-        A network in half precision gets its samples and conditioning cast, `[B, ...]`, and numbers per sample, `[B]`, as they
+        A network in half precision gets samples and conditioning, `[B, ...]`, cast, and numbers per sample, `[B]`, as they
         are: one that joins a level to its features casts it.
 
         Args:
