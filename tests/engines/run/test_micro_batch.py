@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.table import Dpo
@@ -222,7 +222,7 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     train(with_values(config, {"checkpoint.resume_from": first}), tiny.job())
     assert held() == 2
     assert launch.weights(config.out) == finished
-    with pytest.raises(RunError, match=r"engine\.micro_batch 2 there, 4 here"):
+    with pytest.raises(UsageError, match=r"engine\.micro_batch 2 there, 4 here"):
         train(with_values(config, {"checkpoint.resume_from": first, "engine.micro_batch": 4}), tiny.job())
 
 

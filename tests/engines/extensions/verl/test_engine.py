@@ -16,7 +16,7 @@ from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
 from fluvial.engines.engine.shards import local
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor
 from fluvial.engines.gathered import gather
 
@@ -226,7 +226,7 @@ def test_checkpoints_restore_to_the_bit(made: verl_runs.Made, tmp_path: Path) ->
     with pytest.raises(UsageError, match="hdfs_path is hdfs://x, expected None"):
         again.save_checkpoint(str(tmp_path / "x"), "hdfs://x")
     other = verl_runs.build("sd3")
-    with pytest.raises(RunError, match="lora"):
+    with pytest.raises(UsageError, match="lora"):
         other.load_checkpoint(str(tmp_path / "step2"))
 
 

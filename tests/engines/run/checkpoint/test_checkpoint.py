@@ -9,7 +9,7 @@ from fsspec.core import url_to_fs
 from helpers.saved_checkpoints import files, found, holds, last, load, options, save, state
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint, storage
 
 
@@ -35,7 +35,7 @@ def test_meta_may_be_anything_that_json_holds(tmp_path: Path, one: World) -> Non
 def test_a_setting_that_differs_is_named(tmp_path: Path, one: World, there: dict[str, int], here: dict[str, int]) -> None:
     """One that only the checkpoint has, or only the run, is a difference, too."""
     path = checkpoint.save(tmp_path, state(), **{**options(one, 1), "fingerprint": there})
-    with pytest.raises(RunError, match=f"b {there.get('b')!r} there, {here.get('b')!r} here; resume with"):
+    with pytest.raises(UsageError, match=f"b {there.get('b')!r} there, {here.get('b')!r} here; resume with"):
         checkpoint.load(path, state(), fingerprint=here, world=one)
 
 
