@@ -91,9 +91,8 @@ class Rtdmd(Matching, name="rtdmd"):
         x0, zero = end.rows.x_next, end.rows.level * 0
         run.update(run.renoise(end, x0, zero, self.fake_levels, key, draw=1), self.fake_loss, network="fake")
         end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, key))
-        term = replace(
-            self.reward_term, coef=self.reward_term.coef / self.first
-        )  # the surrogate is a mean over `first` steps
+        # The surrogate is a mean over `first` steps.
+        term = replace(self.reward_term, coef=self.reward_term.coef / self.first)
         run.accumulate(end, partial(super().loss, reward=term.bind(run, end), coef=self.coef / self.first))
         yield run.update(part, self.loss)
 

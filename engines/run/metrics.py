@@ -19,7 +19,7 @@ from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
-from fluvial.engines.scoring.advantages import learnt_weights
+from fluvial.engines.scoring.advantages import learnt_weights, weigh_rewards
 from fluvial.models.device import is_accelerator
 
 # Bytes/s of 16 lanes of PCI Express, one way: 16 and 32 GT/s per lane, 128 bits of data in 130.
@@ -174,7 +174,7 @@ def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
     weights = learnt_weights(run.runners.weights, names, dict.fromkeys(run.memory.multipliers, 0.0))
     kept: list[int] = torch.nonzero(scored.kept).flatten().tolist()
     prompts = [asked[i * len(asked) // len(scored.scores)] for i in kept] if asked else []
-    total = rewards @ weights
+    total = weigh_rewards(rewards, weights)
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
         record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
@@ -196,7 +196,7 @@ def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]
     equal = (each.amax(1) == each.amin(1)).all(1)
     return {
         "groups": {
-            "reward_std": (each @ weights).std(1).mean().item(),
+            "reward_std": weigh_rewards(each, weights).std(1).mean().item(),
             "without_signal": equal.to(rewards.dtype).mean().item(),
         }
     }

@@ -170,9 +170,8 @@ class Saver:
         What follows is the same to the bit as in a run that was not interrupted.
 
         Raises:
-            UsageError: it is of another run.
+            UsageError: it is of another run, or more updates than planned would raise the learning rate again.
             RunError: it is damaged.
-            UsageError: more updates than planned would raise the learning rate again.
         """
         state = optree.tree_map(torch.empty_like, self.state())
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
