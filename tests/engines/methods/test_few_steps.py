@@ -60,11 +60,12 @@ def test_rtdmd_without_its_last_step_is_grpo(one: World) -> None:
 
 
 @pytest.mark.long
-def test_every_step_of_rtdmd_counts_alike(one: World) -> None:
+@pytest.mark.parametrize("term", [{"coef": 1.0}, {"coef": 0.0, "reward_term": RewardTermConfig(1.0)}])
+def test_every_step_of_rtdmd_counts_alike(one: World, term: dict[str, Any]) -> None:
     """The last one as each of the first ones: in Harahan/RTDMD (rtdmd_trainer.py) each has a pass, all divided alike."""
     lasts = []
     for first in (1, 2):
-        off, on = (gradient(Rtdmd(sampling=CPS, first=first, coef=coef), one)[1] for coef in (0.0, 1.0))
+        off, on = (gradient(Rtdmd(sampling=CPS, first=first, **each), one)[1] for each in ({"coef": 0.0}, term))
         lasts.append({name: (on[name] - off[name]) * first for name in on})
     assert sum(float(values.norm()) for values in lasts[0].values()) > 1e-6
     for name, values in lasts[0].items():
