@@ -43,7 +43,7 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2387,
-    "lines of the product": 77143,
+    "lines of the product": 77144,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

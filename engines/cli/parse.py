@@ -257,7 +257,8 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        near = did_you_mean(unknown, [_flag(each) for name in form.names for each in (name, name.rpartition(".")[2])])
+        near = did_you_mean(unknown, map(_flag, form.names))
+        near = near or did_you_mean(unknown, [_flag(name.rpartition(".")[2]) for name in form.names])
         name = unknown[2:].replace("-", "_")
         if (hint := explain_unknown(name, form.names, _flag, of_method=bool(form.bare))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")

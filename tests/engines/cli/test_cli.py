@@ -27,6 +27,10 @@ WRONG: list[tuple[str, str]] = [
     ("train", "needs the name of a recipe, got nothing, expected one of grpo"),
     ("train handwritten", "got 'handwritten', expected one of grpo, flash"),
     ("train handwriting --bogus 3", "unknown flag --bogus"),
+    (
+        "train handwriting --updatez 3",
+        "unknown flag --updatez; did you mean '--updates'?",
+    ),  # and not --sampling.guidance.update
     ("train handwriting --processes 0", "--processes is '0', expected a number from 1 to "),
     ("train handwriting --processes", "--processes is given no value"),
     ("train handwriting --processes 2 --processes=2", "--processes is given twice"),
