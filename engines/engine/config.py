@@ -6,6 +6,7 @@ Nothing here imports FSDP2, which takes longer than all else that the help of a 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -202,7 +203,7 @@ class OptimizerConfig:
         planned = {"schedule": self.schedule != "constant", "warmup": self.warmup % 1 != 0}
         return [name for name, is_planned in planned.items() if is_planned]
 
-    @property
+    @cached_property
     def adam_eps(self) -> float | None:
         """`eps` of an Adam, None for an optimizer without it."""
         return None if "eps" in UNUSED.get(self.name, ()) else self.eps

@@ -60,7 +60,7 @@ class Awm(Method, name="awm"):
         grades, skip_zero = run.grade(batch, self.advantage), not self.kl.networks()
         items = run.noise_samples(batch, self.noising, key, grades.advantage, keep=grades.keep, skip_zero=skip_zero)
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.clipped_surrogate` of `awm.awm_log_prob`, and the KL terms."""

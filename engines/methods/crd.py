@@ -84,7 +84,7 @@ class Crd(Method, name="crd"):
         reward = reward_prob(grades.advantage, adv_clip=self.adv_clip)  # R in [0, 1]
         items = run.noise_samples(batch, self.noising, key, reward, keep=grades.keep)
         for part in run.minibatches(items, key, self.passes):
-            part = run.predict(part, *self.networks())
+            part = run.predict(part)
             implicit = run.gather(part, run.measure(part, self.implicit_reward))  # [B, M]
             used, rewards = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
             count = used.to(implicit.dtype).sum(0).clamp(min=1)

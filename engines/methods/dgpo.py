@@ -88,7 +88,7 @@ class Dgpo(Method, name="dgpo"):
         items = run.noise_samples(batch, self.noising, key, grades.advantage, keep=grades.keep)
         group = torch.arange(batch.share.batch) // batch.compared
         for part in run.minibatches(items, key, self.passes):
-            part = run.predict(part, *self.networks())
+            part = run.predict(part)
             margins = run.gather(part, run.measure(part, self.margin))
             counts = to_device((part.used != 0).to(margins.dtype), margins.device)
             weight = dgpo.group_weight(margins, to_device(group, margins.device), counts=counts)

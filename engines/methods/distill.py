@@ -73,7 +73,7 @@ class Distill(Method, name="distill"):
         """Fit the teacher's step at each step that the student took."""
         items = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, ErrorInfo]:
         """Return the distance between the student's and the teacher's step, and the KL terms."""

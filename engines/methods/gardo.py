@@ -96,7 +96,7 @@ class Gardo(Method, name="gardo"):
         steps = steps.with_rows(context=steps.look_up(share[:, None].expand(steps.used.shape)))
         is_far, age = False, run.state.get("age", [0.0])[0] + 1
         for part in run.minibatches(steps, key, self.passes):
-            yield (info := run.update(run.predict(part, *self.networks()), self.loss))
+            yield (info := run.update(run.predict(part), self.loss))
             is_far |= info.mean["kl_ref"] > self.reset_kl
         if moves := is_far or age > self.reset_after:
             run.copy_policy("ref")

@@ -60,7 +60,7 @@ class PolicyGradient(Method):
         steps = run.record_steps(batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=skip)
         steps = correct(run, weigh(run, steps, self.weighting), self.correction, self.log_prob)
         for part in run.minibatches(steps, key, self.passes):
-            part = self.compare(run, run.predict(part, *self.networks()))
+            part = self.compare(run, run.predict(part))
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
 
     def compare(self, run: "Run", part: "Items") -> "Items":

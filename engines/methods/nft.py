@@ -80,7 +80,7 @@ class Nft(Method, name="nft"):
         reward_prob = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
         items = run.noise_samples(batch, self.noising, key, reward_prob, keep=grades.keep)
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`, and the KL terms."""

@@ -54,7 +54,7 @@ class Pairing(Method):
         """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""
         pairs = batch if batch.paired else self._pair_extremes(run, batch)
         for part in run.minibatches(run.noise_samples(pairs, self.noising, key), key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def _pair_extremes(self, run: "Run", batch: "Batch") -> "Batch":
         """Return the best and the worst sample of each group as pairs; groups with equal rewards have none."""

@@ -53,7 +53,7 @@ class Raft(Method, name="raft"):
         best = self.choose_best(run.grade(batch).reward, batch.group)
         items = run.noise_samples(batch, self.noising, key, best, keep=best)
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def choose_best(self, reward: Tensor, group: Tensor) -> Tensor:
         """Return 1 for the best samples of each group, else 0, `[N]`."""

@@ -48,7 +48,7 @@ class Sft(Method, name="sft"):
         """Fit the images."""
         items = run.noise_samples(batch, self.noising, key)
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(run.predict(part, *self.networks()), self.loss)
+            yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error`, and the KL terms."""

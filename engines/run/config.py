@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -244,12 +245,12 @@ class TrainConfig:
         folder = self.out / "checkpoints"
         return (self.checkpoint_folder,) if self.checkpoint_folder == folder else (self.checkpoint_folder, folder)
 
-    @property
+    @cached_property
     def samples_per_pass(self) -> int:
         """Number of samples per forward pass of a rollout, no more than it has; ValueError while the micro-batch is auto."""
         return min(self.largest_pass, self.method.sampling.batch)
 
-    @property
+    @cached_property
     def largest_pass(self) -> int:
         """Number of samples per forward pass that the memory holds; ValueError while `engine.micro_batch` is auto."""
         if isinstance(self.engine.micro_batch, str):
@@ -283,7 +284,7 @@ class TrainConfig:
             return guidance.forwards
         return "two"
 
-    @property
+    @cached_property
     def updates_per_rollout(self) -> int:
         """Number of optimizer updates on the samples of one rollout."""
         return self.method.passes.updates
@@ -321,19 +322,19 @@ class TrainConfig:
         scales = {name: getattr(network, "guidance", None) for name, network in self.networks.items()}
         return {name: scale for name, scale in scales.items() if scale is not None}
 
-    @property
+    @cached_property
     def compares_exactly(self) -> bool:
         """Whether the method compares log-probs of rollout and update without a correction, so that both must agree."""
         method = self.method
         corrects = method.correction is not None and method.correction.kind != "none"
         return method.needs.ratio and method.recorded is not None and not corrects
 
-    @property
+    @cached_property
     def networks(self) -> Networks:
         """Networks beside the policy, by name; teachers of several sources have names of their own."""
         return list_single(self.method.networks())
 
-    @property
+    @cached_property
     def followers(self) -> dict[str, Follower]:
         """Policies that lag behind the trained one, by name; each is an adapter of its own."""
         return find_followers(self.networks)

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal
@@ -38,7 +39,7 @@ class EpochsConfig:
     def __post_init__(self) -> None:
         check_fields(self, "passes", **dict.fromkeys(("epochs", "minibatches"), (1, 2**31)))
 
-    @property
+    @cached_property
     def updates(self) -> int:
         """Number of optimizer updates on a batch."""
         return self.epochs * self.minibatches
@@ -270,12 +271,12 @@ class Method:
         """Whether rewards score the samples: those of a rollout, or given ones that are compared."""
         return self.source is None or (isinstance(self.source, Images) and self.source.compare is not None)
 
-    @property
+    @cached_property
     def is_paired(self) -> bool:
         """Whether a row holds two samples."""
         return isinstance(self.rows, NoisedRows) and self.rows.paired
 
-    @property
+    @cached_property
     def recorded(self) -> RecordedRows | None:
         """What a rollout records of its steps, if the method trains on steps."""
         return self.rows if isinstance(self.rows, RecordedRows) else None

@@ -96,12 +96,12 @@ class Run(Rollouts):
     # networks
 
     def predict(self, items: Items, *names: str) -> Items:
-        """Return items with the predictions of the named networks; names that the method does not declare are skipped.
+        """Return items with the predictions of networks, by default of all that the method declares; others are skipped.
 
         Teachers of several sources make one prediction together, each at the rows of its prompts.
         """
-        declared, known = self.config.method.networks(), items.rows.predictions
-        todo = [name for name in names if name in declared and name not in known and name not in self.networks.before]
+        declared, known = self.config.method.networks(), {*items.rows.predictions, *self.networks.before}
+        todo = [name for name in names or declared if name in declared and name not in known]
         # Modules of their own come first, so that they and the engine's are not gathered at the same time.
         for name in sorted(todo, key=lambda name: name not in self.networks.separate):
             network = declared[name]

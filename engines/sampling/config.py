@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -221,7 +222,7 @@ class ReadingConfig:
             hint = f"with groups of {self.group} it makes {self.batch:,} samples per batch"
             raise UsageError("sampling.prompts", self.prompts, f"at most {BATCH[1] // self.group}", hint)
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Number of samples per batch."""
         return self.prompts * self.group
@@ -340,7 +341,7 @@ class RolloutConfig:
         """What stands before the first colon of the source: http, https, replayed, or one of an installed package."""
         return self.source.partition(":")[0]
 
-    @property
+    @cached_property
     def is_served(self) -> bool:
         """Whether servers make the samples."""
         urls = self.source.split(",")
