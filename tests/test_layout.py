@@ -37,14 +37,14 @@ FLOORS = (
     (
         "engines.run.checkpoint",
         "engines.data",
-        "engines.sampling",
         "engines.run.passes.micro_batch",
         "engines.run.passes.storages",
     ),
     ("engines.scoring", "engines.export"),
+    ("engines.sampling",),
     # What a method sees.
     *((f"engines.run.{name}",) for name in ("declared", "method", "jobs.settings", "evaluation.config", "config")),
-    *((f"engines.run.{name}",) for name in ("networks", "jobs.base", "batch", "sampler", "rollouts", "run")),
+    *((f"engines.run.{name}",) for name in ("networks", "jobs.base", "sampler", "rollouts", "run")),
     ("engines.methods", "engines.run.evaluation"),
     ("engines.run.process",),
     ("engines.run",),

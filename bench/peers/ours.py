@@ -21,12 +21,12 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import StepKLConfig
-from fluvial.engines.run.batch import Batch, Items, RolloutSpec, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import Batch, Items, RolloutSpec, make_batch, record_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, SampleBatch, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.items import Share

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -54,12 +55,12 @@ class World:
         """Whether this process writes the run folder and the console."""
         return self.rank == 0
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """Index of this rank's group; the ranks of a group have the same samples."""
         return self.rank // self.sequence
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Number of groups."""
         return self.size // self.sequence

@@ -18,8 +18,8 @@ from fluvial.engines.sampling.window import AllSteps
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch, Items
 
 
 class AlignPropInfo(NamedTuple):

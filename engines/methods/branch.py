@@ -18,8 +18,8 @@ from fluvial.models import host_values
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Items
 
 
 @dataclass(frozen=True)

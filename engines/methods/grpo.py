@@ -20,8 +20,8 @@ from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch, Items
 
 
 @dataclass(frozen=True)

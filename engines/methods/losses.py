@@ -25,8 +25,8 @@ from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch, Items
 
 Weighting = Literal["none", "std_over_b"]  # of the surrogate of a recorded step
 

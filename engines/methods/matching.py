@@ -19,8 +19,8 @@ from fluvial.engines.sampling.window import AllRecorded
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch, Items
 
 
 class MatchInfo(NamedTuple):

@@ -22,8 +22,8 @@ from fluvial.kernels import nft_loss, velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch
 
 
 class NftInfo(NamedTuple):

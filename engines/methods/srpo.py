@@ -25,8 +25,8 @@ from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch
 
 BRANCHES = NoisingConfig(each=2, levels=ContinuousLevels())  # their levels are replaced: one towards the image, one away
 

@@ -18,8 +18,8 @@ from fluvial.kernels import velocity_error
 from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
-    from fluvial.engines.run.batch import Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Items
 
 FAR = 0.05  # mean squared distance to the base above which the surrogate learns no further from samples that it prefers
 

@@ -28,8 +28,8 @@ from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch, Items
     from fluvial.engines.run.run import Run
+    from fluvial.engines.sampling.batch import Batch, Items
 
 
 @dataclass(frozen=True)

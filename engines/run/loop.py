@@ -17,10 +17,10 @@ from fluvial.engines.engine.world import collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import metrics
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.saving import Progress
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.generate import diversity
 from fluvial.engines.scoring.gather import AbandonedRolloutError
 from fluvial.engines.waits import wait_for

@@ -13,11 +13,11 @@ from torch import Tensor
 from fluvial.engines.data.records import split_scores
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.items import PartNumbers
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.scoring.advantages import learnt_weights, weigh_rewards
 from fluvial.models.device import is_accelerator

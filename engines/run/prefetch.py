@@ -24,8 +24,8 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError, UsageError
-from fluvial.engines.run.batch import Batch, RolloutSpec
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch, RolloutSpec
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
 from fluvial.engines.sampling.source import Copy, snapshot_weights
 from fluvial.engines.scoring.gather import Scoring

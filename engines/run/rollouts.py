@@ -15,12 +15,12 @@ from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import Batch, RolloutSpec, make_batch, replace_groups
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import RolloutSampler
+from fluvial.engines.sampling.batch import Batch, RolloutSpec, make_batch, replace_groups
 from fluvial.engines.sampling.config import AllGroups
 from fluvial.engines.sampling.generate import SampleBatch, Sampling, finish
 from fluvial.engines.sampling.items import Share

@@ -13,7 +13,10 @@ from fluvial.core.random import Key, fold_in, uniform
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
-from fluvial.engines.run.batch import (
+from fluvial.engines.run.declared import BySource, Loss
+from fluvial.engines.run.method import EpochsConfig
+from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.sampling.batch import (
     Batch,
     Items,
     noise_samples,
@@ -22,9 +25,6 @@ from fluvial.engines.run.batch import (
     return_to,
     row_keys,
 )
-from fluvial.engines.run.declared import BySource, Loss
-from fluvial.engines.run.method import EpochsConfig
-from fluvial.engines.run.rollouts import Rollouts
 from fluvial.engines.sampling.items import Pairs, Rows, rebalance, select
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.runner import weighted_sum

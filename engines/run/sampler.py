@@ -17,10 +17,10 @@ from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.run.batch import Batch, RolloutSpec, make_batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import Images
+from fluvial.engines.sampling.batch import Batch, RolloutSpec, make_batch
 from fluvial.engines.sampling.config import ReadingConfig, Schedules
 from fluvial.engines.sampling.generate import (
     Chunk,

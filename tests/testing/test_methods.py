@@ -17,8 +17,8 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import ErrorInfo, Grpo, Method, NoisingConfig
 from fluvial.engines.methods.table import Dpo
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.samplers import Ode

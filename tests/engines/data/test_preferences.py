@@ -22,9 +22,9 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import dpo
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 

@@ -15,8 +15,8 @@ from fluvial.core.random import fold_in, key
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.dense import DenseGrpo, score_steps
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow, ScatteredSteps, Window

@@ -20,13 +20,13 @@ from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
 from fluvial.engines.methods.table import method_type
 from fluvial.engines.run import train
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.method import check_method
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
 from fluvial.engines.sampling.samplers import Ode, SamplerRule, Stochastic

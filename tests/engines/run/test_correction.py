@@ -17,8 +17,8 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.methods.table import Grpo, Guard
-from fluvial.engines.run.batch import Batch, Items
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import Batch, Items
 from fluvial.engines.sampling.config import Mask, Reject, SamplingConfig, Truncate
 from fluvial.engines.sampling.items import RecordedSteps
 

@@ -21,9 +21,9 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import StepKLConfig
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Guard, Nft, Raft
-from fluvial.engines.run.batch import make_batch
 from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import make_batch
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, OneRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig

@@ -18,12 +18,12 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Awm, Nft
 from fluvial.engines.run import trainer as trainers
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig

@@ -21,9 +21,9 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.sft import Sft
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.samplers import SamplerRule, Stochastic
 from fluvial.models.replay.media import MediaPrompt

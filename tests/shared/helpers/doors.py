@@ -13,11 +13,11 @@ from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig, recipes
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods import Grpo
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.samplers import Stochastic

@@ -9,8 +9,8 @@ from torch import Tensor
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.batch import Batch
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 

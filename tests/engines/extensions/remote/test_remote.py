@@ -29,8 +29,8 @@ from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
-from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic

@@ -38,8 +38,8 @@ from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
-from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
