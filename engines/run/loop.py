@@ -38,6 +38,8 @@ class Loop:
     def __init__(self, run: Run, ahead: RolloutPrefetcher | None, progress: Progress) -> None:
         self.config, self.method, self.run, self.ahead = run.config, run.config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # what is done now, for the line of an error
+        device = run.world.device
+        self.peak = metrics.peak(device, self.config.engine.compute_dtype(device))
         self.restore(progress)
 
     def restore(self, progress: Progress) -> None:
@@ -94,7 +96,8 @@ class Loop:
         self._watch_ratio(updates[0])
         self.finished = self.run.networks.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
-        return metrics.update_record(self.run, batch, updates, seconds, samples=self.progress.samples, compiled=compiled)
+        counted = {"samples": self.progress.samples, "compiled": compiled, "peak": self.peak}
+        return metrics.update_record(self.run, batch, updates, seconds, **counted)
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:

@@ -118,6 +118,7 @@ def update_record(
     *,
     samples: int,
     compiled: int | None,
+    peak: float | None,
 ) -> dict[str, Any]:
     """Return the record of a batch and its updates; where there are several, most numbers are those of the last.
 
@@ -127,6 +128,7 @@ def update_record(
         seconds: seconds of each phase.
         samples: number of samples so far.
         compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
+        peak: largest FLOP/s of this rank's device, if it is known.
     """
     engine, method, notes = run.engine, run.config.method, dict(run.notes)
     advantage, correction = notes.pop("advantage", None), notes.pop("correction", None)
@@ -150,7 +152,7 @@ def update_record(
         **(advantage_record(advantage) if run.rewards else {}),
         **{name: value for name, value in notes.items() if name != "diversity"},
         **({"multipliers": dict(run.memory.multipliers)} if run.memory.multipliers else {}),
-        "speed": measure_speed(run, batch, updates, seconds),
+        "speed": measure_speed(run, batch, updates, seconds, peak),
         # The largest of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident.
         "memory": {name: size / 2**30 for name, size in zip(kinds, last.memory, strict=True)},
         "skipped_steps": engine.skipped,
@@ -238,7 +240,9 @@ def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     return {"by_step" if steps else "by_level": split} if held else {}
 
 
-def measure_speed(run: Run, batch: Batch, updates: Sequence[UpdateInfo], seconds: Mapping[str, float]) -> dict[str, float]:
+def measure_speed(
+    run: Run, batch: Batch, updates: Sequence[UpdateInfo], seconds: Mapping[str, float], peak: float | None
+) -> dict[str, float]:
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
     FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
@@ -248,16 +252,17 @@ def measure_speed(run: Run, batch: Batch, updates: Sequence[UpdateInfo], seconds
     Args:
         updates: what the updates on the batch did.
         seconds: seconds of each phase.
+        peak: largest FLOP/s of the device, if it is known.
     """
-    work, rewards, device = sum(update.flops for update in updates), batch.rewards, run.world.device
+    work, rewards = sum(update.flops for update in updates), batch.rewards
     total = sum(seconds.values())
     numbers = {
         "samples_per_second": batch.samples / total,
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
-    if (most := peak(device, run.config.engine.compute_dtype(device))) is not None:
-        numbers["mfu"] = mfu(work, seconds["update"], peak=most, ranks=1)
+    if peak is not None:
+        numbers["mfu"] = mfu(work, seconds["update"], peak=peak, ranks=1)
     if run.rewards and rewards is not None:
         numbers |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return numbers

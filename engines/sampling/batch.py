@@ -6,6 +6,7 @@ Tensors on the device are this rank's; numbers on the host are those of all rank
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import optree
@@ -98,7 +99,7 @@ class Batch:
         """Number of samples, of all ranks."""
         return self.share.batch * (2 if self.paired else 1)
 
-    @property
+    @cached_property
     def kept(self) -> Tensor:
         """Index of each sample that is learnt from, `[N]`: of those whose group has valid rewards, if rewards score them."""
         if self.rewards is None or self.paired:
