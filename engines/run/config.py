@@ -1,4 +1,4 @@
-"""A run of post-training as one frozen dataclass. Combinations without a meaning raise when it is built."""
+"""A run of post-training as one frozen dataclass. Invalid combinations raise in its constructor."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +36,11 @@ class TrainConfig:
 
     Args:
         out: Folder of the run: its settings, metrics, samples, checkpoints and weights.
-        method: Method that the model is trained with, and its hyper-parameters; a frozen dataclass of your own too.
+        method: Training method and its hyper-parameters; a built-in one, or your own frozen dataclass.
         model: Model that is trained: handwriting (the built-in flow), handwriting-unet (the built-in model that predicts
             epsilon), words (the built-in flow of words), a pipeline of diffusers by its folder or its id on the Hub
             (`fluvial models` lists them), or the folder of another run, whose exported weights it starts from.
-        seed: Seed of everything random; the same seed gives the same bits on the same machine with as many processes.
+        seed: Random seed; the same seed gives the same bits on the same machine with the same number of processes.
         updates: Number of optimizer updates in the whole run.
         train: What is trained: full (all weights) or lora (low-rank adapters).
         prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
@@ -62,8 +62,8 @@ class TrainConfig:
         optimizer: Optimizer, learning rate and moving average.
         lora: Rank, scale and layers of the adapters.
         engine: Sharding, precision, activation checkpointing, offloading and micro-batches.
-        pipeline: Base weights, and what a pipeline of diffusers is asked for.
-        evaluation: What is evaluated and when, and how it is sampled where that differs from the rollout.
+        pipeline: Base weights, and settings of a diffusers pipeline.
+        evaluation: Evaluators, schedule, and sampling where it differs from the rollout's.
         checkpoint: When and where checkpoints are written.
         export: When weights are exported, and how.
     """
@@ -112,13 +112,13 @@ class TrainConfig:
         return ((name, why) for is_unused, name, why in self._unused() if is_unused)
 
     def unused_by_built_in(self) -> Iterator[tuple[str, str]]:
-        """Yield the settings of diffusers' pipelines that a built-in model, opened by its name, does not take, and why."""
+        """Yield the settings of diffusers pipelines that a built-in model does not have, and why."""
         names = [f"pipeline.{each.name}" for each in dataclasses.fields(self.pipeline) if each.name != "weights"]
         names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
         yield from ((name, f"with model {self.model}") for name in names if self.model in MODELS)
 
     def list_fixed(self) -> Iterator[str]:
-        """Yield the settings that have no value but their default beside the others, by their dotted names as flags."""
+        """Yield the dotted names of settings that accept only their default beside the others."""
         yield from list_unused(self)
         yield from (name for name, _ in self.unused_by_built_in())
         yield from ("rollout.autocast",) if self.compares_exactly else ()
@@ -155,7 +155,7 @@ class TrainConfig:
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
 
     def _method_on_machine(self) -> Iterator[UsageError]:
-        """Yield what a method needs and the machine does not have."""
+        """Yield conflicts between the method and the machine's settings."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
         if self.updates % self.updates_per_rollout:
             count = self.updates_per_rollout
@@ -199,7 +199,7 @@ class TrainConfig:
             yield UsageError("train", "full", "lora", hint)
 
     def _parts_of_the_machine(self) -> Iterator[UsageError]:
-        """Yield what cannot be computed together, whatever the method."""
+        """Yield conflicts between settings of the machine."""
         engine, rollout = self.engine, self.rollout
         if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
             hint = "with `rollout.step_cache` first_block, ranks that share a sample would leave out different blocks"
@@ -241,18 +241,18 @@ class TrainConfig:
 
     @property
     def checkpoint_folders(self) -> tuple[Path | str, ...]:
-        """The folder of checkpoints, and that in the run folder, which takes those that could not be saved there."""
+        """The storage of checkpoints, and the run folder's, the fallback when saving fails there."""
         folder = self.out / "checkpoints"
         return (self.checkpoint_folder,) if self.checkpoint_folder == folder else (self.checkpoint_folder, folder)
 
     @cached_property
     def samples_per_pass(self) -> int:
-        """Number of samples per forward pass of a rollout, no more than it has; ValueError while the micro-batch is auto."""
+        """Micro-batch size of a rollout, at most its number of samples; UsageError while it is auto."""
         return min(self.largest_pass, self.method.sampling.batch)
 
     @cached_property
     def largest_pass(self) -> int:
-        """Number of samples per forward pass that the memory holds; ValueError while `engine.micro_batch` is auto."""
+        """Micro-batch size `engine.micro_batch`; UsageError while it is auto."""
         if isinstance(self.engine.micro_batch, str):
             raise UsageError(
                 "`engine.micro_batch` is auto, expected a number: a Trainer's `config` has the one that it chose"
@@ -260,13 +260,13 @@ class TrainConfig:
         return self.engine.micro_batch
 
     def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the numbers of items per pass of an update, falling; the last is for the items that are left.
+        """Return the micro-batch sizes of an update, largest first; the last one takes the remainder.
 
         Args:
-            count: number of items; a number of pairs that was set is no larger.
-            pairs: numbers of pairs that were chosen, if `engine.update_micro_batch` is auto.
+            count: number of items, the largest useful size.
+            pairs: sizes in (sample, step) pairs that `engine.update_micro_batch` auto chose.
         """
-        each = 2 if self.method.is_paired else 1  # pairs of an item
+        each = 2 if self.method.is_paired else 1  # samples per item
         rows = max(self.samples_per_pass // each, 1)
         if isinstance(self.engine.update_micro_batch, str):
             return (*(size // each for size in pairs if size // each > rows), rows)
@@ -274,10 +274,10 @@ class TrainConfig:
         return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
     def update_forwards(self, pairs: int) -> Literal["one", "two"]:
-        """Return the number of forward passes for the two halves of guidance at `pairs` (sample, step) pairs of an update.
+        """Return the number of forward passes for the two halves of guidance in an update's micro-batch of `pairs` pairs.
 
-        Two where the unconditional half has no gradient, because one pass would propagate zeros back through it. Pairs that
-        are no more than a rollout's samples per pass take the rollout's own pass, whose bits they have on every device.
+        Two if the unconditional half has no gradient, because a joint pass would propagate zeros back through it. A
+        micro-batch no larger than the rollout's takes the rollout's form, to have its bits on every device.
         """
         guidance = self.method.sampling.guidance
         if guidance.gradient == "both" or isinstance(self.engine.micro_batch, str) or pairs <= self.samples_per_pass:
@@ -291,12 +291,12 @@ class TrainConfig:
 
     @property
     def makes_samples(self) -> bool:
-        """Whether there is a rollout; with given data there is none."""
+        """Whether the run generates rollouts, instead of reading a dataset."""
         return self.method.source is None
 
     @property
     def evaluation_pass(self) -> int:
-        """Number of samples per forward pass of evaluations; ValueError if it is the run's, and that is auto."""
+        """Micro-batch size of evaluations, by default the run's; UsageError while that is auto."""
         return self.evaluation.micro_batch or self.largest_pass
 
     @property
@@ -312,13 +312,13 @@ class TrainConfig:
 
     @property
     def is_guided(self) -> bool:
-        """Whether rollouts, evaluations or another network need the conditioning of the negative prompt."""
+        """Whether rollouts, evaluations or another network use guidance, and so the negative prompt."""
         scales = self.method.sampling.guidance.scale, self.evaluation_guidance.scale, *self.own_guidance.values()
         return any(scale != 1 for scale in scales)
 
     @property
     def own_guidance(self) -> dict[str, float]:
-        """Scale of the guidance of each network that has one of its own, by name."""
+        """Guidance scale of each network with its own, by name."""
         scales = {name: getattr(network, "guidance", None) for name, network in self.networks.items()}
         return {name: scale for name, scale in scales.items() if scale is not None}
 
@@ -331,12 +331,12 @@ class TrainConfig:
 
     @cached_property
     def networks(self) -> Networks:
-        """Networks beside the policy, by name; teachers of several sources have names of their own."""
+        """Networks beside the policy, by name; each teacher of several has its own name."""
         return list_single(self.method.networks())
 
     @cached_property
     def followers(self) -> dict[str, Follower]:
-        """Policies that lag behind the trained one, by name; each is an adapter of its own."""
+        """Policies that lag behind the trained one, by name; each is a LoRA adapter."""
         return find_followers(self.networks)
 
 
@@ -351,7 +351,7 @@ def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def explain_fixed_micro_batch(method: Method) -> str | None:
-    """Return why another micro-batch would change more than rounding, or could not be tried; None if neither is so."""
+    """Return why `engine.micro_batch` cannot be auto: another size would change more than rounding, or cannot be tried."""
     if method.sampling.window.draw == "call":
         return "sampling.window.draw call draws a window for the samples of each micro-batch"
     if isinstance(method.rows, NoisedRows) and method.rows.noising.draw == "call":
@@ -364,7 +364,7 @@ def explain_fixed_micro_batch(method: Method) -> str | None:
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return a run with other values of fields, by their dotted names, e.g. {"sampling.group": 8, "optimizer.lr": 1e-4}.
 
-    A field of the method may be named without `method.` before it; those of a new method are of that one.
+    Names of the method's fields may leave out `method.`; with a new method they are fields of that one.
 
     Raises:
         UsageError: there is no such field, or a value is not accepted.

@@ -27,25 +27,25 @@ from fluvial.engines.waits import wait_for
 
 
 class Loop:
-    """Makes the updates of a run, a batch at a time. Every rank must take part.
+    """Makes the updates of a run, one batch at a time, on all ranks.
 
     Args:
         run: the run as the method sees it, with its settings and its method.
-        ahead: batches that are collected ahead of the updates, if any are.
-        progress: what the run has counted so far.
+        ahead: collects batches ahead of the updates; None collects each batch when it is needed.
+        progress: counters of the run so far.
     """
 
     def __init__(self, run: Run, ahead: RolloutPrefetcher | None, progress: Progress) -> None:
         self.config, self.method, self.run, self.ahead = run.config, run.config.method, run, ahead
-        self.engine, self.phase = run.engine, "evaluation"  # what is done now, for the line of an error
+        self.engine, self.phase = run.engine, "evaluation"  # current phase, for error messages
         device = run.world.device
         self.peak = metrics.peak(device, self.config.engine.compute_dtype(device))
         self.restore(progress)
 
     def restore(self, progress: Progress) -> None:
-        """Go on from what a run had counted, whose weights the engine has."""
+        """Continue from the counters of a run whose weights the engine already has."""
         self.progress = self.run.memory = progress
-        self.finished = self.run.networks.updates, progress  # the newest update whose state is complete
+        self.finished = self.run.networks.updates, progress  # state of the last complete update
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the record of each rollout and its updates, until the last update or a request to stop."""
@@ -68,13 +68,13 @@ class Loop:
 
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
-            AbandonedRolloutError: the run was asked to stop while it waited for people.
+            AbandonedRolloutError: a stop was requested while votes of people were pending.
         """
         self.run.sampler.compare_with_servers()
         programs = count_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         seconds: dict[str, float] = {}
-        # Copied, because this batch changes them in place: if it fails, `finished` is what is saved.
+        # Copied, because this batch changes them in place, and if it fails `finished` is saved.
         copied = copy.deepcopy({name: getattr(self.progress, name) for name in ("rewards", "multipliers", "state")})
         self.finished = self.run.networks.updates, replace(self.progress, **copied)
         self.run.notes = {}
@@ -101,14 +101,14 @@ class Loop:
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
-        """Make the updates on a scored batch, then move the networks that follow (moving averages, old policies).
+        """Make the updates on a scored batch, then update the followers (moving averages, old policies).
 
         Args:
             root: key of the batch.
         """
         rollouts = self.engine.updates // self.config.updates_per_rollout
         with self.engine.gathered_once(), self._naming_errors("learn"):
-            # what a method does to the rewards of its batch changes no record
+            # a copy, so that a method cannot change the recorded rewards
             updates = list(self.method.learn(self.run, replace(batch, rewards=copy.deepcopy(batch.rewards)), root))
         if len(updates) != self.config.updates_per_rollout:  # keys, prompts and learning rate are counted by them
             raise UsageError(
@@ -120,7 +120,7 @@ class Loop:
 
     @contextmanager
     def time(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
-        """Add the seconds of the block to those of a phase, which the run is in."""
+        """Enter a phase of the update, and add the seconds of the block to it."""
         self.phase = phase
         each = self.config.updates_per_rollout
         last = (self.engine.updates // each + 1) * each
@@ -131,7 +131,7 @@ class Loop:
 
     @contextmanager
     def _naming_errors(self, call: str) -> Iterator[None]:
-        """Turn an exception that is raised in the file of a custom method into a RunError of one line."""
+        """Turn an exception raised in a custom method's file into a RunError of one line."""
         try:
             yield
         except FluvialError:
@@ -148,8 +148,8 @@ class Loop:
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Record the largest |log ratio| of a batch's first update, and raise above its bound.
 
-        It is 0 if rollout and update compute the same policy. With a correction it is that to the update's own log-probs, so
-        the gap to those of the servers is recorded, too.
+        It is 0 if rollout and update compute the same policy. With a correction the old log-probs are the update's
+        own, so the gap to the servers' log-probs is recorded as well.
         """
         progress, correction = self.progress, self.run.notes.get("correction")
         if "log_ratio" not in info.max_abs:

@@ -27,10 +27,10 @@ from fluvial.models import Prediction
 
 @dataclass(frozen=True)
 class EpochsConfig:
-    """How often a batch is learnt from, by a method that takes one update per pass over it.
+    """How often a batch is trained on, by a method with one update per epoch.
 
     Args:
-        epochs: Number of passes over the samples of a batch.
+        epochs: Number of epochs over the samples of a batch.
     """
 
     epochs: int = 1
@@ -47,10 +47,10 @@ class EpochsConfig:
 
 @dataclass(frozen=True)
 class PassesConfig(EpochsConfig):
-    """How often a batch is learnt from.
+    """How often a batch is trained on.
 
     Args:
-        minibatches: Number of optimizer updates per pass, each on its share of the samples.
+        minibatches: Number of optimizer updates per epoch, each on an equal part of the samples.
     """
 
     minibatches: int = 1  # type: ignore[misc]
@@ -63,8 +63,8 @@ class RecordedRows:
     Args:
         form: form of the log-probability.
         reduction: its reduction over the event.
-        velocity: whether the prediction is recorded, too.
-        trained: which of the recorded steps are trained on.
+        velocity: whether the prediction is recorded as well.
+        trained: which recorded steps are trained on.
     """
 
     form: Form = "density"
@@ -75,7 +75,7 @@ class RecordedRows:
 
 @dataclass(frozen=True)
 class NoisedRows:
-    """The rows of an update are clean samples with noise, or pairs of such samples at the same noise.
+    """The rows of an update are noised clean samples, or pairs of samples with the same noise.
 
     Args:
         noising: the noise levels.
@@ -88,12 +88,12 @@ class NoisedRows:
 
 @dataclass(frozen=True)
 class Images:
-    """The samples are given images, with captions.
+    """The samples are images of a dataset, with captions.
 
     Args:
-        compare: images that are compared: those of a caption, or any (data); None compares and scores none.
-        column: column that the record of each image must have, in the metadata of its prompt.
-        values: what that column may hold.
+        compare: scope in which images are compared: one caption, or the whole data; None neither compares nor scores.
+        column: metadata column that each image's record must have.
+        values: accepted values of that column.
     """
 
     compare: Literal["caption", "data"] | None = None
@@ -103,10 +103,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Preferences:
-    """The samples are given pairs.
+    """The samples are pairs of a preference dataset.
 
     Args:
-        folder: folder of the pairs.
+        folder: folder of the dataset.
     """
 
     folder: Path
@@ -117,16 +117,16 @@ class Needs:
     """What a method needs of the model, the rewards and the machine.
 
     Args:
-        prediction: what the model predicts; None is anything.
-        ratio: the loss compares the policy with that of the rollout, so that both must compute the same numbers. On recorded
-            steps it is a ratio of densities, and the steps need noise. Diagnostics have a field `log_ratio`.
-        candidates: samples need not go on from the states that are recorded (the window candidates).
-        conditional: recorded steps may be trained on without the guidance that they were made with.
+        prediction: required prediction of the model; None accepts any.
+        ratio: the loss has a ratio of the policy to the rollout's, so both must compute the same numbers. On recorded steps
+            it is a ratio of densities, so the steps need noise. Diagnostics have a field `log_ratio`.
+        candidates: recorded states may differ from those that sampling continues from (the window candidates).
+        conditional: recorded steps may be trained on without the guidance of the rollout.
         off_schedule: networks are evaluated at noise levels off the sampling schedule, whatever the rows.
-        least_rewards: number of rewards without which it cannot learn.
-        rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
-        graphs: largest number of forward passes of a row that a loss holds until its backward pass.
-        images: prompts of a rollout are captions of given images, which are learnt from, too.
+        least_rewards: smallest number of rewards.
+        rewards: scores, or gradients of differentiable rewards; None needs no reward.
+        graphs: largest number of forward passes per row whose graphs a loss holds until its backward pass.
+        images: prompts of rollouts are captions of a dataset's images, which are trained on as well.
     """
 
     prediction: Prediction | None = None
@@ -141,20 +141,20 @@ class Needs:
 
 
 class Method:
-    """A method: its hyper-parameters, what it needs, and two functions that read like the box in its paper.
+    """A method: its hyper-parameters, its needs, and two functions that read like the algorithm box of its paper.
 
-    A subclass is a frozen dataclass, whose fields are what can be set of it and nothing else. It has `sampling`, `passes`,
-    `rows`, `learn` and the loss that this calls; `name="..."` beside the base class is how it is called, by default
-    module:Class. `collect` and `learn` are apart so that batches may be collected ahead.
+    A subclass is a frozen dataclass whose fields are its hyper-parameters. It has `sampling`, `passes`, `rows`, `learn`, and
+    the loss that `learn` optimizes; `name="..."` after the base class is its name on the command line, by default
+    module:Class. `collect` and `learn` are separate, so that batches can be collected ahead.
 
-    The help of a field is that of the class, else what it means in most methods:
+    A field without help of its own has this help:
 
     Args:
         sampling: How samples are made.
         noising: Noise levels at which clean samples are trained on.
-        trained: Which of the recorded steps are trained on.
+        trained: Which recorded steps are trained on.
         advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
+        passes: How often a batch is trained on.
         kl: KL terms that keep the policy near its reference, where training starts.
     """
 
@@ -165,8 +165,8 @@ class Method:
     passes: EpochsConfig = PassesConfig()
     advantage: AdvantageConfig | None = None
     correction: Correction | None = None
-    serving_solver: ClassVar[Solver | None] = None  # solver that the trained model needs; None is any
-    learns_from_sums: ClassVar[bool] = True  # samples of a group whose weighted rewards are equal teach it nothing
+    serving_solver: ClassVar[Solver | None] = None  # solver that the trained model must be sampled with; None accepts any
+    learns_from_sums: ClassVar[bool] = True  # a group of equal weighted rewards has no gradient
 
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         cls.method_name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
@@ -178,7 +178,7 @@ class Method:
             raise problem
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         sampling, rows = self.sampling, self.rows
         if sampling.batch % self.passes.minibatches:
             expected = f"a divisor of the {sampling.batch} samples of a rollout"
@@ -195,7 +195,7 @@ class Method:
         yield from self._check_steps(rows) if isinstance(rows, RecordedRows) else self._check_levels(rows)
 
     def _check_groups(self) -> Iterator[UsageError]:
-        """Yield what keeps the samples of a group from being compared."""
+        """Yield conflicts about the comparison of samples in a group."""
         sampling, advantage = self.sampling, self.advantage or AdvantageConfig()
         scores = self.needs.rewards == "scores" or self.needs.ratio
         compares = scores and self.is_scored and not advantage.history
@@ -216,7 +216,7 @@ class Method:
             yield UsageError("advantage.extremes", advantage.extremes, f"at most half of the {compared} that are compared")
 
     def _check_levels(self, rows: NoisedRows) -> Iterator[UsageError]:
-        """Yield what has no meaning for a method that trains on clean samples."""
+        """Yield conflicts of a method that trains on clean samples."""
         sampling = self.sampling
         rows.noising.check_steps(sampling.steps)
         if self.source is None:
@@ -228,7 +228,7 @@ class Method:
             yield no_effect("sampling.shared_noise", f"with {hint}")
 
     def _check_steps(self, rows: RecordedRows) -> Iterator[UsageError]:
-        """Yield what has no meaning for a method that trains on recorded steps."""
+        """Yield conflicts of a method that trains on recorded steps."""
         sampling, sampler, name = self.sampling, self.sampling.sampler, self.method_name
         window, unscaled, ratio = sampling.window, rows.form == "unscaled", self.needs.ratio
         high = sampling.steps - 1
@@ -256,41 +256,41 @@ class Method:
 
     @property
     def rows(self) -> RecordedRows | NoisedRows:
-        """What the loss is a function of: clean samples with noise if the method has `noising`, else recorded steps."""
+        """The rows of the loss: noised clean samples if the method has `noising`, else recorded steps."""
         if hasattr(self, "noising"):
             return NoisedRows(self.noising)
         return RecordedRows(trained=getattr(self, "trained", AllRecorded()))
 
     @property
     def source(self) -> Images | Preferences | None:
-        """Where samples come from: given images or pairs, or None for rollouts."""
+        """The dataset of images or pairs that samples come from; None for rollouts."""
         return None
 
     @property
     def is_scored(self) -> bool:
-        """Whether rewards score the samples: those of a rollout, or given ones that are compared."""
+        """Whether rewards score the samples: of a rollout, or of a dataset whose images are compared."""
         return self.source is None or (isinstance(self.source, Images) and self.source.compare is not None)
 
     @cached_property
     def is_paired(self) -> bool:
-        """Whether a row holds two samples."""
+        """Whether a row is a pair of samples."""
         return isinstance(self.rows, NoisedRows) and self.rows.paired
 
     @cached_property
     def recorded(self) -> RecordedRows | None:
-        """What a rollout records of its steps, if the method trains on steps."""
+        """The rows of a method that trains on recorded steps; None for other methods."""
         return self.rows if isinstance(self.rows, RecordedRows) else None
 
     def networks(self) -> Networks:
-        """Return the networks beside the policy that are read, by name: here those of the KL terms, if there are any."""
+        """Declare the networks beside the policy, by name; by default those of the KL terms."""
         return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch: here samples of the policy, of the groups that `sampling.groups` chooses."""
+        """Return the next batch: by default a rollout, in the way of `sampling.groups`."""
         return self.sampling.groups.collect(run, key)
 
     def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
-        """Yield each update on a batch: `passes.updates` of them."""
+        """Make and yield the updates on a batch: `passes.updates` of them."""
         raise NotImplementedError
 
     def loss(self, v: Tensor, rows: Any) -> tuple[Tensor, Any]:
@@ -303,7 +303,7 @@ class Method:
         raise NotImplementedError
 
 
-# Functions of a method, and their arguments.
+# Functions of a method and their arguments.
 CALLS = {
     "networks": (),
     "collect": ("run", "key"),
@@ -320,7 +320,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def explain_no_method(kind: Any) -> str | None:
-    """Return what keeps a class from being a method; None for a method."""
+    """Return why a class is not a method; None if it is one."""
     if not isinstance(kind, type):
         return f"is of type {type(kind).__name__}, expected a class"
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
@@ -349,7 +349,7 @@ def check_method(method: Any) -> None:
 
 
 def check_kinds(method: Method) -> None:
-    """Raise UsageError unless what a method declares is of the types that the run reads."""
+    """Raise UsageError unless the members of a method have the expected types."""
     for name, kinds in KINDS.items():
         if not isinstance(value := getattr(method, name), kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)

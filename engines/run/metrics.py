@@ -34,7 +34,7 @@ class Peak(NamedTuple):
     link: float = PCIE5  # assumed: 16 lanes of the generation of its cards; half of NVLink-C2C's 900 GB/s
 
 
-# By words of a device's name as CUDA and ROCm spell it; of the rows that fit, the one with the most words counts.
+# By words of the device name that CUDA or ROCm reports; the matching key with the most words counts.
 # Source: the vendors' data sheets. NVIDIA: A100, A10, A40, RTX A6000, L4, L40, L40S, H100, H200, GH200 and HGX B200 product
 # data sheets (which print most bfloat16 numbers with sparsity: twice these), and the architecture white papers of Ampere
 # GA102, Ada and RTX Blackwell for GeForce. AMD: Instinct MI300X and MI325X data sheets.
@@ -61,12 +61,12 @@ PEAKS: dict[str, Peak] = {
     "MI300X": Peak(1307.4e12, 163.4e12),
     "MI325X": Peak(1307.4e12, 163.4e12),
 }
-# Words that name a part of a GPU, or a GPU of nearly the same name: their peaks are not known.
+# Words of partitions of a GPU, or of another GPU of a similar name, whose peaks are not known.
 OTHERS = {"MIG", "Laptop", "D", "Ti", "Max-Q"}
 
 
 def find_peaks(name: str) -> Peak | None:
-    """Return the row of the device of this name, None if it is not known."""
+    """Return the peaks of a device by its name; None if unknown."""
     words = set(re.split(r"[\s-]+", name))
     rows = [row for row in PEAKS if set(row.split()) <= words]
     if not rows or words & OTHERS:
@@ -106,7 +106,7 @@ def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
 PHASES = ("rollout", "reward", "update")
 # Edges of the histogram of advantages; the outer bins have no end.
 EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-# Diagnostics that need no splitting: the log-ratio says what the ratio does.
+# Diagnostics that are not split: the log-ratio has the same information.
 WHOLE = {"ratio", "log_ratio"}
 
 
@@ -120,19 +120,19 @@ def update_record(
     compiled: int | None,
     peak: float | None,
 ) -> dict[str, Any]:
-    """Return the record of a batch and its updates; where there are several, most numbers are those of the last.
+    """Return the record of a batch and its updates; most numbers are those of the last update.
 
     Args:
-        run: run whose notes go into the record: advantages, a correction, padding, and values as they are.
-        updates: what these did.
+        run: run whose notes go into the record: advantages, correction, padding, and what the method logged.
+        updates: diagnostics of each update.
         seconds: seconds of each phase.
         samples: number of samples so far.
-        compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
-        peak: largest FLOP/s of this rank's device, if it is known.
+        compiled: number of programs compiled during the update; None without compilation.
+        peak: peak FLOP/s of this rank's device; None if unknown.
     """
     engine, method, notes = run.engine, run.config.method, dict(run.notes)
     advantage, correction = notes.pop("advantage", None), notes.pop("correction", None)
-    padding = notes.pop("padding", batch.spec.padding)  # where prompts are trimmed
+    padding = notes.pop("padding", batch.spec.padding)  # None if prompts are not trimmed
     first, last, size = updates[0], updates[-1], batch.spec.size
     kinds = ("allocated", "reserved") if len(last.memory) == 2 else ("resident",)
     record = {
@@ -153,7 +153,7 @@ def update_record(
         **{name: value for name, value in notes.items() if name != "diversity"},
         **({"multipliers": dict(run.memory.multipliers)} if run.memory.multipliers else {}),
         "speed": measure_speed(run, batch, updates, seconds, peak),
-        # The largest of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident.
+        # The peak since the start, largest of the ranks, in GiB: allocated and reserved on GPUs, else resident.
         "memory": {name: size / 2**30 for name, size in zip(kinds, last.memory, strict=True)},
         "skipped_steps": engine.skipped,
         "loss_scale": engine.scale if run.config.engine.compute == "float16" else None,
@@ -165,9 +165,9 @@ def update_record(
 
 
 def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
-    """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
+    """Return the record of a rollout's rewards, over the samples that are trained on; empty without rewards.
 
-    Their mean, without rewards that have a floor, is split by the tags and sources of the prompts.
+    Their mean, without rewards that have a floor, is also given per tag and per source of the prompts.
     """
     names, scored, asked = list(run.rewards), batch.rewards, batch.spec.asked
     if not names or scored is None:
@@ -187,7 +187,7 @@ def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
 
 
 def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]:
-    """Return how far rewards `[B, K]` differ within groups of consecutive samples; empty without rewards or groups.
+    """Return how much rewards `[B, K]` differ within groups of consecutive samples; empty without rewards or groups.
 
     `reward_std` is the mean over the groups of the standard deviation of the weighted sum. `without_signal` is the share of
     groups whose samples all have the same rewards, so that advantages cannot tell them apart.
@@ -207,7 +207,7 @@ def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]
 def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
     """Return the distribution of advantages `[B]`: share of zeros, standard deviation, largest size, and a histogram.
 
-    The histogram is the share of the samples in each bin, by the lower edge of the bin, which is part of it.
+    The histogram is the share of samples per bin, keyed by the bin's lower edge (inclusive).
     """
     if advantage is None or not len(advantage):
         return {}
@@ -224,11 +224,11 @@ def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
 
 
 def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
-    """Return the diagnostics by recorded step, or by tenth of the noise levels; parts without items are left out.
+    """Return the diagnostics per recorded step, or per tenth of the noise levels; empty parts are left out.
 
     Args:
         parts: diagnostics of an update, split by the `parts` of its items.
-        steps: whether the parts are steps.
+        steps: whether the parts are steps, not noise levels.
     """
     if parts is None:
         return {}
@@ -243,16 +243,16 @@ def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
 def measure_speed(
     run: Run, batch: Batch, updates: Sequence[UpdateInfo], seconds: Mapping[str, float], peak: float | None
 ) -> dict[str, float]:
-    """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
+    """Return samples per second of rollout and updates, and model FLOP/s of the updates.
 
-    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
-    share of the time in which no update was computed, because rollout or rewards were waited for. The seconds that this
-    rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
+    FLOPs are this rank's, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the share of
+    the time that was spent outside updates. The seconds that rewards computed are split into those that overlapped with the
+    rollout (`reward_hidden`) and those that this rank waited for (`reward_waited`).
 
     Args:
-        updates: what the updates on the batch did.
+        updates: diagnostics of the updates on the batch.
         seconds: seconds of each phase.
-        peak: largest FLOP/s of the device, if it is known.
+        peak: peak FLOP/s of the device; None if unknown.
     """
     work, rewards = sum(update.flops for update in updates), batch.rewards
     total = sum(seconds.values())
@@ -269,7 +269,7 @@ def measure_speed(
 
 
 def select_shown(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record that the progress line shows."""
+    """Return the numbers of a record for the progress line."""
     reward = {"reward": record["reward"]["mean"]} if "reward" in record else {}
     names = {"ratio": "ratio", "kl_ref": "KL", "clipped": "clipped", "error": "error", "accuracy": "accuracy"}
     return reward | {label: record["objective"][name] for name, label in names.items() if name in record["objective"]}
@@ -300,7 +300,7 @@ def evaluation_line(when: str, evaluation: Evaluation) -> str:
 
 
 def evaluation_title(name: str, evaluation: Evaluation) -> str:
-    """Return the title of an evaluation's images: what the last evaluator says of all samples."""
+    """Return the title of an evaluation's images, with the last evaluator's score of all samples."""
     if not evaluation.exact:
         return name
     evaluator, right = list(evaluation.exact.items())[-1]

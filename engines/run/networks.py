@@ -1,4 +1,4 @@
-"""Networks beside the policy, as a run builds and opens them."""
+"""The policy and the other networks of a run (reference, followers, teachers, critics), opened by name."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,22 +29,22 @@ from fluvial.models.host_values import to_device
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.padding import trim
 
-START = "start"  # adapter that training started from, where that is not a new one
+START = "start"  # adapter that training started from, if it was not a new one
 
 
 class BuiltNetworks:
     """The networks of a run, opened by name.
 
-    With LoRA the reference is the module without its adapters, or with the adapter that training started from, and a
-    follower, a second network that learns, or a teacher that is one, is another adapter: none needs a copy. A teacher with
-    weights of its own, and the reference of full fine-tuning, are sharded modules without an optimizer.
+    With LoRA no network needs a copy of the base weights: the reference is the module without adapters, or with the adapter
+    that training started from; a follower, a second trained network or a teacher's LoRA is another adapter. A teacher with
+    full weights, and the reference of full fine-tuning, are sharded modules without an optimizer.
 
     Args:
         declared: networks that the method declares.
         engine: engine of the policy.
-        trained: engines of the other networks that learn, by name.
-        frozen: networks without an engine that are a module of their own, by name.
-        model: adapter of the architecture, which encodes the negative prompt of a reference with guidance of its own.
+        trained: engines of the other trained networks, by name.
+        frozen: separate modules without an engine, by name.
+        model: adapter of the architecture; it encodes the negative prompt of a reference with its own guidance scale.
         negative: negative prompt of the policy's guidance.
         continues: whether training started from a trained adapter.
     """
@@ -74,7 +74,7 @@ class BuiltNetworks:
         """Yield a network for forward passes without gradient."""
         name = self._name(name)
         if name in self.separate:
-            self.engine.sharded.reshard()  # so that both modules are not gathered at the same time
+            self.engine.sharded.reshard()  # never gather both modules at the same time
             with self.separate[name].inference() as module:
                 yield module
         else:
@@ -83,13 +83,13 @@ class BuiltNetworks:
 
     @property
     def updates(self) -> dict[str, int]:
-        """Number of updates of each network that learns."""
+        """Number of updates of each trained network."""
         return {"policy": self.engine.updates, **{name: engine.updates for name, engine in self.trained.items()}}
 
     @collective
     @contextmanager
     def train(self, name: str) -> Iterator[Engine]:
-        """Yield the engine of a network that learns, for updates of it."""
+        """Yield the engine of a trained network, ready for an update."""
         engine = self.trained.get(name, self.engine)
         if name in self.separate:
             self.engine.sharded.reshard()
@@ -97,12 +97,12 @@ class BuiltNetworks:
             yield engine
 
     def _name(self, name: str) -> str:
-        """Return the name of the network that computes, where one is declared with other guidance."""
+        """Return the name of the network whose weights compute: a `SameNetwork` differs in guidance alone."""
         network = self.declared.get(name)
         return network.network if isinstance(network, SameNetwork) else name
 
     def _use_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which the policy's module computes as a network that is no module of its own."""
+        """Return a context in which the policy's module has the adapter of a network that is not a separate module."""
         network = self.declared.get(name)
         if name in self.separate or not isinstance(network, Start | Base | Follower | Teacher | Trained):
             return nullcontext()
@@ -110,24 +110,24 @@ class BuiltNetworks:
         return use_adapter(self.engine.module, adapter)
 
     def read_head(self, name: str, module: nn.Module) -> AbstractContextManager[list[Tensor]]:
-        """Return a context with the list of what a network's head says in each forward pass inside it, see `heads`."""
+        """Return a context with the list of a network head's outputs, one per forward pass inside it, see `heads`."""
         return read_head(module, self.model.blocks(module), name)
 
     @contextmanager
     def open_sampler(self) -> Iterator[nn.Module]:
-        """Yield the network that makes the rollouts: the follower that samples at this point, else the policy."""
+        """Yield the network that generates rollouts now: a follower with `samples_from`, else the policy."""
         with self.engine.inference() as module:
             follower = self.sampling_adapter(self.engine.updates)
             with nullcontext() if follower is None else use_adapter(module, follower):
                 yield module
 
     def sampling_adapter(self, updates: int) -> str | None:
-        """Return the follower that makes the rollouts after a number of updates; None where the policy does."""
+        """Return the follower that generates rollouts after a number of updates; None for the policy."""
         starts = {name: follower.samples_from for name, follower in self.followers.items()}
         return next((name for name, start in starts.items() if start is not None and updates >= start), None)
 
     def condition(self, name: str, cond: Cond) -> Cond:
-        """Return the conditioning of a network, whose guidance may be another than the policy's."""
+        """Return the conditioning of a network, with its own guidance scale if it has one."""
         network = self.declared.get(name)
         if isinstance(network, Follower):
             network = self.declared.get(network.network)
@@ -149,10 +149,10 @@ class BuiltNetworks:
         return Guided(plain, unconditional, torch.full((len(first),), scale, device=first.device))
 
     def follow(self, rollouts: int) -> None:
-        """Move each follower to d it + (1 - d) what it follows; every rank moves its own shards.
+        """Update each follower's weights w to d w + (1 - d) w_leader; every rank updates its own shards.
 
         Args:
-            rollouts: number of rollouts made so far.
+            rollouts: number of rollouts so far.
         """
         for name, follower in self.followers.items():
             decay = follower.decay(rollouts, self.engine.updates)
@@ -163,14 +163,14 @@ class BuiltNetworks:
                 blend_adapter(self.engine.module, leader, name, decay)
 
     def offload(self) -> None:
-        """Move what does not take part in a rollout to the host: modules, and the state of their optimizers."""
+        """Offload what a rollout does not need: separate modules, and optimizer states."""
         for module in self.separate.values():
             module.offload()
         for engine in self.trained.values():
             engine.offload(parameters=False)
 
     def onload(self) -> None:
-        """Move it back to the device."""
+        """Move all that `offload` moved back to the device."""
         for module in self.separate.values():
             module.onload()
         for engine in self.trained.values():

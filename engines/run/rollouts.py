@@ -1,4 +1,4 @@
-"""The first half of what a method sees: batches of samples, their rewards and advantages."""
+"""The first half of the interface of methods: batches of samples, their rewards and advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -46,25 +46,25 @@ ADVANTAGE, ALL_GROUPS = AdvantageConfig(), AllGroups()
 
 
 class Memory(Protocol):
-    """What a run remembers between batches; a checkpoint holds it."""
+    """State of a run between batches, part of its checkpoints."""
 
-    rewards: dict[str, list[float]]  # last rewards of each prompt
-    state: dict[str, list[float]]  # numbers of the method's own
-    multipliers: dict[str, float]  # of rewards that have a floor
+    rewards: dict[str, list[float]]  # latest rewards of each prompt
+    state: dict[str, list[float]]  # numbers of the method, by name
+    multipliers: dict[str, float]  # of each reward with a floor
 
 
 class Rollouts:
-    """The verbs of a run that make batches and score them; `Run` has those that learn from one.
+    """Collects and scores batches; `Run`, a subclass, adds what a method needs to learn from one.
 
     Args:
         networks: the policy's engine, and the networks that the method declares.
-        sampler: prompts, and samples of them.
+        sampler: chooses prompts and generates samples.
         rewards: rewards with their weights, by name.
         runners: threads of these rewards.
-        memory: what is remembered between batches.
-        pairs: numbers of (sample, step) pairs per pass that were chosen, if `engine.update_micro_batch` is auto.
-        stop: whether this rank was asked to stop.
-        check_loss: function of a loss that returns it with its results checked, for a method of the user's; else None.
+        memory: state between batches.
+        pairs: micro-batch sizes in (sample, step) pairs that `engine.update_micro_batch` auto chose.
+        stop: returns whether this rank was asked to stop.
+        check_loss: wraps a custom method's loss to check its results; None for built-in methods.
 
     Raises:
         UsageError: the implementation does not run on this device.
@@ -102,12 +102,12 @@ class Rollouts:
 
     @property
     def clock(self) -> int:
-        """Number of updates before those on the batch that is collected."""
+        """Number of updates so far, e.g. for a coefficient that falls over training."""
         return self.engine.updates
 
     @property
     def state(self) -> dict[str, list[float]]:
-        """Numbers that the method remembers between batches, by name; a checkpoint holds them."""
+        """Numbers that the method keeps between batches, by name, part of checkpoints."""
         return self.memory.state
 
     def log(self, **values: Any) -> None:
@@ -115,9 +115,9 @@ class Rollouts:
         self.notes.update(values)
 
     def average(self, name: str, value: float, decay: float) -> float:
-        """Return a moving average m <- decay m + (1 - decay) value, which a checkpoint holds; it begins at the first value.
+        """Return a moving average m <- decay m + (1 - decay) value, which starts at the first value; checkpoints hold it.
 
-        The value must be the same on every rank.
+        Pass the same value on every rank.
         """
         (before,) = self.state.get(name, [value])
         self.state[name] = [after := decay * before + (1 - decay) * value]
@@ -126,12 +126,12 @@ class Rollouts:
     def sample(
         self, key: Key, *, group: int | None = None, steps: int | None = None, starts: Sequence[int] | None = None
     ) -> Batch:
-        """Return samples of the next prompts, of the network that makes rollouts now; they are scored meanwhile.
+        """Generate samples of the next prompts with the network that generates rollouts now, and start scoring them.
 
         Args:
-            group: number of samples per prompt, by default the method's; others are scored, and not learnt from.
-            steps: number of steps of these.
-            starts: index of each sample's initial noise, `[B]`, by default its own.
+            group: number of samples per prompt. Unless None, they are scored but not trained on, e.g. to choose among them.
+            steps: number of steps of these; by default the method's.
+            starts: index of each sample's initial noise, `[B]`; by default the sample's own.
         """
         sampling, draft, runners = self.config.method.sampling, None, self.runners
         if group is not None:
@@ -142,12 +142,12 @@ class Rollouts:
         return self._batch(spec, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
 
     def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
-        """Return a batch with samples of other prompts in place of groups that are flat; the last of these are skipped.
+        """Replace flat groups of a batch by samples of other prompts; groups that stay flat are skipped.
 
         Args:
             key: key of the batch.
-            rounds: largest number of times that flat groups are replaced.
-            floor: a group is flat if the standard deviation of its weighted reward is no larger.
+            rounds: largest number of rounds of replacement.
+            floor: a group is flat if the standard deviation of its weighted reward is at most this.
         """
         batch, replaced = self.score(batch), 0
         flat = self._find_flat(batch, floor)
@@ -171,7 +171,7 @@ class Rollouts:
     def find_extremes(self, batch: Batch, count: int) -> list[int]:
         """Return the indices of the `count` best and the `count` worst samples of each group by reward, in their order.
 
-        Samples without a valid reward stand in the middle.
+        Samples without a valid reward rank in the middle.
         """
         assert batch.rewards is not None
         by_group = weigh_rewards(batch.rewards.scores, self.runners.weights).unflatten(0, (-1, batch.spec.group))
@@ -181,7 +181,7 @@ class Rollouts:
         return places
 
     def read(self, key: Key, *, scored: bool = False) -> Batch:
-        """Return clean samples of the job's data, whose images the rewards score if `scored`."""
+        """Return clean samples of the job's data; with `scored`, start scoring their images."""
         spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock)
         samples = self.sampler.read_data(spec, self.runners if scored else None)
         return self._batch(spec, made=make_batch(samples), scoring=Scoring(self.runners))
@@ -191,7 +191,7 @@ class Rollouts:
         return self.sampler.read_images(batch.spec.requests._replace(key=fold_in(key, Stream.IMAGES)))
 
     def read_pairs(self, key: Key) -> Batch:
-        """Return the next of the given preferences, as a batch of pairs."""
+        """Return the next pairs of the preference dataset."""
         pairs, size = self.sampler.read_pairs(key, self.clock)
         shape = tuple(pairs[0].win.shape)
         sampling = Sampling(shape, self.sampler.schedules.of(shape)[0], self.config.method.sampling.guidance)
@@ -202,10 +202,10 @@ class Rollouts:
         """Return pairs of samples of a batch, spread over the ranks again.
 
         Args:
-            win, lose: index in the batch of the preferred sample of each pair, and of the other, `[N]`.
+            win, lose: indices in the batch of the preferred and the other sample of each pair, `[N]`.
         """
         final, total = batch.trajectory.final, batch.share.batch
-        # The two may be on different ranks: every rank gets all clean samples, which are small beside a trajectory.
+        # The two may be on different ranks. Every rank gets all clean samples, which are small compared to trajectories.
         everyone = self.world.gather_data(final)[:total]
         chosen = [
             Preference(batch.prompt(better), everyone[better], everyone[worse])
@@ -217,7 +217,7 @@ class Rollouts:
         return pairs
 
     def score(self, batch: Batch) -> Batch:
-        """Return a batch with the rewards of all of its samples, once they are there."""
+        """Wait for the rewards of all samples of a batch, and return the batch with them."""
         if batch.rewards is not None:
             return batch
         config = self.config
@@ -230,14 +230,14 @@ class Rollouts:
         return replace(batch, rewards=rewards)
 
     def finish(self, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Batch:
-        """Return a scored batch with the samples that deterministic steps make of others on their way, scored.
+        """Finish intermediate samples of a scored batch with deterministic steps, score them, and return the new batch.
 
-        The network is the one that makes rollouts now. Groups that a reward fails at are no longer learnt from.
+        The network is the one that generates rollouts now. Groups in which a reward fails are dropped.
 
         Args:
             x: samples of this rank before a step, `[slots, *event]`, e.g. recorded ones.
-            step: index of that step in the schedule, the same of all samples; with none left x is the clean sample.
-            jump: take one step to the end of the schedule in place of all that are left.
+            step: index of that step in the schedule, the same for all samples; T if x is clean already.
+            jump: take one step to the end of the schedule instead of all remaining steps.
         """
         assert batch.rewards is not None
         spec, made, runners, parts = batch.spec, batch.made.result(), self.runners.fork(), list[Tensor]()
@@ -254,21 +254,21 @@ class Rollouts:
         return replace(batch, made=make_batch(made._replace(trajectory=trajectory)), rewards=rewards)
 
     def reward(self, batch: Batch) -> Tensor:
-        """Return the weighted sum of the rewards of each sample that is learnt from, `[N]`."""
+        """Return the weighted sum of rewards of each sample that is trained on, `[N]`."""
         assert batch.rewards is not None
         return weigh_rewards(batch.rewards.scores[batch.kept], self.runners.weights)
 
     def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
-        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
+        """Return the reward and advantage of each sample that is trained on, and which samples the loss is averaged over.
 
         Args:
-            gains: reward of each recorded step, `[N, S]`, for the advantages in place of the sample's.
+            gains: reward of each recorded step, `[N, S]`; advantages are then per step.
         """
         memory, rewards = self.memory, batch.rewards
         assert rewards is not None
         kept, weights = batch.kept, self.runners.weights
         scores = rewards.scores[kept]
-        if config.floors:  # a reward with a floor has its multiplier as its weight, after this batch
+        if config.floors:  # the weight of a reward with a floor is its multiplier, updated by this batch
             means = dict(zip(self.rewards, scores.double().mean(0).tolist(), strict=True))
             memory.multipliers = update_multipliers(
                 memory.multipliers, means, config.floor_of, lr=config.floor_lr, most=config.floor_max
@@ -276,15 +276,15 @@ class Rollouts:
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
         grades = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
-        self.notes["advantage"] = grades.advantage.flatten().clone()  # what a method does to its own changes no record
+        self.notes["advantage"] = grades.advantage.flatten().clone()  # a copy, so that a method cannot change the record
         return grades
 
     def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
-        """Return features of each sample that is learnt from, `[N, D]`, the same on every rank.
+        """Return features of each sample that is trained on, `[N, D]`, the same on every rank.
 
         Args:
-            name: thumbnails (its pixels, averaged), or a function of (images, prompts) as module:name, of whose result each
-                row is one sample's.
+            name: thumbnails (averaged pixels), or a function of (images, prompts) as module:name that returns one row per
+                sample.
         """
         samples = batch.made.result()
         features = samples.thumbnails
@@ -296,16 +296,16 @@ class Rollouts:
                 prompts = samples.prompts[i : i + size]
                 with torch.no_grad():
                     images = decode_samples(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
-                # a copy: the function may fill one buffer in each call
+                # a copy, because the function may reuse one buffer
                 parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
             features = torch.cat(parts).to(self.world.device)
         assert features is not None
         return self.world.gather_data(features.contiguous())[: batch.share.batch].cpu()[batch.kept]
 
-    # below: what no method sees
+    # private: not for methods
 
     def _gather_rewards(self, batch: Batch, scoring: Scoring) -> Rewards:
-        """Return the rewards of all samples of a batch, once they are there."""
+        """Wait for the rewards of all samples of a batch, and return them."""
         collected = scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
         options: dict[str, Any] = {
             "group": batch.spec.group,
@@ -317,24 +317,24 @@ class Rollouts:
         return rewards
 
     def _generate(self, spec: RolloutSpec, runners: RewardRunners) -> SampleBatch:
-        """Return samples of the network that makes rollouts now, which the rewards score meanwhile."""
+        """Generate samples with the network that generates rollouts now, and start scoring them."""
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.networks.offload()
         self.sampler.source.push(self.engine, self.engine.updates)
-        # From elsewhere one rank may fail where no collective tells the others.
+        # A remote source may fail on one rank alone, outside of any collective.
         failing = self.world.agreed if self.config.rollout.source else nullcontext
         return self.sampler.generate_verified(spec, runners, self.networks.open_sampler, self.world, failing=failing)
 
     def _encode(self, sampling: Sampling, prompts: Sequence[Prompt]) -> Cond:
-        """Return the conditioning of prompts, computed in the rollout's own passes."""
+        """Return the conditioning of prompts, encoded in micro-batches of the rollout's size."""
         size = self.config.samples_per_pass
         parts = [sampling.encode(self.job.model, prompts[i : i + size]) for i in range(0, len(prompts), size)]
         cond: Cond = optree.tree_map(host_values.join, *parts)
         return cond
 
     def _find_flat(self, batch: Batch, floor: float) -> list[int]:
-        """Return the groups all of whose samples that are compared have equal weighted rewards."""
+        """Return the indices of groups whose compared samples have weighted rewards that differ by at most `floor` (std)."""
         assert batch.rewards is not None
         reward = weigh_rewards(batch.rewards.scores, self.runners.weights).double()
         spread = reward.unflatten(0, (-1, batch.spec.group // batch.compared, batch.compared)).std(2).amax(1)

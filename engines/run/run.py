@@ -1,4 +1,4 @@
-"""The run as a method sees it: items, predictions, updates, and what is gathered over the ranks."""
+"""The interface of a run for methods: items, predictions, updates, and statistics over all ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,14 +40,14 @@ Edit = Callable[[Prompt], Prompt]
 
 
 def keep_prompt(prompt: Prompt) -> Prompt:
-    """Return a prompt as it is."""
+    """Return the prompt unchanged."""
     return prompt
 
 
 class Run(Rollouts):
-    """The part of a run that a method uses: batches, items, networks, updates. Methods are collective: all ranks call them.
+    """All that a method may call. Every verb is collective: all ranks call it.
 
-    `clock` is the number of updates so far, such as for a coefficient that falls.
+    `Rollouts` has the first half: `sample`, `read`, `score`, `grade`, `log`, and `clock`, the number of updates so far.
     """
 
     # items
@@ -72,14 +72,14 @@ class Run(Rollouts):
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
     def minibatches(self, items: Items, key: Key, passes: EpochsConfig) -> Iterator[Items]:
-        """Yield the items of each update: the samples dealt to minibatches, the work spread evenly over the ranks.
+        """Yield the items of each update, spread evenly over the ranks.
 
-        There are `passes.epochs` passes over the samples, each in `passes.minibatches` updates.
+        There are `passes.epochs` epochs over the samples; each shuffles them into `passes.minibatches` updates.
         """
         epochs, minibatches, total = passes.epochs, passes.minibatches, items.batch.share.batch
         if self._routed and items.rows.timestep is not None:
-            host_values.read(items.rows.timestep)  # once, where levels are drawn on the device
-        if epochs * minibatches > 1:  # with one update per batch v_old is v, without a pass of its own
+            host_values.read(items.rows.timestep)  # one read-back for all updates, if levels were drawn on the device
+        if epochs * minibatches > 1:  # with a single update v_old is v, and needs no forward pass
             for name in self.networks.before:
                 with self.engine.inference() as module:
                     items = items.with_predictions(**{name: self._predictions(module, items, items.cond)})
@@ -88,7 +88,7 @@ class Run(Rollouts):
                 yield self._deal(items, items.used, items.count)
                 continue
             drawn = uniform(fold_in(fold_in(key, Stream.MINIBATCH), epoch), (max(total, 1),))
-            position = drawn.argsort().argsort()[:total]  # of each sample in a random order
+            position = drawn.argsort().argsort()[:total]  # of each sample in a random permutation
             part = position * minibatches // max(total, 1)
             for minibatch in range(minibatches):
                 yield self._deal(items, items.used * (part == minibatch)[:, None], items.count / minibatches)  # equal shares
@@ -96,13 +96,13 @@ class Run(Rollouts):
     # networks
 
     def predict(self, items: Items, *names: str) -> Items:
-        """Return items with the predictions of networks, by default of all that the method declares; others are skipped.
+        """Return items with the predictions of networks, by default all declared ones; undeclared names are skipped.
 
-        Teachers of several sources make one prediction together, each at the rows of its prompts.
+        Teachers per prompt source make one prediction together: each predicts the rows of its prompts.
         """
         declared, known = self.config.method.networks(), {*items.rows.predictions, *self.networks.before}
         todo = [name for name in names or declared if name in declared and name not in known]
-        # Modules of their own come first, so that they and the engine's are not gathered at the same time.
+        # Separate modules come first, so that they and the policy are never gathered at the same time.
         for name in sorted(todo, key=lambda name: name not in self.networks.separate):
             network = declared[name]
             by_source = network.name_members(name) if isinstance(network, BySource) else None
@@ -121,7 +121,7 @@ class Run(Rollouts):
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self.networks.before if name not in rows.predictions}
-                # Copied, because a function may return one buffer each time.
+                # Copied, because the function may reuse one buffer.
                 results.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *results)
 
@@ -129,7 +129,7 @@ class Run(Rollouts):
         """Return J^T c for the Jacobian J of a network's prediction with respect to x at each row, float32 `[P, *event]`.
 
         Args:
-            name: a network that the method declares, or policy.
+            name: a declared network, or policy.
             cotangent: c, `[P, *event]`.
         """
         cond, products = self.networks.condition(name, items.cond), list[Tensor]()
@@ -145,8 +145,8 @@ class Run(Rollouts):
         """Return a function of a network at each row, `[P]`, and its gradient with respect to x, float32 `[P, *event]`.
 
         Args:
-            name: a network that the method declares, or policy.
-            function: `(v, rows) -> [P]` of its prediction, and of what its head says if it has one.
+            name: a declared network, or policy.
+            function: `(v, rows) -> [P]`; a head's output is `rows.predictions["head"]`.
         """
         cond, values, gradients = self.networks.condition(name, items.cond), list[Tensor](), list[Tensor]()
         with self.networks.open(name) as module:
@@ -160,13 +160,13 @@ class Run(Rollouts):
         return torch.cat(values)[:real], torch.cat(gradients)[:real]
 
     def gather(self, items: Items, values: Tensor) -> Tensor:
-        """Return a number per row of this rank as a table of all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
-        table = values.new_zeros(items.used.numel() + 1)  # the last entry is that of repeats
+        """Gather a number per row into a table over all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
+        table = values.new_zeros(items.used.numel() + 1)  # repeats write to the last entry
         table[items.rows.place[: items.real]] = values[: items.real]
         return self.world.gather_data(table[None, :-1].contiguous()).sum(0).view(items.used.shape)
 
     def mean(self, items: Items, values: Tensor) -> Tensor:
-        """Return the mean of a number per row over the items of all ranks that are used, 0-d; of none it is 0."""
+        """Return the mean of a number per row over the used items of all ranks, 0-d; 0 if none is used."""
         used = to_device(items.used, values.device).to(values.dtype)
         return (self.gather(items, values) * used).sum() / used.sum().clamp(min=1)
 
@@ -174,12 +174,12 @@ class Run(Rollouts):
         """Take one optimizer step on the mean of a loss over the items of all ranks.
 
         Args:
-            items: what `minibatches` yields, with the predictions that the loss reads.
+            items: items from `minibatches`, with the predictions that the loss reads.
             loss: `(v, rows) -> (loss [P], diagnostics)`.
-            network: name of the network that learns, whose prediction `v` is. `learn` yields updates of the policy alone;
-                those of other networks are logged under their names.
-            split_guidance: give the loss the conditional prediction, and with guidance the unconditional one in
-                `rows.predictions["uncond"]` and the scale in `rows.guidance`.
+            network: name of the trained network, whose prediction `v` is. `learn` yields updates of the policy only; other
+                networks' updates are logged under their names.
+            split_guidance: with guidance, pass the conditional prediction as v, the unconditional one as
+                `rows.predictions["uncond"]` and the scale as `rows.guidance`.
         """
         items = items if items.dealt else self._deal(items, items.used, items.count)
         with self.networks.train(network) as engine:
@@ -192,25 +192,25 @@ class Run(Rollouts):
         return info
 
     def accumulate(self, items: Items, loss: Loss) -> None:
-        """Add the gradient of the mean of a loss over the items of all ranks to that of the next update of the policy.
+        """Add the gradient of the mean of a loss over the items of all ranks to the next update of the policy.
 
-        The update follows at once, so that the two are one step on the sum of their losses; predictions come before.
+        Call `update` directly afterwards: the two make one step on the sum of the losses. Make predictions before both.
         """
         items = items if items.dealt else self._deal(items, items.used, items.count)
         terms, options = self._terms(self.engine.module, "policy", items, loss)
         self.engine.accumulate(*terms, **options)
 
     def copy_policy(self, name: str) -> None:
-        """Copy the policy to a network that follows it."""
+        """Copy the policy's weights to a follower."""
         copy_adapter(self.engine.module, "default", name)
 
     def forward(self, items: Items, rows: Rows, network: str = "policy") -> Tensor:
-        """Return the prediction at rows of items, with gradient, of the network that learns: for a loss that takes steps."""
+        """Return a trained network's prediction at rows of items, with gradient, for a loss with several forward passes."""
         module = self.networks.trained.get(network, self.engine).module
         return self._predict(module, rows, self.networks.condition(network, items.cond))
 
     def judge(self, items: Items, rows: Rows, network: str) -> Tensor:
-        """Return what the head of a network that learns says of rows of items, `[P]`, with gradient: for a loss."""
+        """Return the output of a trained network's head at rows of items, `[P]`, with gradient."""
         module, cond = self.networks.trained[network].module, self.networks.condition(network, items.cond)
         judged: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
         return judged
@@ -232,14 +232,14 @@ class Run(Rollouts):
             items: items of an update.
             rows: P rows of them.
             final: clean sample of each row, `[P, *event]`.
-            edits: functions of a prompt that return the one that the rewards see.
+            edits: functions from a prompt to the prompt that the rewards see.
         """
         batch, each, last = items.batch, items.used.shape[1], items.used.numel() - 1
         assert rows.place is not None
         prompts = [batch.prompt(place // each) for place in host_values.read(rows.place).clamp(max=last).tolist()]
         return self._rewards_of(final, prompts, edits)
 
-    # below: what no method sees
+    # private: not for methods
 
     def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
         images, name = decode_samples(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
@@ -252,9 +252,9 @@ class Run(Rollouts):
             return self._predictions(module, items, self.networks.condition(network, items.cond))
 
     def _predict_by_source(self, networks: Mapping[str, str], items: Items) -> Tensor:
-        """Return at each row the prediction of the network of its prompt's source, `[P, ...]`.
+        """Return the prediction at each row by the network of its prompt's source, `[P, ...]`.
 
-        A rank takes part in the passes of every source that any rank has rows of.
+        Every rank makes the forward passes of each source that any rank has rows of.
         """
         batch, sources = items.batch, [*networks]
         number = torch.tensor([sources.index(batch.prompt(place).source) for place in range(batch.share.batch)])
@@ -271,7 +271,7 @@ class Run(Rollouts):
         return torch.cat(predictions)[to_device(torch.cat(index).argsort(), self.world.device)]
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
-        """Return this rank's part of an update: the used rows, moved between ranks if that saves the busiest one a pass."""
+        """Return this rank's used rows, rebalanced over the ranks if that saves the busiest rank a forward pass."""
         share, ranks = items.batch.share, self.world.data_size
         repeats = used.new_zeros((ranks * share.slots - len(used), used.shape[1]))
         by_rank = torch.cat([used, repeats]).unflatten(0, (ranks, share.slots))
@@ -284,14 +284,14 @@ class Run(Rollouts):
         else:
             longest = max(held)
         real = len(rows.level)
-        if not real:  # a rank without items still takes part in the collectives
+        if not real:  # a rank without items still joins the collectives
             rows = _first_row(items.rows)
         return replace(items, rows=rows, cond=cond, used=used, count=count, pad_to=max(longest, 1), real=real, dealt=True)
 
     def _terms(
         self, module: nn.Module, network: str, items: Items, loss: Loss, *, split_guidance: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what `Engine.update` takes, of the mean of a loss over the items of all ranks."""
+        """Return the arguments of `Engine.update` for the mean of a loss over the items of all ranks."""
         cond, sizes = self.networks.condition(network, items.cond), self.config.pass_sizes(items.pad_to, self.pairs)
         loss = loss if self.check_loss is None else self.check_loss(loss)
         options = {"count": max(items.count, 1), "micro_batch": sizes, "pad_to": items.pad_to, "inputs": cond}
@@ -317,13 +317,13 @@ class Run(Rollouts):
             return loss(v, _with(rows, before))
 
     def _predict(self, module: nn.Module, rows: Rows, cond: Cond) -> Tensor:
-        """Return the prediction at each row; both samples of a pair go through one forward pass."""
+        """Return the prediction at each row; the two samples of a pair share a forward pass."""
         inputs, options = self._inputs(rows, cond)
         v = guided_velocity(self.job.model, module, *inputs, **options)
         return v.unflatten(0, (-1, 2)) if isinstance(rows, Pairs) else v
 
     def _predict_with_head(self, network: str, module: nn.Module, rows: Any, cond: Cond) -> tuple[Tensor, Any]:
-        """Return a network's prediction at each row, and the rows with what its head says of them, if it has one."""
+        """Return a network's prediction at each row, and the rows with its head's output, if it has one."""
         if network not in self.networks.heads:
             return self._predict(module, rows, cond), rows
         with self.networks.read_head(network, module) as said:
@@ -348,7 +348,7 @@ class Run(Rollouts):
         return torch.cat([self._predict(module, rows, cond) for rows in self._passes(items)])[: len(items.rows.level)]
 
     def _passes(self, items: Items, *more: Tensor) -> Iterator[Any]:
-        """Yield the rows of items in micro-batches, with those of further tensors `[P, ...]` if any are given."""
+        """Yield the rows of items in micro-batches, together with rows of further tensors `[P, ...]`."""
         sizes = self.config.pass_sizes(items.pad_to, self.pairs)
         return micro_batches(
             (items.rows, *more) if more else items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device
@@ -356,7 +356,7 @@ class Run(Rollouts):
 
 
 def _first_row(rows: Rows) -> Rows:
-    """Return the first row, which does not count, for a rank without rows."""
+    """Return the first row with weight 0, for a rank without rows."""
     first: Rows = optree.tree_map(lambda tensor: tensor[:1].clone(), rows)
     return first._replace(weight=torch.zeros_like(first.weight))
 

@@ -1,4 +1,4 @@
-"""Samples of a run: of the policy, from any source, and clean samples of the job's data."""
+"""The samples of a run: rollouts of the policy from any source, and clean samples of the job's data."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,23 +43,23 @@ from fluvial.models import decode_samples
 from fluvial.models.host_values import to_device
 from fluvial.models.step_cache import FirstBlockCache
 
-FIRST_ROLLOUT = 0  # updates before the first rollout
+FIRST_ROLLOUT = 0  # number of updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
 
 
 class RolloutSampler:
-    """Chooses the prompts of each batch, and asks for this rank's samples.
+    """Chooses the prompts of each batch and requests this rank's samples.
 
     Args:
-        engine: engine whose module is the policy, on the ranks that samples are spread over.
-        source: maker of the samples.
+        engine: engine of the policy, on the ranks that share the samples.
+        source: generates the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
-        copy: network whose weights are pushed, where rollouts are made ahead of the updates.
-        pairs: given preferences, which are learnt from in place of rollouts.
-        sends_final: whether servers send the final latents, too.
+        copy: network that pushes weights to the source, if rollouts are generated ahead of the updates.
+        pairs: preference dataset, trained on instead of rollouts.
+        sends_final: whether servers also send the final latents.
 
     Raises:
-        UsageError: images of one caption are compared, and no caption has two.
+        UsageError: the method compares images of one caption, and no caption has two.
     """
 
     def __init__(
@@ -79,28 +79,28 @@ class RolloutSampler:
         self.texts = TextLengths(job.model, self.world)
         self.copy, self.pairs, self._compared = copy, pairs, False
         self._sends_final = sends_final
-        # Another network that has guidance of its own needs the negative prompt, too.
+        # The negative prompt is also needed by a reference or teacher with its own guidance scale.
         guides = any(scale != 1 for scale in config.own_guidance.values())
         self._negative = [config.method.sampling.guidance.negative] if guides else []
         source_of = self.method.source
-        self._compare = source_of.compare if isinstance(source_of, Images) else None  # what given images have in common
+        self._compare = source_of.compare if isinstance(source_of, Images) else None  # which dataset images are compared
         self._captions = Captions(job.prompts) if self._compare == "caption" else None
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
         if pairs:
             self._known = pairs.prompts if isinstance(pairs, EncodedPreferences) else [pair.prompt for pair in pairs]
         seed = config.seed if config.data.seed is None else config.data.seed
         by_epoch = config.data.order == "epochs"
-        keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of those in their place
+        keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of replacements
         orders = [BatchOrder(self._known, key, job.source_weights) if by_epoch else None for key in keys]
         self._order, self._further = orders
         pool = Pool(self._known)
         self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
-        self._schedules = {self.method.sampling.steps: schedules}  # by their number of steps, which drafts have of their own
+        self._schedules = {self.method.sampling.steps: schedules}  # by number of steps: drafts may have another
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
 
-        Where the samples of a group are different images, it is the prompt of each sample.
+        If the samples of a group are different images of a dataset, return the prompt of each sample.
 
         Args:
             updates: number of updates before those on this rollout.
@@ -124,19 +124,19 @@ class RolloutSampler:
         seen: Callable[[Chunk], None] = lambda chunk: None,
         failing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> SampleBatch:
-        """Return the samples of a rollout of servers that have the policy; every rank of `world` must take part.
+        """Generate a rollout; servers whose log-probs differ are dropped and it is repeated. All ranks of `world` call it.
 
-        One step of each server is compared with the network's log-probability. A server that is too far off is dropped with
-        a warning, and the others make the rollout again.
+        One step of each server is compared with the network's log-probability. A server above the tolerance is dropped with
+        a warning, and the remaining servers generate the rollout again.
 
         Args:
-            network: opens the network with the weights that the source was given.
+            network: opens the network with the weights that were pushed to the source.
             world: ranks that compare their servers together.
-            seen: function of each chunk, called before it is scored.
-            failing: context in which the samples are made.
+            seen: function that is called with each chunk before it is scored.
+            failing: context in which the samples are generated.
 
         Raises:
-            RunError: the samples cannot be made, or no server has the policy.
+            RunError: generation failed, or no server has the policy.
         """
         if not self.config.rollout.is_served:
             with failing():
@@ -157,12 +157,12 @@ class RolloutSampler:
     def _drop_mismatched_servers(
         self, spec: RolloutSpec, served: Mapping[str, ServedStep], network: Behaviour, world: World
     ) -> bool:
-        """Drop the servers of a rollout that have another policy; return whether there were any.
+        """Drop the servers whose log-probs of a rollout differ from the policy's; return whether any was dropped.
 
         Raises:
             RunError: none is left.
         """
-        # The same steps on all ranks, which may share a forward pass.
+        # All ranks compare the same steps, because context parallelism may share a forward pass.
         everyone = {address: step for of_rank in world.gather_items(served) for address, step in of_rank.items()}
         if not everyone:
             return False
@@ -183,10 +183,10 @@ class RolloutSampler:
 
     @collective
     def compare_with_servers(self) -> Handshake | None:
-        """Compare what servers make of one prompt with the trainer's own numbers, once.
+        """Compare log-probs of the servers with the trainer's for one prompt, once per run.
 
         Returns:
-            The comparison; None where it was made before, or where no servers make the samples.
+            The comparison; None after the first call, or without servers.
 
         Raises:
             RunError: they are too far apart.
@@ -202,7 +202,7 @@ class RolloutSampler:
             self.source.push(self.engine, self.engine.updates)
         else:
             self.copy.load(snapshot_weights(self.engine), self.engine.updates)
-            with self.world.agreed():  # the other ranks ask when rank 0 has pushed
+            with self.world.agreed():  # the other ranks wait until rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
         requests = Requests(asked.prompts[:size], asked.ids[:size], asked.key, same)
         handshake = self.source.compare_with_servers(requests, spec.sampling)
@@ -222,13 +222,13 @@ class RolloutSampler:
         draft: ReadingConfig | None = None,
         starts: Sequence[int] | None = None,
     ) -> RolloutSpec:
-        """Return what to ask of the source for a rollout.
+        """Specify a rollout: the samples to request from the source, and how they are generated.
 
         Args:
             asked: prompt of each group, or of each sample.
             updates: number of updates before those on this rollout.
-            draft: how samples are made that are scored alone, by default as the method's.
-            starts: index of each sample's initial noise, by default its own or that of its group.
+            draft: sampling of samples that are scored but not trained on; by default the method's.
+            starts: index of each sample's initial noise, by default the sample's or its group's.
         """
         asked_for, sizes = self.method.sampling if draft is None else draft, self.job.sizes
         ids, real = slots(asked_for.batch, micro_batch=self.config.samples_per_pass, world=self.world)
@@ -250,16 +250,16 @@ class RolloutSampler:
 
     @collective
     def respecify(self, spec: RolloutSpec, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutSpec:
-        """Return what to ask for in place of some groups of a rollout, with other prompts.
+        """Specify replacements, with other prompts, of some groups of a rollout.
 
-        Each rank asks for its own samples, and fills up with repeats to as many as any rank has.
+        Each rank requests its own samples, padded with repeats to the largest number on any rank.
 
         Args:
-            spec: the rollout, whose windows of noise stay.
+            spec: the rollout, whose windows of stochastic steps are kept.
             groups: indices of the groups.
             root: key of the rollout.
             updates: number of updates before those on this rollout.
-            number: number of times that groups of this rollout have been replaced, with this one.
+            number: how often groups of this rollout have been replaced, counting this time.
         """
         size, group = self.config.samples_per_pass, spec.group
         root = fold_in(fold_in(root, Stream.REFILL), number)
@@ -290,22 +290,22 @@ class RolloutSampler:
     def generate(
         self, spec: RolloutSpec, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
     ) -> SampleBatch:
-        """Return the samples of a rollout, made by the source with the weights that were pushed last.
+        """Generate the samples of a rollout with the weights that were pushed last.
 
         Args:
-            seen: function of each chunk, called before it is scored.
+            seen: function that is called with each chunk before it is scored.
         """
         size, parts = self.config.samples_per_pass, list[SampleBatch]()
         with closing(self.source.generate(spec.requests, spec.sampling, micro_batch=size)) as chunks:
             for chunk in chunks:
                 seen(chunk)
                 numbers = spec.numbers[size * len(parts) :][: len(chunk.prompts)]
-                rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, numbers)  # the images are not kept
+                rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, numbers)  # frees the images
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return join_batches(parts)
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
-        """Return the given preferences that an update learns from, the same on every rank, and their size."""
+        """Return the preferences of the next batch, the same on every rank, and their size."""
         places = self._places(root, self.method.sampling.prompts, updates)
         return [self.pairs[place] for place in places], self._known[places[0]].size
 
@@ -316,13 +316,13 @@ class RolloutSampler:
         sampling: Sampling,
         size: Size | None,
     ) -> Batch:
-        """Return preferences as a batch of pairs, each rank its share; without pairs there is one that does not count.
+        """Return preferences as a batch of pairs, spread over the ranks; without any, one pair of weight 0.
 
         Args:
             chosen: the preferences, the same on every rank.
             numbers: index of each in its stream of noise.
-            sampling: how the samples were made, or how a rollout would make them.
-            size: size of the samples, where there are several.
+            sampling: how the samples were generated, or how a rollout would generate them.
+            size: size of the samples; None if all have one size.
         """
         real, ranks, device = len(chosen), self.world.data_size, self.world.device
         if not real:
@@ -352,7 +352,7 @@ class RolloutSampler:
         return Batch(spec, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
 
     def _places(self, root: Key, count: int, updates: int) -> list[int]:
-        """Return the indices of the `count` prompts, or preferences, of the rollout after a number of updates."""
+        """Return the indices of the next `count` prompts, or preferences, after a number of updates."""
         config = self.config
         if self._order is not None:
             return self._order.batch(updates // config.updates_per_rollout, count)
@@ -360,7 +360,7 @@ class RolloutSampler:
         return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
     def _further_prompts(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
-        """Return prompts of a size that take the place of others, the same on every rank; for the rest see `replan`."""
+        """Return replacement prompts of a size, the same on every rank; arguments as in `respecify`."""
         config, sampling = self.config, self.method.sampling
         if self._further is not None:
             rounds = updates // config.updates_per_rollout * getattr(sampling.groups, "rounds", 1) + number - 1
@@ -373,7 +373,7 @@ class RolloutSampler:
     def _sampling(
         self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
     ) -> Sampling:
-        """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
+        """Return the sampling of a rollout, with its windows of stochastic steps and the padded length of its prompts."""
         config, rollout, record = self.config, self.config.rollout, self.method.recorded if draft is None else None
         asked, group = self.method.sampling if draft is None else draft, self.method.sampling.group
         stochastic, prefix, done = None, None, updates // config.updates_per_rollout
@@ -396,7 +396,7 @@ class RolloutSampler:
             if asked.window.share_prefix:  # the samples of a group share the steps before every window of the rollout
                 prefix = SharedPrefix(asked.window.count_shared_steps(stochastic.steps_of([0])), group)
         graphs = config.engine.compile == "reduce-overhead"  # a graph holds no results of earlier passes
-        # A compiled block is one program, and a block that is left out calls no layers.
+        # Inside a compiled or skipped block no layer can be replaced.
         whole_blocks = self.engine.compiles or isinstance(rollout.step_cache, FirstBlockCache)
         return Sampling(
             shape,
@@ -417,20 +417,20 @@ class RolloutSampler:
         )
 
     def read_images(self, requests: Requests) -> Tensor:
-        """Return a clean sample of the job's data for each prompt that is asked for, `[slots, *event]`."""
+        """Return a clean sample of the job's data for each requested prompt, `[slots, *event]`."""
         starts = range(0, len(requests.ids), self.config.samples_per_pass)
         return torch.cat([self._read_chunk(requests, start) for start in starts])
 
     def _read_chunk(self, requests: Requests, start: int) -> Tensor:
-        """Return the clean samples of one pass, from a place on."""
+        """Return the clean samples of the micro-batch that begins at slot `start`."""
         assert self.job.data is not None
         prompts = copy_prompts(requests.prompts[start : start + self.config.samples_per_pass])
-        # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
+        # One key per micro-batch, from its first sample's id, so that samples do not depend on the number of ranks.
         x0: Tensor = to_device(self.job.data(fold_in(requests.key, requests.ids[start]), prompts).clone(), self.world.device)
         return x0
 
     def read_data(self, spec: RolloutSpec, rewards: RewardRunners | None) -> SampleBatch:
-        """Return clean samples of the job's data, whose images the rewards score, if any."""
+        """Return clean samples of the job's data, and start scoring their images if rewards are passed."""
         size, prompts, parts = self.config.samples_per_pass, spec.requests.prompts, []
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])

@@ -1,6 +1,6 @@
-"""The samples of a batch, their rewards, and the items of an update: (sample, noise level) pairs.
+"""A batch of samples with their rewards, and the items of an update: (sample, noise level) pairs.
 
-Tensors on the device are this rank's; numbers on the host are those of all ranks, in the order of the batch.
+Device tensors hold this rank's samples; host tensors hold all ranks', in the order of the batch.
 """
 
 from collections.abc import Sequence
@@ -36,35 +36,35 @@ ALL_RECORDED = AllRecorded()
 
 
 class RolloutSpec(NamedTuple):
-    """A rollout that can be asked for: which samples, and how they are made."""
+    """Specification of a rollout: which samples, and how they are generated."""
 
-    asked: list[Prompt]  # prompt of each group, or of each sample; the same on every rank
+    asked: list[Prompt]  # prompt of each group (or each sample), the same on every rank
     requests: Requests  # of this rank
     sampling: Sampling
     numbers: list[int]  # index of each sample in the rollout, -1 for a repeat
-    size: Size | None  # of the samples, where there are several sizes
-    padding: Padding | None  # of the prompts, where it is trimmed
-    group: int  # consecutive samples with the same prompt
+    size: Size | None  # of the samples; None if all have one size
+    padding: Padding | None  # of the prompts; None if it is not trimmed
+    group: int  # number of consecutive samples with the same prompt
     per_pass: int  # samples per pass of the rollout
-    transitions: Transition | None = None  # of each step of the schedule, see `step_coefficients`, where steps are recorded
+    transitions: Transition | None = None  # `step_coefficients` of the schedule, if steps are recorded
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a rollout or of data, or pairs of samples; those that are made ahead are waited for when they are read.
+    """Samples of a rollout or a dataset, or pairs of samples; reading samples that are generated ahead waits for them.
 
     Args:
-        spec: how they are made.
+        spec: specification of the rollout.
         share: which samples of the batch this rank holds.
-        ids: index of each sample in its streams of noise.
+        ids: index of each sample in the noise streams.
         compared: number of consecutive samples that are compared with each other.
         prediction: what the model predicts.
-        made: the samples; of pairs the final ones are `[slots, 2, *event]`, the preferred one first.
-        scoring: rewards that score them; None where none are asked.
-        version: number of updates of the weights that make them.
-        rewards: rewards of all samples, once they are gathered.
+        made: the samples; final samples of pairs are `[slots, 2, *event]`, the preferred one first.
+        scoring: pending scores; None without rewards.
+        version: number of updates of the weights that generate the samples.
+        rewards: rewards of all samples, once gathered.
         paired: whether the samples are pairs.
-        skipped: samples that add nothing to a loss that is averaged over them, bool `[B]` on the host; None skips none.
+        skipped: samples with loss 0 that still count in its average, bool `[B]` on the host; None skips none.
     """
 
     spec: RolloutSpec
@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Prompt of each sample of this rank, which may be changed."""
+        """Prompt of each sample of this rank (a copy)."""
         return copy_prompts(self.made.result().prompts)
 
     @property
@@ -91,39 +91,39 @@ class Batch:
 
     @property
     def trajectory(self) -> Trajectory:
-        """Recorded steps, and the final samples, of this rank."""
+        """Recorded steps and final samples of this rank."""
         return self.made.result().trajectory
 
     @property
     def samples(self) -> int:
-        """Number of samples, of all ranks."""
+        """Number of samples of all ranks."""
         return self.share.batch * (2 if self.paired else 1)
 
     @cached_property
     def kept(self) -> Tensor:
-        """Index of each sample that is learnt from, `[N]`: of those whose group has valid rewards, if rewards score them."""
+        """Index of each sample that is trained on, `[N]`: with rewards, those whose group has valid ones."""
         if self.rewards is None or self.paired:
             return torch.arange(self.share.batch)
         return torch.nonzero(self.rewards.kept).flatten()
 
     @property
     def group(self) -> Tensor:
-        """Group of each sample that is learnt from, `[N]`."""
+        """Group of each sample that is trained on, `[N]`."""
         return self.kept // self.compared
 
     @property
     def noise(self) -> Tensor:
-        """Standard deviation of the noise of each step of the schedule, of a sample's first row, `[T]`, on the host."""
+        """Standard deviation of each step's noise, `[T]`, on the host (the first row's, if rows have their own levels)."""
         sampling = self.spec.sampling
         assert sampling.stochastic is not None
         return first_row(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
 
     def prompt(self, number: int) -> Prompt:
-        """Return the prompt of a sample of any rank, by its index in the batch; it may be changed."""
+        """Return (a copy of) the prompt of a sample of any rank, by its index in the batch."""
         return copy_prompts([self.spec.asked[number * len(self.spec.asked) // self.share.batch]])[0]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return numbers of the samples that are learnt from as those of the batch, `[N, ...] -> [B, ...]`, 0 for others."""
+        """Scatter values of the samples that are trained on to all samples, `[N, ...] -> [B, ...]`, 0 elsewhere."""
         everyone = values.new_zeros((self.share.batch, *values.shape[1:]))
         everyone[self.kept] = values
         return everyone
@@ -131,17 +131,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Items:
-    """Items of an update: this rank's rows, and which of all ranks' M items per sample are used.
+    """The items of an update: this rank's rows, and which of the M items per sample are used, over all ranks.
 
     Args:
         rows: this rank's items.
         cond: conditioning, a pytree of tensors `[slots, ...]` that `rows.sample` indexes.
-        used: 1 for the items that add something to the loss, `[B, M]` on the host.
-        count: number that the sum of the losses is divided by.
-        batch: samples that these are items of.
-        pad_to: largest number of rows of any rank.
-        real: number of rows of this rank that count.
-        dealt: whether unused rows are gone, and the others spread evenly over the ranks.
+        used: 1 for the items that contribute to the loss, `[B, M]` on the host.
+        count: divisor of the summed losses.
+        batch: batch of the samples.
+        pad_to: largest number of rows on any rank.
+        real: number of rows of this rank that are not padding.
+        dealt: whether unused rows are dropped and the rest is spread evenly over the ranks.
     """
 
     rows: Any
@@ -154,7 +154,7 @@ class Items:
     dealt: bool = False
 
     def with_rows(self, **fields: Any) -> Self:
-        """Return the items with other fields of their rows."""
+        """Return the items with fields of their rows replaced."""
         return replace(self, rows=self.rows._replace(**fields))
 
     def with_predictions(self, **predictions: Tensor) -> Self:
@@ -162,18 +162,18 @@ class Items:
         return self.with_rows(predictions={**self.rows.predictions, **predictions})
 
     def take(self, chosen: slice) -> Self:
-        """Return the items with some of the M of each sample alone, e.g. its first two steps."""
+        """Return a subset of each sample's M items, e.g. its first two steps."""
         used = torch.zeros_like(self.used)
         used[:, chosen] = self.used[:, chosen]
         return replace(self, used=used, count=self.count * used[:, chosen].shape[1] / used.shape[1])
 
     def part(self, rows: slice) -> Self:
-        """Return some of this rank's rows, for forward passes; an update needs all of them."""
+        """Return a slice of this rank's rows, for forward passes (an update needs all rows)."""
         chosen = optree.tree_map(lambda tensor: host_values.rows(tensor, rows), self.rows)
         return replace(self, rows=chosen, pad_to=len(chosen.level), real=len(chosen.level))
 
     def look_up(self, table: Tensor) -> Tensor:
-        """Return each row's entry of a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""
+        """Look up each row in a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""
         flat = to_device(table, self.rows.place.device).flatten(0, 1)
         return torch.cat([flat, torch.zeros_like(flat[:1])])[self.rows.place]
 
@@ -190,10 +190,10 @@ def record_steps(
     """Return the recorded steps of a batch that are trained on.
 
     Args:
-        signal: number of each sample that is learnt from, `[N]`, or of each of its S recorded steps, `[N, S]`; 1 by default.
-        trained: which of the recorded steps are trained on, drawn from `key`.
-        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`, or for their steps, `[N, S]`.
-        skip_zero: whether a signal of 0 adds nothing, so that these items need not be computed.
+        signal: number per sample that is trained on, `[N]`, or per recorded step, `[N, S]`, e.g. the advantage; 1 if None.
+        trained: which recorded steps are trained on, drawn from `key`.
+        keep: 1 for the samples, `[N]`, or steps, `[N, S]`, that the loss is averaged over.
+        skip_zero: whether items with signal 0 have no gradient, so that they need no forward pass.
     """
     total, number = batch.share.batch, batch.trajectory.log_prob.shape[1]
     weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero, steps=number)
@@ -247,10 +247,10 @@ def renoise(
         x: sample at `level`, `[P, *event]`.
         level: noise level of x, `[P]`.
         levels: distribution of the noisy levels: 0 stands for `lowest`, and 1 for `highest`.
-        key: key of the draw; what a row draws depends on nothing else but its place.
+        key: key of the draw; a row's draw depends on the key and the row's place alone.
         lowest, highest: levels, `[P]`; by default `level` and 1.
         shared: draw the same for all rows of a group.
-        draw: number of the draw, of several from one key.
+        draw: index of the draw, for several draws from one key.
     """
     bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
     keys = row_keys(items, key, draw, stream=Stream.RENOISING, shared=shared)
@@ -259,10 +259,10 @@ def renoise(
 
 
 def row_keys(items: Items, key: Key, draw: int = 0, *, stream: Stream = Stream.STEPPING, shared: bool = False) -> Key:
-    """Return a key for each row, `[P]`, that depends on its place alone: for what a method draws itself.
+    """Return a key per row, `[P]`, that depends on the row's place alone, for random numbers of a method.
 
     Args:
-        draw: number of the draw, of several from one key.
+        draw: index of the draw, for several draws from one key.
         shared: whether the rows of a group have one key.
     """
     place = items.rows.place
@@ -279,12 +279,12 @@ def return_to(batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
 
 
 class _Weights(NamedTuple):
-    """Numbers of the samples of a batch in the loss: of this rank on the device, of all on the host; 1 or M per sample."""
+    """Weights of samples in the loss, 1 or M per sample: this rank's on the device, all ranks' on the host."""
 
     weight: Tensor  # [slots], 0 for repeats
     signal: Tensor  # [slots], or [slots, M]
-    computed: Tensor  # [B, 1 or M], 0 for items that add nothing to the loss
-    counted: Tensor  # [B, 1 or M], 0 for items that the loss is not averaged over
+    computed: Tensor  # [B, 1 or M], 0 for items that contribute nothing to the loss
+    counted: Tensor  # [B, 1 or M], 0 for items that are not in the loss's average
 
     @classmethod
     def of(
@@ -310,7 +310,7 @@ class _Weights(NamedTuple):
 
 
 def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
-    """Return the rows of a batch, M of each sample, with their places."""
+    """Return items of rows, M per sample, with their places."""
     share, each = batch.share, used.shape[1]
     numbers = share.first + torch.arange(share.slots)
     places = torch.where(numbers < share.batch, numbers * each + torch.arange(each)[:, None], share.batch * each)
@@ -320,7 +320,7 @@ def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
 
 
 def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, Key | None]:
-    """Return the key of each sample's noise, which depends on its id or its group's, and that of its levels."""
+    """Return a key per sample for the noise, from the id of the sample or its group, and one for the levels."""
     root = fold_in(key, Stream.NOISING)
     ids = to_device(torch.tensor(list(batch.ids)), batch.trajectory.final.device)
     if noising.is_shared:
@@ -332,14 +332,14 @@ def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, 
 def replace_groups(
     batch: Batch, spec: RolloutSpec, samples: SampleBatch, scoring: Scoring, groups: Sequence[int], held: SampleBatch
 ) -> Batch:
-    """Return a batch with other samples of some groups in their slots, and their scores in place of the earlier ones.
+    """Return a batch with the samples and scores of some groups replaced.
 
     Args:
-        spec: how these samples are made.
-        samples: this rank's samples of these groups, with repeats after them.
-        scoring: their scores, which are there.
+        spec: specification of the new samples.
+        samples: this rank's new samples, followed by repeats.
+        scoring: their scores, already collected.
         groups: indices of the groups.
-        held: this rank's samples of the batch, whose conditioning is as long as that of `samples`.
+        held: this rank's samples of the batch, with conditioning of the same length as that of `samples`.
     """
     slots, prompts = batch.share.slots, list(held.prompts)
     slot_of = {number: slot for slot, number in enumerate(batch.spec.numbers)}
@@ -363,7 +363,7 @@ def replace_groups(
 
 
 def make_batch(samples: SampleBatch) -> Future[SampleBatch]:
-    """Return samples that are there already as those of a batch."""
+    """Return finished samples as the future that a batch holds."""
     made = Future[SampleBatch]()
     made.set_result(samples)
     return made
