@@ -29,7 +29,7 @@ class ChunkGrpo(Grpo, name="chunk"):
     splits_guidance = False  # the ratios are measured on the guided prediction, whose bits the loss must have
     chunk: int | None = None
 
-    def compare(self, run: "Run", part: "Items") -> "Items":
+    def couple_steps(self, run: "Run", part: "Items") -> "Items":
         """Return the steps of an update with old log-probabilities that give each the ratio of its chunk."""
         now = run.measure(part, self.log_prob)
         new, old = (run.gather(part, values) for values in (now, part.rows.log_prob_old))
