@@ -81,13 +81,6 @@ class Envelope(Struct, frozen=True):
         return torch.frombuffer(bytearray(memoryview(self.data)[start:]), dtype=dtype).reshape(self.shape)
 
 
-def envelope(tensor: Tensor) -> Envelope:
-    """Return the envelope of a tensor; WireError if its dtype has no place in the schema."""
-    if str(tensor.dtype) not in DTYPES:
-        raise WireError(f"a tensor is of {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-    return Envelope(save({"t": tensor.detach().cpu().contiguous()}), tuple(tensor.shape), str(tensor.dtype), True)
-
-
 def pack(value: Any) -> bytes:
     """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
     return msgspec.msgpack.encode(value, enc_hook=_envelop)
@@ -117,6 +110,8 @@ def tree_of(data: bytes) -> Any:
 
 
 def _envelop(value: Any) -> Envelope:
-    if isinstance(value, Tensor):
-        return envelope(value)
-    raise WireError(f"a {type(value).__name__} has no place in the schema")
+    if not isinstance(value, Tensor):
+        raise WireError(f"a {type(value).__name__} has no place in the schema")
+    if str(value.dtype) not in DTYPES:
+        raise WireError(f"a tensor is of {value.dtype}, expected one of {', '.join(DTYPES)}")
+    return Envelope(save({"t": value.detach().cpu().contiguous()}), tuple(value.shape), str(value.dtype), True)

@@ -32,7 +32,7 @@ from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
-from fluvial.engines.sampling.generate import Chunk, Guidance
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.source import Holder, InProcess
 from fluvial.engines.sampling.tail import Tail
@@ -464,6 +464,10 @@ def test_servers_that_cannot_be_used_are_refused(one: World) -> None:
             chunks(source, spec)
     with pytest.raises(RunError, match="cannot be reached"):
         remote(RolloutConfig(source="http://127.0.0.1:9", servers=QUICK), [fake], one)
+    with loopback(lambda handler: respond(handler, b"{}", 404)) as url:
+        says = f"{url} has no /v1/model_info: fluvial serve and sglang have it, vLLM-omni makes images alone"
+        with pytest.raises(RunError, match=says):
+            remote(RolloutConfig(source=url, servers=QUICK), [fake], one)
 
 
 def test_the_handshake_says_how_far_servers_are(one: World) -> None:
@@ -479,6 +483,34 @@ def test_the_handshake_says_how_far_servers_are(one: World) -> None:
         own, fake.module = fake.module, tiny.Tiny(seed=1).build()
         source.behaviour = lambda: nullcontext(own)
         assert source.compare_with_servers(requests, spec.sampling).largest > 1e-3
+
+
+def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None:
+    """The network is open while chunks are made, and closed when the last is taken or the rest is not wanted."""
+    model, opened = tiny.Tiny(), list[str]()
+    module = model.build()
+
+    @contextmanager
+    def behaviour() -> Iterator[nn.Module]:
+        opened.append("open")
+        try:
+            yield module
+        finally:
+            opened.append("closed")
+
+    source = InProcess(model, behaviour)
+    sampling = Sampling(tiny.SHAPE, on_device(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
+    requests = Requests([Prompt("1")] * 4, [0, 1, 2, 3], key(5))
+    source.push(cast(Engine, None), 7)
+    expected = list(generate(model, module, requests, sampling, micro_batch=2))
+    found = list(source.generate(requests, sampling, micro_batch=2))
+    assert [chunk.version for chunk in found] == [7, 7]
+    assert all(torch.equal(own.images, other.images) for own, other in zip(found, expected, strict=True))
+    assert opened == ["open", "closed"]
+    chunks = source.generate(requests, sampling, micro_batch=2)
+    next(chunks)
+    chunks.close()
+    assert opened == ["open", "closed"] * 2
 
 
 SOURCES = "ftp://a", "http://a,b", "http//a", "replayed:", "stored:x", "somewhere"

@@ -2,25 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from helpers import launch, tiny_conditioned, tiny_pipelines
 from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.job import handwriting
-from fluvial.engines.run.jobs.settings import MachineConfig
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
-from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
@@ -118,37 +106,3 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
     differences = [record["handshake"]["log_prob_difference"] for record in launch.records(tmp_path / "served")[:1]]
     assert {value for each in differences for value in each.values()} == {0.0}
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
-    """It dies with kill -9 while samples of the second rollout are made; the other server makes them, with the same bits."""
-    servers: list[launch.Process] = []
-    calls: list[int] = []
-
-    def dark(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
-        calls.append(len(prompts))
-        if servers and sum(calls) > 2 + 4:  # the trial on blank images, and the first rollout
-            servers.pop(0).kill()
-        return 1 - images.flatten(1).mean(1)
-
-    small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
-    engine, evaluation = (
-        MachineConfig(micro_batch=2, update_micro_batch="rollout"),
-        EvaluationConfig(every=0, final_samples=2),
-    )
-    settings: dict[str, Any] = {"method": Grpo(sampling=small), "engine": engine, "evaluation": evaluation}
-    config = TrainConfig(tmp_path / "inside", updates=3, tracker="none", **settings)
-    job = replace(handwriting(), rewards={"dark": dark})
-    train(config, job)
-    calls.clear()
-    (weights := tmp_path / "weights").mkdir()
-    options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
-    with launch.start(*options) as first, launch.start(*options) as second:
-        urls = ",".join(map(launch.Process.address, (first, second)))
-        asked = RolloutConfig(source=urls, servers=ServersConfig(weights_folder=weights))
-        servers.append(first)
-        train(with_values(config, {"out": tmp_path / "served", "rollout": asked}), job)
-        assert first.poll() is not None
-        assert second.poll() is None
-    assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
