@@ -51,8 +51,8 @@ class PushFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path = made.rename(parent / f"{PREFIX}{name}")
 
-    def finish(self, name: str) -> Path:
-        """Give the folder `.name` the name `name`, and return it. What had the name before is removed.
+    def finish(self, name: str) -> None:
+        """Give the folder `.name` the name `name`. What had the name before is removed.
 
         Raises:
             RunError: that is not possible.
@@ -61,7 +61,6 @@ class PushFolder:
         with convert_errors(RunError, OSError, says=f"weights cannot be written to {final}"):
             shutil.rmtree(final, ignore_errors=True)
             os.rename(self.path / f".{name}", final)
-        return final
 
     def keep(self, name: str = "") -> None:
         """Remove all folders but one; without a name, all."""

@@ -313,7 +313,6 @@ def _format_value(value: Any) -> str:
 
 
 def _index(path: Path) -> StoredRollout:
-    """Return the index of a file of a rollout."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StoredRollout)
     except OSError as error:
@@ -346,6 +345,5 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor | None], sampling: Sam
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

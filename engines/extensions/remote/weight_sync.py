@@ -36,7 +36,6 @@ from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_e
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
 from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder
 from fluvial.engines.extensions.remote.push_sums import FILES, Dtype, PushSums
-from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
     BROADCAST,
@@ -44,12 +43,15 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     PRECISIONS,
     SHARED_FILES,
     UNKNOWN,
+    BroadcastGroup,
     BucketPlace,
     SharedBucket,
     adapter_checksum,
     buckets,
     checksum,
     flatten,
+    open_store,
+    own_address,
     policy_checksums,
 )
 from fluvial.engines.files import LORA
@@ -309,7 +311,6 @@ class WeightSync:
         self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums.hex()))
 
     def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
-        """Send all weights of a folder to a server."""
         value = {
             "model_path": str(pushed.folder),
             "flush_cache": True,

@@ -230,7 +230,6 @@ def _read_field(part: bytes) -> Field:
 
 
 def _answer(asked: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any]:
-    """Return the response to a request."""
     return {
         "id": samples[0].request_id,
         "created": int(time.time()),

@@ -8,11 +8,10 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import fake_servers, launch, rollout_servers
+from helpers import fake_servers, launch
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
@@ -20,52 +19,17 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.judges.formats import FlowFactory
 from fluvial.engines.extensions.servers.rollout import policy
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.extensions.wire.response import RolloutSample, read_response
-
-COMMANDS = {
-    "serve": ("serve", "helpers.tiny_jobs:Tiny", "--micro-batch", "2", "--steps", "3"),
-    "serve-rewards": ("serve-rewards", "helpers.fake_servers:lightness"),
-}
-BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
+from fluvial.engines.extensions.wire.response import read_response
 
 
-def start(command: str, port: int = 0) -> launch.Process:
-    """Start a server: of the tiny net, as a user-defined model, or of one reward."""
-    return launch.start(*COMMANDS[command], "--port", str(port))
-
-
-def end(server: launch.Process) -> None:
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(30) == 0
-    assert server.stderr == ""
-
-
-def ask(url: str, body: Any) -> list[RolloutSample]:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/rollout/generate", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        assert reply.headers["content-type"] == "application/msgpack"
-        return read_response(reply.read())
-
-
-def test_a_rollout_server_is_killed_and_started_again() -> None:
-    with start("serve") as server:
-        url = server.address()
-        before = ask(url, BODY)
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            ask(url, {"prompt": "no code"})
-        server.kill()
-        server.wait(30)
-    with start("serve", int(url.rpartition(":")[2])) as server:
-        (one,) = ask(server.address(), {**BODY, "num_outputs_per_prompt": 1})
-        assert rollout_servers.same(one, before[0])
-        end(server)
+def start(port: int = 0) -> launch.Process:
+    return launch.start("serve-rewards", "helpers.fake_servers:lightness", "--port", str(port))
 
 
 def test_a_reward_server_is_asked_killed_and_started_again() -> None:
     images, prompts = torch.rand(5, 3, 8, 8), ["x"] * 5
     expected = fake_servers.lightness(images, prompts).float()
-    with start("serve-rewards") as server:
+    with start() as server:
         url = server.address()
         reward = FlowFactory(HttpClient(url, timeout=20), batch=2)
         assert torch.equal(reward(images, prompts), expected)
@@ -78,10 +42,12 @@ def test_a_reward_server_is_asked_killed_and_started_again() -> None:
     found: list[Tensor] = []
     waiting = threading.Thread(target=lambda: found.append(reward(images, prompts)))
     waiting.start()
-    with start("serve-rewards", int(url.rpartition(":")[2])) as server:
+    with start(int(url.rpartition(":")[2])) as server:
         waiting.join(30)
         assert torch.equal(found[0], expected)
-        end(server)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert server.stderr == ""
 
 
 WRONG = {

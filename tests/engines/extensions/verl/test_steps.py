@@ -262,24 +262,6 @@ def test_loss_functions_are_called_as_verl_calls_them() -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-def test_a_loss_may_average_over_a_step() -> None:
-    """GRPO-Guard scales ratios by the mean std of what it is given, so a pass over several steps does not mix them."""
-    made = verl_runs.rollout("sd3")
-    engine = verl_runs.build("sd3")
-
-    def loss(*, model_output: dict[str, Any], data: Any, dp_group: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        scale = model_output["std_dev_t"].mean() * model_output["sqrt_dt"].mean()
-        gain = (model_output["log_probs"] - data["old_log_probs"]) * data["advantages"]
-        return (scale * gain).mean() / data["gradient_accumulation_steps"], {}
-
-    losses = []
-    for size in (8, 4, 3):
-        with engine.train_mode():
-            result = engine.forward_backward_batch(verl_runs.batch(made, micro_batch_size_per_gpu=size), loss)
-        losses.append(sum(result["loss"]))
-    assert losses == pytest.approx([losses[1]] * 3, rel=1e-5)
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["sd3", "qwen-image"])
 def test_infer_batch_returns_the_log_probs_of_given_trajectories(name: str) -> None:
