@@ -100,7 +100,11 @@ def test_a_step_of_diffusion_nft(world: World, name: str) -> None:
     items, noise = noised(name, made, timesteps)
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
     forward = torch.stack([pack(noise[:, i]) for i in (0, 1)], 1)
-    given = {"latents_clean": pack(made.trajectory.final), "train_timesteps": timesteps, "forward_noise": forward}
+    given: dict[str, Any] = {
+        "latents_clean": pack(made.trajectory.final),
+        "train_timesteps": timesteps,
+        "forward_noise": forward,
+    }
     data = verl_runs.batch(made, reward_prob=items.signal.view(2, 4).T.contiguous(), **given)
     predictions = {"old": own.other(items, made.cond, "old"), "ref": own.other(items, made.cond, None)}
     nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5, kl=KLConfig(verl_runs.KL))
@@ -126,7 +130,7 @@ def test_a_step_of_dpo(world: World, name: str) -> None:
     sigma = one.level[:, None, None, None]
     clean = made.trajectory.final
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
-    given = {"latents_clean": pack(clean), "noise": pack(noise), "timesteps": timesteps[:, 0]}
+    given: dict[str, Any] = {"latents_clean": pack(clean), "noise": pack(noise), "timesteps": timesteps[:, 0]}
     rewards = torch.tensor([1.0, 0.0, 3.0, 2.0])
     data = verl_runs.batch(made._replace(cond=cond), sample_level_rewards=rewards, **given)
     data["ref_noise_pred"] = actor.infer(data, no_lora_adapter=True)["noise_pred"]
