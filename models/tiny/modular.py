@@ -130,9 +130,9 @@ def _list_parts() -> dict[str, Parts]:
     flux3: Parts = {"text_encoder": partial(_sees, 2), "tokenizer": partial(_processor, "Qwen3VLProcessor")}
     klein: Parts = {"text_encoder": partial(_language, "Qwen3ForCausalLM"), "tokenizer": _tokenizer}
     layers36: Parts = {"text_encoder": partial(_language, "Qwen3VLModel", 36), "tokenizer": _tokenizer}
-    krea = {**layers36, "transformer": partial(network, "Krea2Transformer2DModel", num_text_layers=12)}
+    krea: Parts = {**layers36, "transformer": partial(network, "Krea2Transformer2DModel", num_text_layers=12)}
     helios: Parts = {"transformer": partial(network, "HeliosTransformer3DModel")}
-    pyramid = {**helios, "scheduler": partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=3.0)}
+    pyramid: Parts = {**helios, "scheduler": partial(diffusers.FlowMatchEulerDiscreteScheduler, shift=3.0)}
     animate: Parts = {"transformer": partial(network, "WanAnimate2Transformer3DModel"), "image_encoder": _clip}
     solver = partial(
         diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
