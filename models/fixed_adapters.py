@@ -89,8 +89,7 @@ class _Fixed:
         if self._known is None and not (args or kwargs or torch.is_grad_enabled()):
             self._known, self._product = seen, _product(layer, x)
         if self._product is None or seen != self._known or args or kwargs or torch.is_grad_enabled():
-            output: Tensor = self._own(x, *args, **kwargs)
-            return output
+            return self._own(x, *args, **kwargs)
         return self._product(x)
 
 

@@ -62,11 +62,9 @@ def _light(kind: Any, product: Product) -> type:
                 return dora_linear(x, base, a, b, lengths.weight, scale)
             quantised = type(self._modules["base_layer"]) is not nn.Linear
             if args or kwargs or is_transformed(x) or (quantised and product != "merged"):
-                result: Tensor = super().forward(x, *args, **kwargs)
-                return result
+                return super().forward(x, *args, **kwargs)
             if quantised and torch.is_grad_enabled():  # the merged weight is made again rather than kept
-                again: Tensor = checkpoint(self._light, x, use_reentrant=False)
-                return again
+                return checkpoint(self._light, x, use_reentrant=False)
             return self._light(x)
 
         def _light(self, x: Tensor) -> Tensor:
@@ -80,15 +78,13 @@ def _light(kind: Any, product: Product) -> type:
                     and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
                 ):
                     return _compute_traced(x, *factors)
-                traced: Tensor = super().forward(x)
-                return traced
+                return super().forward(x)
             if factors is not None:
                 return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
             if _is_bare(self, x):
                 base = self._modules["base_layer"]
                 return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
-            result: Tensor = super().forward(x)
-            return result
+            return super().forward(x)
 
     return LightLinear
 
@@ -121,8 +117,7 @@ def _active(layer: Any, part: str) -> Any:
 def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
     """Return x W^T + bias as the reference policy computes it."""
     if type(base) is not nn.Linear:
-        result: Tensor = base(x)
-        return result
+        return base(x)
     return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
 
 
@@ -326,8 +321,7 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b:
         scale: factor of the adapter's output, alpha / R.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        result: Tensor = _Adapted.apply(x, x, weight, bias, a, b, scale)
-        return result
+        return _Adapted.apply(x, x, weight, bias, a, b, scale)
     return _forward(x, weight, bias, a, b, scale, reuse=True)[0]
 
 
@@ -391,8 +385,7 @@ def merged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: 
     in out / (in + out), and fewer passes over the output. The arguments are those of `adapted_linear`.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        result: Tensor = _Merged.apply(x, weight, bias, a, b, scale)
-        return result
+        return _Merged.apply(x, weight, bias, a, b, scale)
     out = rows_linear(x.reshape(-1, x.shape[-1]), torch.addmm(weight, b, a, alpha=scale), bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 

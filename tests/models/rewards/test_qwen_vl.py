@@ -121,8 +121,7 @@ def original_hpsv3(state: dict[str, Tensor]) -> Any:
             return torch.float32
 
         def forward(self, pixels: Tensor, grid_thw: Tensor) -> Tensor:
-            found: Tensor = net.visual(pixels, grid_thw=grid_thw).pooler_output
-            return found
+            return net.visual(pixels, grid_thw=grid_thw).pooler_output
 
     class Generation(nn.Module):
         def __init__(self, config: Any) -> None:
