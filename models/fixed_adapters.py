@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fluvial.models.lora_layer import (
     merge_weight,
     rows_linear,
 )
-from fluvial.models.prompt_layers import LayerPlace, is_current, replace_forwards
+from fluvial.models.prompt_layers import LayerPlace, find_layers, replace_forwards
 
 # Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
 LARGEST = 2**20
@@ -61,7 +60,12 @@ class FixedAdapters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = _find_layers(module)
+
+        def search() -> list[LayerPlace]:
+            every = ((parent, *item) for parent in module.modules() for item in parent._modules.items())
+            return [LayerPlace(*each) for each in every if hasattr(type(each[2]), "light_product")]
+
+        self._layers = find_layers(module, "light_product", search) if hasattr(module, "peft_config") else []
         self._forwards = [_Fixed(layer) for layer in self._layers]
 
     @contextmanager
@@ -110,20 +114,3 @@ def _product(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         return None
     merged = torch.addmm(weight, b, a, alpha=scale)
     return lambda x: rows_linear(x.reshape(-1, x.shape[-1]), merged, base.bias).view(*x.shape[:-1], -1)
-
-
-# The adapted layers of a network: every chunk of a rollout asks for them, and a walk over the modules takes a while.
-_places: WeakKeyDictionary[nn.Module, list[LayerPlace]] = WeakKeyDictionary()
-
-
-def _find_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers with the light pass, looked up again if one has been replaced by another."""
-    places = _places.get(module)
-    if not places or not is_current(places):
-        places = _places[module] = [
-            LayerPlace(parent, name, part)
-            for parent in module.modules()
-            for name, part in parent._modules.items()
-            if part is not None and hasattr(type(part), "light_product")
-        ]
-    return [place.layer for place in places]

@@ -69,21 +69,17 @@ def _light(kind: Any, product: Product) -> type:
 
         def _light(self, x: Tensor) -> Tensor:
             """Return what `forward` does, by the light pass where it applies."""
-            factors = light_factors(self, x)
-            merges = factors is not None and is_merged(product, x, factors[0])
-            if torch.compiler.is_compiling():
-                if (
-                    factors is not None
-                    and merges
-                    and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
-                ):
-                    return _compute_traced(x, *factors)
-                return super().forward(x)
-            if factors is not None:
-                return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
-            if _is_bare(self, x):
+            factors, compiling = light_factors(self, x), torch.compiler.is_compiling()
+            if factors is None:
                 base = self._modules["base_layer"]
-                return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+                bare = not compiling and _is_bare(self, x)
+                return flat_linear(x, base.weight, base.bias) if bare else super().forward(x)
+            merges = is_merged(product, x, factors[0])
+            if not compiling:
+                return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
+            weight, bias, a, b, scale = factors
+            if merges and weight.numel() <= 2 * len(a) * sum(weight.shape):  # autograd takes the gradient of the whole sum
+                return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
             return super().forward(x)
 
     return LightLinear
@@ -101,7 +97,7 @@ def _light_lokr(kind: Any) -> type:
             out = _multiply_frozen(self._modules["base_layer"], x)
             active = {part: _active(self, part) for part in PARTS if part in self._modules}
             parts = {part: tensor for part, tensor in active.items() if tensor is not None}
-            return out + lokr_product(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
+            return out + lokrflat_linear(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
 
     return LightLokr
 
@@ -116,9 +112,7 @@ def _active(layer: Any, part: str) -> Any:
 
 def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
     """Return x W^T + bias as the reference policy computes it."""
-    if type(base) is not nn.Linear:
-        return base(x)
-    return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+    return flat_linear(x, base.weight, base.bias) if type(base) is nn.Linear else base(x)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -174,11 +168,11 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
     weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
     out, more = _multiply_frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
-    update = _product(_product(x, a) * scale, b)
+    update = flat_linear(flat_linear(x, a) * scale, b)
     return out + ((out if base.bias is None else out - base.bias) + update) * more + update
 
 
-def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+def lokrflat_linear(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return s x (w1 (x) w2)^T, `[..., out]`, without making the Kronecker product.
 
     With x as a matrix X of `[columns of w1, columns of w2]` it is s w1 X w2^T as a vector.
@@ -191,14 +185,14 @@ def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor
     parts = {part: tensor.to(x.dtype) for part, tensor in parts.items()}
     first = parts["lokr_w1"] * scale
     inner = x.unflatten(-1, (first.shape[1], -1))
-    inner = _product(inner, parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_b"])
-    inner = _product(inner.mT, first).mT
-    return (_product(inner, parts["lokr_w2_a"]) if "lokr_w2_a" in parts else inner).flatten(-2)
+    inner = flat_linear(inner, parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_b"])
+    inner = flat_linear(inner.mT, first).mT
+    return (flat_linear(inner, parts["lokr_w2_a"]) if "lokr_w2_a" in parts else inner).flatten(-2)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T by one product of matrices."""
-    return x.reshape(-1, x.shape[-1]).mm(weight.t()).view(*x.shape[:-1], -1)
+def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias, `[..., out]`, by one product of matrices."""
+    return rows_linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
 def merge_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -242,19 +236,6 @@ def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:
         return False
     out, into = weight.shape
     return product == "merged" or 2 * into * out <= SAMPLES * x.shape[1:-1].numel() * (into + out)
-
-
-def _is_narrow(out: int, into: int, rank: int) -> bool:
-    """Return whether the gradient of the whole weight takes fewer operations per row than those of the factors."""
-    return out * into <= 2 * rank * (out + into)
-
-
-def _compute_traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return x (W + scale B A)^T + bias in operations that a compiler differentiates and fuses.
-
-    Autograd computes the gradient of the whole sum, so this is for narrow layers.
-    """
-    return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
 
 
 def _is_bare(layer: Any, x: Tensor) -> bool:
@@ -405,24 +386,15 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of A and of B."""
+        """Return the gradients of x, of A and of B: through that of the sum where that is fewer operations per row."""
         rows, weight, a, b = ctx.saved_tensors
         need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
-        grad = grad.reshape(-1, grad.shape[-1])
-        da = db = None
-        if need_a or need_b:
-            da, db = _factor_gradients(grad, rows, a, b, ctx.scale, need_a=need_a, need_b=need_b)
+        grad, da, db = grad.reshape(-1, grad.shape[-1]), None, None
+        if (need_a or need_b) and weight.numel() <= 2 * len(a) * sum(weight.shape):
+            dense = grad.t().mm(rows).mul_(ctx.scale)
+            da, db = b.t().mm(dense) if need_a else None, dense.mm(a.t()) if need_b else None
+        else:
+            da = grad.mm(b).mul_(ctx.scale).t().mm(rows) if need_a else None
+            db = grad.t().mm(rows.mm(a.t()).mul_(ctx.scale)) if need_b else None
         dx = grad.mm(torch.addmm(weight, b, a, alpha=ctx.scale)).view(ctx.shape) if need_x else None
         return dx, None, None, da, db, None
-
-
-def _factor_gradients(
-    grad: Tensor, rows: Tensor, a: Tensor, b: Tensor, scale: float, *, need_a: bool, need_b: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of A and of B: through that of the merged weight where that is fewer operations."""
-    (out, into), rank = (grad.shape[1], rows.shape[1]), a.shape[0]
-    if _is_narrow(out, into, rank):
-        dense = grad.t().mm(rows).mul_(scale)
-        return b.t().mm(dense) if need_a else None, dense.mm(a.t()) if need_b else None
-    da = grad.mm(b).mul_(scale).t().mm(rows) if need_a else None
-    return da, grad.t().mm(rows.mm(a.t()).mul_(scale)) if need_b else None

@@ -131,8 +131,8 @@ def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: Patch
     monkeypatch.setattr(Tensor, "mm", spy)
     for rank, dense in ((1, False), (2, True)):
         taken.clear()
-        a, b, rows = torch.randn(rank, 6), torch.randn(5, rank), torch.randn(9, 6)
-        light._factor_gradients(torch.randn(9, 5), rows, a, b, 1.0, need_a=True, need_b=True)
+        a, b = torch.randn(rank, 6, requires_grad=True), torch.randn(5, rank, requires_grad=True)
+        light.merged_linear(torch.randn(9, 6), torch.randn(5, 6), None, a, b, 1.0).sum().backward()
         assert ((5, 6) in taken) is dense
 
 
