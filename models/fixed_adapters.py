@@ -62,8 +62,12 @@ class FixedAdapters:
     def __init__(self, module: nn.Module) -> None:
 
         def search() -> list[LayerPlace]:
-            every = ((parent, *item) for parent in module.modules() for item in parent._modules.items())
-            return [LayerPlace(*each) for each in every if hasattr(type(each[2]), "light_product")]
+            return [
+                LayerPlace(parent, name, part)
+                for parent in module.modules()
+                for name, part in parent._modules.items()
+                if part is not None and hasattr(type(part), "light_product")
+            ]
 
         self._layers = find_layers(module, "light_product", search) if hasattr(module, "peft_config") else []
         self._forwards = [_Fixed(layer) for layer in self._layers]
