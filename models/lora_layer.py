@@ -97,7 +97,7 @@ def _light_lokr(kind: Any) -> type:
             out = _multiply_frozen(self._modules["base_layer"], x)
             active = {part: _active(self, part) for part in PARTS if part in self._modules}
             parts = {part: tensor for part, tensor in active.items() if tensor is not None}
-            return out + lokrflat_linear(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
+            return out + lokr_product(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
 
     return LightLokr
 
@@ -172,7 +172,7 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
     return out + ((out if base.bias is None else out - base.bias) + update) * more + update
 
 
-def lokrflat_linear(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return s x (w1 (x) w2)^T, `[..., out]`, without making the Kronecker product.
 
     With x as a matrix X of `[columns of w1, columns of w2]` it is s w1 X w2^T as a vector.
