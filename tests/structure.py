@@ -37,7 +37,7 @@ BOUNDS = {
     "files of the control layer of an update": 12,
     "functions of the control layer of an update": 74,
     "files of an update": 60,
-    "functions of an update": 353,
+    "functions of an update": 349,
     "flags of train grpo": 110,
     "functions that take the configuration": 93,
     "names of several classes": 0,
