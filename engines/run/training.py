@@ -33,8 +33,7 @@ from fluvial.engines.run.monitoring.diagnostics import (
     explain,
     find_gaming,
 )
-from fluvial.engines.run.monitoring.expected import describe_run, estimate_seconds
-from fluvial.engines.run.passes.probe import notes
+from fluvial.engines.run.monitoring.expected import describe_run, describe_spread, estimate_seconds
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import FolderLock, RunFolder
@@ -59,12 +58,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             for group in ("reports", "curves"):
                 plugins.load_all(group)
             open_store(config.checkpoint_folder)
-            if job is None:
-                with wait_for(f"opening {' and '.join((config.model, *config.rewards))}"):
-                    job = jobs.of_run(config)
-            elif not job.is_opened:
-                with wait_for(f"opening {config.model}"):
-                    job = jobs.open_given(config, job)
+            with wait_for(f"opening {' and '.join((config.model, *(config.rewards if job is None else ())))}"):
+                job = jobs.open_given(config, job)
             lock = None
             if world.is_main:
                 resumes = config.resume or config.checkpoint.resume_from is not None
@@ -93,7 +88,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     progress.say(line)
                 if config.resume and start is None:
                     progress.say(f"{config.checkpoint_folder} holds no checkpoint yet: the run starts from the beginning")
-                for note in notes(trainer.config, trainer.engine):
+                for note in describe_spread(trainer.config, trainer.engine):
                     progress.say(note)
                 for name, choice in trainer.choices.items():
                     progress.say(str(choice))
