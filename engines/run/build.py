@@ -31,7 +31,7 @@ from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.method import Images, Method, Preferences
+from fluvial.engines.run.method import Images, Method, NoisedRows, Preferences
 from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -41,11 +41,13 @@ from fluvial.engines.run.rollouts import Memory
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.sampler import RolloutSampler
 from fluvial.engines.run.saving import read_micro_batch, runs_on
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
-from fluvial.engines.sampling.config import Schedules
+from fluvial.engines.sampling.config import Schedules, ScoutedGroups
 from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.noising import knows_its_schedule_only
+from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Copy
+from fluvial.engines.sampling.tail import NO_TAIL
 from fluvial.engines.scoring.audio import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
@@ -53,13 +55,14 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.waits import wait_for
-from fluvial.models import LoraConfig, Schedule, is_recorded, knows_any_level
+from fluvial.models import LoraConfig, Prediction, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
 from fluvial.models.lora_files import load_lora
 from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
+from fluvial.models.step_cache import GuidanceCache
 
 
 class RunParts(NamedTuple):
@@ -383,6 +386,62 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
             config.evaluation.stop_when_gamed,
             hint=f"{what}; name one that training does not see in `evaluation.rewards`",
         )
+
+
+def check_model(
+    config: TrainConfig,
+    prediction: Prediction,
+    *,
+    recorded: bool = False,
+    any_level: bool = False,
+    conditioned: bool = False,
+) -> None:
+    """Raise UsageError if a run does not fit its model.
+
+    Args:
+        prediction: what the model predicts.
+        recorded: whether the model is a pipeline without an adapter.
+        any_level: whether that pipeline's velocity is known at levels between those of its schedule.
+    """
+    method, sampling, model = config.method, config.method.sampling, config.model
+    sampler = sampling.sampler
+    own_levels = f"{model} predicts epsilon or has no adapter, and knows only the levels of its schedule"
+    on_schedule = knows_its_schedule_only(prediction, recorded=recorded and not any_level)
+    if sampler.rule.prediction not in (prediction, None):
+        fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
+        raise UsageError("sampling.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")
+    for field, solver in (("sampling.sampler", sampler.solver), ("evaluation.solver", config.evaluation.solver)):
+        if on_schedule and solver in ("sa_solver", "consistency"):
+            raise UsageError(field, solver, "dpmpp_2m", own_levels)
+    if method.needs.prediction not in (prediction, None):
+        raise UsageError("method", method.method_name, f"one for {prediction}", f"{model} does not predict a velocity")
+    if method.needs.off_schedule and on_schedule:
+        raise UsageError("method", method.method_name, "one that trains on recorded steps", own_levels)
+    if recorded and config.evaluation_steps != sampling.steps:
+        raise UsageError("evaluation.steps", config.evaluation.steps, "that of the rollout", own_levels)
+    groups = sampling.groups
+    if on_schedule and isinstance(groups, ScoutedGroups) and groups.steps != sampling.steps:
+        raise UsageError("sampling.groups.steps", groups.steps, f"that of the rollout, {sampling.steps}", own_levels)
+    if recorded and isinstance(config.rollout.step_cache, GuidanceCache):
+        raise UsageError("rollout.step_cache", "guidance", "none", f"{model} has no adapter, and its pipeline's guidance")
+    if recorded and config.evaluation_guidance != sampling.guidance:
+        raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
+    if on_schedule and sampling.window.tail != NO_TAIL:
+        raise UsageError("sampling.window.tail", sampling.window.tail.solver, "its default", own_levels)
+    for name, scale in config.own_guidance.items():
+        field = "ref_guidance" if hasattr(method, "ref_guidance") else "kl.guidance" if name == "ref" else "guidance"
+        if recorded:
+            raise UsageError(field, scale, "None", f"{model} has no adapter, and its pipeline's guidance")
+        if conditioned and scale != 1 and sampling.guidance.scale == 1:
+            hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
+            raise UsageError(field, scale, "None or 1", hint)
+    if not isinstance(method.rows, NoisedRows):
+        return
+    noising = method.rows.noising.choose_levels(on_schedule=on_schedule)
+    if noising != method.rows.noising:
+        noising.check_steps(sampling.steps)
+    if on_schedule and noising.levels.kind not in ("schedule", "stratified"):
+        raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
 
 
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:

@@ -42,19 +42,7 @@ from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 from fluvial.models.lora import lora_layers
 
-__all__ = [
-    "Job",
-    "build",
-    "build_job",
-    "edit_words",
-    "from_run",
-    "handwriting",
-    "of_run",
-    "open_job",
-    "to_sample",
-    "to_train",
-    "words",
-]
+__all__ = ["Job", "build", "build_job", "edit_words", "from_run", "handwriting", "of_run", "to_sample", "to_train", "words"]
 
 
 def handwriting(*, unet: bool = False) -> Job:
