@@ -312,8 +312,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines.run.recipes import RECIPES
-    from fluvial.engines.run.recipes.base import recipe_of
+    from fluvial.engines.run.recipes import RECIPES, recipe_of
 
     recipe: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
     return recipe_of(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]

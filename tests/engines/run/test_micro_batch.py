@@ -25,6 +25,7 @@ from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.method import NoisedRows
+from fluvial.engines.run.monitoring import expected
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.trainer import Trainer
@@ -55,7 +56,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     )
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
-    said = list(probe.notes(config, engine))
+    said = list(expected.describe_spread(config, engine))
     sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
     least = min(sizes.values())
     if sizes[size] == least:
@@ -67,7 +68,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
         f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
-    assert list(probe.notes(config, engine)) == []
+    assert list(expected.describe_spread(config, engine)) == []
 
 
 @pytest.mark.parametrize(

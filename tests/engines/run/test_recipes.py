@@ -18,6 +18,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Grpo, PassesConfig, StepKLConfig
 from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft
+from fluvial.engines.run.build import check_model
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.evaluation.config import SuiteConfig
@@ -25,7 +26,6 @@ from fluvial.engines.run.files.write import write_all
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import Mask, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from fluvial.core.sigmas import shifted, shifted_twice
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.validate import check_model
+from fluvial.engines.run.build import check_model
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.solvers import Estimate, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
