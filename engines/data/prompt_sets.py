@@ -188,8 +188,6 @@ def _count_objects(prompt: str, name: str, number: int) -> Record:
 
 def _two_colours(one: str, other: str) -> tuple[str, str]:
     """Return two different colours for a pair of objects."""
-    first, step, *_ = _digest((one, other))
-    place = first % len(WORDS["colours"])
-    return WORDS["colours"][place], WORDS["colours"][
-        (place + 1 + step % (len(WORDS["colours"]) - 1)) % len(WORDS["colours"])
-    ]
+    colours, (first, step, *_) = WORDS["colours"], _digest((one, other))
+    place = first % len(colours)
+    return colours[place], colours[(place + 1 + step % (len(colours) - 1)) % len(colours)]
