@@ -32,7 +32,7 @@ def run(args: list[str]) -> None:
 
         ahead = parse_config(simulate.AheadConfig(), "fluvial plan", args)
         with flags_in_errors(ahead):
-            simulate.show(simulate.check_config(ahead), console=console())
+            simulate.show(ahead, console=console())
         return
 
     from fluvial.engines.extensions.plan.plan import MODELS, PlanConfig
