@@ -369,7 +369,8 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
     engine = _engine(config)
     if source is not None:
         other, folder = source.config.model, source.folder / WEIGHTS
-        if not _is_same(other, model):
+        folders = Path(other), Path(model)  # a folder has several names
+        if other != model and not (all(map(Path.is_dir, folders)) and folders[0].samefile(folders[1])):
             raise UsageError(
                 f"`base` is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model"
             )
@@ -380,12 +381,6 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
         return Subject(base, job, partial(_open, job, engine, world, load))
     with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
-
-
-def _is_same(model: str, other: str) -> bool:
-    """Return whether two names are of one model; a folder has several."""
-    folders = Path(model), Path(other)
-    return model == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
 def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:

@@ -116,19 +116,18 @@ def is_set(word: object) -> bool:
     return str(word).startswith(MARK)
 
 
-def records(word: str, part: Part, field: str = "prompts") -> Iterator[FileRecord]:
+def records(word: str, part: Part) -> Iterator[FileRecord]:
     """Yield the records of a part of a prompt set, each with its place for messages.
 
     Args:
         word: `@name` or `@module:name`.
         part: train or heldout.
-        field: setting that names the set, for messages.
 
     Raises:
         UsageError: there is no such set, or it is not a function of the part that gives records.
     """
     check = plugins.callable_with("part")
-    prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field=field)
+    prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field="prompts")
     try:
         for number, record in enumerate(prompt_set(part), start=1):
             where = f"prompt set {word}, {part} record {number}"

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
+POINTS = 600  # of a curve
+
 
 class Ledger:
     """Bytes of the live storages of a device, requested ones without an allocator's rounding, over all operations.
@@ -83,14 +85,14 @@ class Ledger:
         names = list(self._lines)
         return {names[number]: size for number, size in sums.most_common() if size > 0}
 
-    def curves(self, lines: list[str], *, points: int = 600) -> tuple[list[int], dict[str, list[int]]]:
-        """Return the bytes that each line holds over the entries, and those of all others, at up to `points` entries.
+    def curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
+        """Return the bytes that each line holds over the entries, and those of all others, at up to `POINTS` entries.
 
         Between two points the largest moment counts, so that no peak is lost.
         """
         numbers = {self._lines[line]: line for line in lines}
         sums, rest, total = dict.fromkeys(lines, 0), 0, 0
-        width = max(1, -(-self.entries // points))
+        width = max(1, -(-self.entries // POINTS))
         at, sizes = list[int](), {line: list[int]() for line in [*lines, "others"]}
         highest: tuple[int, int, dict[str, int], int] | None = None
         for entry, (number, change) in enumerate(zip(self._line_of, self._change, strict=True), start=1):
