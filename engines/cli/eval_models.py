@@ -146,16 +146,9 @@ def source_of(name: str) -> RecordedRun | None:
     return RecordedRun(configuration(run), run, name)
 
 
-class Drawn(NamedTuple):
-    """A model that samples are drawn with."""
-
-    model: str
-    weights: Path | None  # in place of the model's own
-
-
 @contextmanager
-def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[Drawn]:
-    """Open the model of a name, with the exported weights of a run or those of a checkpoint.
+def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[tuple[str, Path | None]]:
+    """Yield a model and the folder of its weights, None for its own: those exported of a run, or those of a checkpoint.
 
     A checkpoint, and the newest one of a run that has exported nothing, is exported to a temporary folder.
 
@@ -164,20 +157,20 @@ def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterato
     """
     source = source_of(name)
     if source is None:
-        yield Drawn(name, weights)
+        yield name, weights
         return
     for flag, value in (("weights", weights), ("lora", lora)):
         if value is not None:
             raise no_effect(flag, f"with {name}, a run with its own")
     if source.checkpoint is None:
-        yield Drawn(source.config.model, source.folder / WEIGHTS)
+        yield source.config.model, source.folder / WEIGHTS
         return
     average = source.config.evaluation.average and source.config.optimizer.ema_decay > 0
     with TemporaryDirectory() as folder:
         out = Path(folder) / WEIGHTS
         with init_world() as world:
             export_run(source.checkpoint, "merged", out=out, average=average, dtype="float32", world=world)
-        yield Drawn(source.config.model, out)
+        yield source.config.model, out
 
 
 def drawing_settings(run: TrainConfig) -> dict[str, Any]:

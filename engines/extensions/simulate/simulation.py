@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fluvial.engines.engine.world import World, enter_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, DeviceStream, Meter, simulate_device
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, ActiveDevice, DeviceStream, simulate_device
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 
 
@@ -111,12 +111,9 @@ def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Itera
         accelerator: the GPU.
     """
     accelerator, mode = accelerator or Accelerator(), SimulatedMode()
-    ledger = mode.ledger
-    meter = Meter(
-        lambda: ledger.now, lambda: ledger.peak, ledger.reset_peak, lambda: mode.note("synchronisation", "synchronize")
-    )
+    active = ActiveDevice(accelerator, mode.ledger, lambda: mode.note("synchronisation", "synchronize"))
     store = _Store()  # as long as it has a name, its methods are found
-    with simulate_device(accelerator, meter) as device, _patch_torch(mode):
+    with simulate_device(active) as device, _patch_torch(mode):
         dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
         try:
             world = World(0, ranks, device, init_device_mesh(TYPE, (ranks,), mesh_dim_names=("shard",)))
