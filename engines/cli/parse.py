@@ -204,7 +204,7 @@ def form_of(
             fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
         else:
             names.append(held)
-            fields.append((field.name, declared, dataclasses.field(default_factory=lambda value=value: value)))
+            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
     texts = describe_fields(variant)
     described = [f"    {name}: {' '.join(texts[name].split())}" for name, *_ in fields if name in texts]
@@ -225,6 +225,10 @@ def _kind_flag(union: Any) -> Any:
         for variant in reversed(variants(union))
     )
     return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:

@@ -63,7 +63,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
             raise UsageError(
                 f"`check` is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs"
             )
-        compared = compare(name, config, world)
+        compared = compare(build_case(name, config, world))
         if world.is_main:
             rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}
             console.print(table(f"{name}, {config.train}: bytes", ("planned", "measured", "agrees"), rows), highlight=False)
@@ -71,10 +71,19 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
             raise RunError(f"the plan does not agree with what was measured: {', '.join(wrong)}")
 
 
-def compare(name: str, config: PlanConfig, world: World) -> list[ComparedBytes]:
-    """Return planned and measured bytes on this rank of updates with random weights and random items.
+class PlanCase(NamedTuple):
+    """A plan, its engine over a network with random weights, and what its updates take."""
 
-    Frozen weights are drawn in the compute dtype.
+    name: str
+    config: PlanConfig
+    engine: Engine
+    items: dict[str, Tensor]
+    loss: LossFn
+    micro_batch: int
+
+
+def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
+    """Return the engine of a plan with random weights, and random items; frozen weights are drawn in the compute dtype.
 
     Args:
         name: name of a network that fits on the device.
@@ -109,6 +118,13 @@ def compare(name: str, config: PlanConfig, world: World) -> list[ComparedBytes]:
         loss = engine.module(**batch, **shared, **each, return_dict=False)[0].float().square().flatten(1).sum(1)
         return loss, Loss(loss.detach())
 
+    return PlanCase(name, config, engine, items, loss_fn, micro_batch)
+
+
+def compare(case: PlanCase) -> list[ComparedBytes]:
+    """Return planned and measured bytes of the updates of a case whose engine has taken none yet, on this rank."""
+    name, config, engine, items, loss_fn, micro_batch = case
+    device, count = engine.world.device, len(items["timestep"])
     # Devices are not compared, so the plan puts nothing on the host.
     anywhere = replace(config, engine=replace(config.engine, offload="none"))
     planned = plan(name, anywhere, device=device).update

@@ -18,7 +18,7 @@ from helpers.refusals import refuses
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.plan.check import compare
+from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
 from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.plan.memory import Stretch, account
@@ -79,7 +79,7 @@ def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, 
     """What is held to the byte; what an update allocates at its peak no more than planned, and nearly that."""
     engine, optimizer = EngineConfig(**lies), OptimizerConfig(ema_decay=0.9)
     config = PlanConfig(train=train, micro_batch=16, micro_batches=2, engine=engine, optimizer=optimizer)
-    for row in compare("handwriting", config, one):
+    for row in compare(build_case("handwriting", config, one)):
         assert row.agrees, row
         assert row.measured > 0
 
@@ -101,8 +101,9 @@ def test_a_published_network_can_be_compared(
     small = f"small-{name}"  # a name of its own, because a plan keeps the networks that it has built
     monkeypatch.setitem(MODELS, small, MODELS[name]._replace(build=lambda: network.from_config(values)))
     engine = EngineConfig(compute="bfloat16")
-    rows = compare(small, PlanConfig(micro_batch=2, micro_batches=2, pipeline=ImageSize(64, 64), engine=engine), one)
+    case = build_case(small, PlanConfig(micro_batch=2, micro_batches=2, pipeline=ImageSize(64, 64), engine=engine), one)
     assert torch.get_default_dtype() == torch.float32
+    rows = compare(case)
     assert [row for row in rows if not row.agrees and row.kind != "allocated at the peak"] == []
 
 
@@ -122,7 +123,7 @@ def test_a_published_network_can_be_compared(
 def test_what_each_setting_of_a_small_card_saves_is_measured(one: World, train: Any, lies: dict[str, Any]) -> None:
     """Weights, moments and gradients to the byte; the peak of an update within a tenth."""
     config = PlanConfig(train=train, micro_batch=16, micro_batches=2, engine=EngineConfig(**lies))
-    for row in compare("handwriting", config, one):
+    for row in compare(build_case("handwriting", config, one)):
         assert row.agrees or row.planned == pytest.approx(row.measured, rel=0.1), row
 
 

@@ -26,9 +26,6 @@ ENGINES: list[dict[str, Any]] = [
     {"comm": "reshard"},
     {"checkpointing": "block"},
     {"checkpointing": "block", "grad_sync": "every"},
-    {"checkpointing": "selective"},
-    {"compute": "float32"},
-    {"compute": "float32", "comm": "reshard"},
 ]
 
 SWAPS: list[dict[str, Any]] = [{"offload": "blocks"}, {"offload": 2, "base": "int8", "checkpointing": "block"}]
