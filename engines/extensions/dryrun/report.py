@@ -49,7 +49,7 @@ class Communication:
     bytes: int  # that each rank sends, in a ring
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class HostWait:
     """Host reads, blocking copies and synchronisations of a line."""
 

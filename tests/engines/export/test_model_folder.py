@@ -153,7 +153,7 @@ def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path,
         events.append(event)
         call(*args)
 
-    monkeypatch.setattr(model_folder, "sync", lambda path: noted(Path(path).name, sync, path))
+    monkeypatch.setattr(exporting, "sync", lambda path: noted(Path(path).name, sync, path))
     monkeypatch.setattr(os, "rename", lambda old, new: noted("rename", rename, old, new))
     with init_world() as world, exporting.open_draft(tmp_path / "out", {"format": "lora"}, world) as draft:
         (draft / "part").mkdir()
