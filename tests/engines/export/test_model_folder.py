@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fluvial.engines.export.model_folder as exporting
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.export import formats
 from fluvial.engines.export.formats import COMFY_WEIGHTS
@@ -145,7 +145,9 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path, one: World) -> None:
         export(MODEL.build(), tmp_path / "out", world=one)
 
 
-def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
     sync, rename = exporting.sync, os.rename
 
@@ -155,7 +157,7 @@ def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path,
 
     monkeypatch.setattr(exporting, "sync", lambda path: noted(Path(path).name, sync, path))
     monkeypatch.setattr(os, "rename", lambda old, new: noted("rename", rename, old, new))
-    with init_world() as world, exporting.open_draft(tmp_path / "out", {"format": "lora"}, world) as draft:
+    with exporting.open_draft(tmp_path / "out", {"format": "lora"}, one) as draft:
         (draft / "part").mkdir()
         for name in ("a.safetensors", "part/b.safetensors"):
             (draft / name).write_bytes(b"weights")
