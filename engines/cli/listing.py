@@ -86,12 +86,12 @@ def width() -> int:
     return shutil.get_terminal_size((PIPED, 24)).columns
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, columns: int | None = None) -> list[str]:
-    """Return the lines of a table of at most `columns` columns, by default those of the terminal.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table that fits the terminal.
 
     Rows that do not fit become entries: the first cell on a line, the others below it with their headings.
     """
-    columns = columns or width()
+    columns = width()
     widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
     lines = [
         "  ".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
