@@ -29,10 +29,9 @@ def mean_kl(transition: Transition, v: Samples, v_teacher: Samples) -> PerSample
         v, v_teacher: model outputs of student and teacher at the samples of the student's rollout, `[B, *event]`.
 
     Raises:
-        ValueError: std is 0; use `velocity_mse` for deterministic steps. Values are checked as in `gaussian.kl`; where
-            they are not, the result is NaN.
+        ValueError: std is 0 and its value is known; otherwise the result is NaN. Use `velocity_mse` for deterministic steps.
 
-    Source: the idea for language models, arXiv 2306.13649; here over the Gaussians of `core.gaussian`.
+    Source: arXiv 2306.13649 for language models, applied to the Gaussians of `core.gaussian`.
     """
     v, v_teacher = match_tensors("mean_kl", v=v, v_teacher=v_teacher)
     return gaussian.kl(transition, v, v_teacher.detach())
@@ -56,15 +55,15 @@ def scaled_mse(v: Samples, v_teacher: Samples, scale: Level, *, relative: bool =
 
         relative    mean d^2 / (sg(mean |d|) + 1e-8), whose gradient does not grow with d
 
-    With the coefficient b of a step as the scale it is the squared distance of the two next samples (dt of an ODE step), and
-    with a flow's noise level that of the two clean samples that are predicted. Gradients flow to v and not to v_teacher.
+    With a step's coefficient b as the scale (dt for an ODE step) it is the squared distance of the two next samples. With a
+    flow's noise level it is that of the two predicted clean samples. Gradients flow to v and not to v_teacher.
 
     Args:
         v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
-        scale: `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
-        relative: whether it is divided by the mean distance.
+        scale: `[B]`, 0-d or float; `[B, R]` for a scale per row of samples `[B, R, ...]`.
+        relative: whether to divide by the mean absolute distance.
 
-    Source: DiffusionOPD, arXiv 2605.15055; the division is that of Flow-Factory's code.
+    Source: DiffusionOPD, arXiv 2605.15055; the division follows Flow-Factory's code.
     """
     v, v_teacher = match_tensors("scaled_mse", v=v, v_teacher=v_teacher)
     check_number("scaled_mse", "scale", scale, batch=v.shape)
@@ -78,23 +77,23 @@ def matching_loss(
 ) -> PerSample:
     """Return a loss whose gradient moves a clean sample x0 along a correction d, `[B]`.
 
-        W = mean |x0 - reference|, e = x0 - sg(x0 + d), of N elements each; sg takes no gradient
+        W = mean |x0 - reference|, e = x0 - sg(x0 + d), of N elements each; sg stops the gradient
         dmd      1/2 mean (x0 - sg(x0 + d / W))^2      gradient -d / (W N)
         square   mean e^2 / W                          gradient -2 d / (W N)
         huber    mean (sqrt(e^2 + c^2) - c) / W        gradient -d / (sqrt(d^2 + c^2) W N)
 
-    d is the clean sample that the teacher predicts minus the one that a model of the student's own distribution predicts,
-    both at the same noised version of x0; then d is proportional to the gradient of the KL between the two distributions.
-    The forms are those of published code, whose step sizes differ. Gradients flow to x0 only.
+    d is the clean sample predicted by the teacher minus the one predicted by a model of the student's distribution, both at
+    the same noised version of x0. It is then proportional to the gradient of the KL between the two distributions. The forms
+    are from published code and differ in their step sizes. Gradients flow to x0 only.
 
     Args:
         x0: sample of the student, with gradient, `[B, *event]`.
         correction: d, `[B, *event]`.
-        reference: what the teacher predicts as the clean sample, which sets the scale W, `[B, *event]`.
+        reference: clean sample predicted by the teacher, which sets the scale W, `[B, *event]`.
         form: see above.
         huber: c of form huber, > 0.
 
-    Source: dmd is that of DMD2, arXiv 2405.14867, and its code; square and huber are those of TDM's, arXiv 2503.06674.
+    Source: dmd from DMD2, arXiv 2405.14867, and its code; square and huber from the code of TDM, arXiv 2503.06674.
     """
     check_choice("matching_loss", "form", form, MATCH_FORMS)
     x0, d, reference = match_tensors("matching_loss", x0=x0, correction=correction, reference=reference)
@@ -131,11 +130,11 @@ def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> S
 
 
 def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
-    """Return a regression target for the velocity at x_t = `renoise(x, noise, s, t)` that needs x_s alone, `[B, *event]`.
+    """Return a regression target for the velocity at x_t = `renoise(x, noise, s, t)` from x_s alone, `[B, *event]`.
 
         u = -x_s / (1 - s) + noise (t + s^2 alpha / (1 - s)) / beta
 
-    E[u | x_t] = E[noise_0 - x0 | x_t], so that a model fitted to u is one of the clean samples behind x_s. At s = 0 it is
+    E[u | x_t] = E[noise_0 - x0 | x_t], so that a model fitted to u models the clean samples behind x_s. At s = 0, u is
     noise - x0.
 
     Args:
@@ -151,10 +150,9 @@ def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Sca
 
 
 def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0) -> Tensor:
-    """Return the weight of the error of a model that is fitted to `ambient_velocity`, min(1, largest beta^2).
+    """Return the weight of the error against `ambient_velocity`, min(1, largest beta^2), `[B]`, or 0-d if the levels are.
 
-    beta is that of `renoise`: where little noise is added, the target's own noise is large, and the weight falls. It is
-    `[B]`, or 0-d as the levels are.
+    beta is defined in `renoise`. Where little noise is added, the target is noisy, and the weight falls.
 
     Args:
         sigma, sigma_noisy: levels s and t, as in `renoise`.
@@ -170,13 +168,13 @@ def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0
 
 
 def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerSample:
-    """Return how far a model's clean sample is from the mean of its own clean samples at a lower level, `[B]`.
+    """Return the distance of a model's clean sample from the mean of its clean samples at a lower level, `[B]`.
 
         loss = mean (h_1 - h) (h_2 - h)
 
-    h is the clean sample that is predicted at a noisy one, h_1 and h_2 those after two steps of the model from there to the
-    same lower level with independent noise. The product has the expectation |E h_1 - h|^2 per element, which is 0 for the
-    mean of the clean samples behind a noisy one, so it may be negative. Gradients flow to all three.
+    h is the clean sample predicted at a noisy sample; h_1 and h_2 are predicted after two steps of the model from there to
+    the same lower level with independent noise. The product has the expectation |E h_1 - h|^2 per element, which is 0 if h
+    is the mean of the clean samples; a single value may be negative. Gradients flow to all three.
 
     Args:
         x0, x0_first, x0_second: h, h_1 and h_2, `[B, *event]`.
@@ -188,11 +186,11 @@ def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerS
 
 
 def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:
-    """Return how likely the noise of a renoised sample is beside that of a noised clean one, `[B]`.
+    """Return the likelihood ratio of the noise in a renoised sample to the added noise, `[B]`.
 
         w = exp((mean noise^2 - mean e_t^2) / 2), e_t = (s alpha e + beta noise) / t
 
-    e_t is the noise in x_t if e is that in x_s. It is a ratio per dimension, and 1 at s = 0.
+    e_t is the noise in x_t if e is the noise in x_s. The ratio is per dimension, and 1 at s = 0.
 
     Args:
         e: noise that the model predicts in x_s, `[B, *event]`.
@@ -207,9 +205,9 @@ def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar)
 
 
 def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
-    """Return the weight of a clean sample's squared error by its signal-to-noise ratio, min(((1 - t) / t)^2, largest).
+    """Return the signal-to-noise weight of a clean sample's squared error, min(((1 - t) / t)^2, largest).
 
-    It is `[B]`, or 0-d as the level is.
+    It is `[B]`, or 0-d if the level is.
 
     Args:
         sigma: noise level t of a flow, in [0, 1].
