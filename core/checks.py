@@ -183,7 +183,7 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
     """
     owner = type(config).__name__.removesuffix("Config").lower() if owner is None else owner
     kind: Any = type(config)
-    for field, members in _field_types(kind):
+    for field, members in _list_field_types(kind):
         name, value = f"{owner}.{field}" if owner else field, getattr(config, field)
         _check_literal_field(name, value, members)
         numbers = {member for member in members if get_origin(member) is not Literal}
@@ -198,7 +198,7 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
 
 
 @functools.cache
-def _field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def _list_field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Return the name of each field of a dataclass, and the members of its type, one unless it is a union."""
     types = get_type_hints(kind)
     typed_fields = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
@@ -240,12 +240,12 @@ def _out_of_range(where: str, value: object, low: float, high: float, *, whole: 
         raise TypeError(f"{where} is {type_of(value)}, expected {'an integer' if whole else 'a number'}")
     if low <= value <= high and value not in (math.inf, -math.inf):
         return None
-    bottom, top = _bound(low), _bound(high)
+    bottom, top = _format_bound(low), _format_bound(high)
     bounds = f"in [{bottom}, {top}]" if high < math.inf else f">= {bottom}" if low > -math.inf else "of any size"
     return f"is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}"
 
 
-def _bound(value: float) -> str:
+def _format_bound(value: float) -> str:
     """Format a bound for a message; an integer keeps all its digits."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 

@@ -78,10 +78,10 @@ def rollout_weights(
         limited = difference.abs() > bound
         weight = torch.where(limited, 0.0, weight if mode == "reject" else torch.ones_like(weight))
         weight = torch.where(difference.isnan(), torch.nan, weight)
-    return weight, _info(gap, weight, limited)
+    return weight, _compute_info(gap, weight, limited)
 
 
-def _info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
+def _compute_info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
     if gap.numel() == 0:
         return CorrectionInfo(*[gap.new_zeros(())] * len(CorrectionInfo._fields))
     size = gap.abs()

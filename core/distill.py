@@ -69,7 +69,7 @@ def scaled_mse(v: Samples, v_teacher: Samples, scale: Level, *, relative: bool =
     check_number("scaled_mse", "scale", scale, batch=v.shape)
     scale = scale.to(v.dtype) if isinstance(scale, Tensor) else scale
     d = (per_sample(scale, v) if isinstance(scale, Tensor) else scale) * (v - v_teacher.detach())
-    return _mean(d**2) / (_mean(d.detach().abs()) + 1e-8) if relative else _mean(d**2)
+    return _event_mean(d**2) / (_event_mean(d.detach().abs()) + 1e-8) if relative else _event_mean(d**2)
 
 
 def matching_loss(
@@ -98,15 +98,15 @@ def matching_loss(
     check_choice("matching_loss", "form", form, MATCH_FORMS)
     x0, d, reference = match_tensors("matching_loss", x0=x0, correction=correction, reference=reference)
     c = number("matching_loss", "huber", huber, x0, low=1e-12)
-    d, scale = d.detach(), per_sample(_mean((x0 - reference).detach().abs()).clamp(min=torch.finfo(x0.dtype).tiny), x0)
+    d, scale = d.detach(), per_sample(_event_mean((x0 - reference).detach().abs()).clamp(min=torch.finfo(x0.dtype).tiny), x0)
     move = x0 - x0.detach()  # 0, with gradient
     if form == "dmd":
-        return _mean((move - d / scale) ** 2) / 2
+        return _event_mean((move - d / scale) ** 2) / 2
     error = move - d
     if form == "square":
-        return _mean(error**2 / scale)
+        return _event_mean(error**2 / scale)
     c = per_sample(c, x0) if isinstance(c, Tensor) else c
-    return _mean((torch.sqrt(error**2 + c**2) - c) / scale)
+    return _event_mean((torch.sqrt(error**2 + c**2) - c) / scale)
 
 
 def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
@@ -125,7 +125,7 @@ def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> S
     Source: TDM, arXiv 2503.06674.
     """
     x, noise = match_tensors("renoise", x=x, noise=noise)
-    alpha, beta = _renoising("renoise", x, sigma, sigma_noisy)[2:]
+    alpha, beta = _renoise_factors("renoise", x, sigma, sigma_noisy)[2:]
     return per_sample(alpha, x) * x + per_sample(beta, x) * noise
 
 
@@ -143,7 +143,7 @@ def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Sca
     Source: the target of TDM-R1's surrogate, arXiv 2603.07700, and of AC-DMD, arXiv 2605.26108.
     """
     x, noise = match_tensors("ambient_velocity", x=x, noise=noise)
-    s, t, alpha, beta = _renoising("ambient_velocity", x, sigma, sigma_noisy)
+    s, t, alpha, beta = _renoise_factors("ambient_velocity", x, sigma, sigma_noisy)
     still = beta == 0  # at s = t = 0, where the factor is 1 in the limit
     factor = torch.where(still, 1.0, (t + s**2 * alpha / (1 - s)) / torch.where(still, 1.0, beta))
     return -x / per_sample(1 - s, x) + noise * per_sample(factor, x)
@@ -163,7 +163,7 @@ def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0
     s, t = torch.as_tensor(sigma), torch.as_tensor(sigma_noisy)
     t = t.expand_as(s) if t.ndim == 0 else t
     t = t if t.dtype == torch.float64 else t.float()
-    beta = _renoising("ambient_weight", t.reshape(-1), s, t)[3]
+    beta = _renoise_factors("ambient_weight", t.reshape(-1), s, t)[3]
     return (number("ambient_weight", "largest", largest, t.reshape(-1), low=1e-12) * beta**2).clamp(max=1)
 
 
@@ -182,7 +182,7 @@ def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerS
     Source: AC-DMD, arXiv 2605.26108.
     """
     h, first, second = match_tensors("consistency_loss", x0=x0, x0_first=x0_first, x0_second=x0_second)
-    return _mean((first - h) * (second - h))
+    return _event_mean((first - h) * (second - h))
 
 
 def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:
@@ -199,9 +199,9 @@ def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar)
     Source: TDM's code, arXiv 2503.06674, which takes the mean over the event, not the sum.
     """
     e, noise = match_tensors("noise_weight", e=e, noise=noise)
-    s, t, alpha, beta = _renoising("noise_weight", e, sigma, sigma_noisy)
+    s, t, alpha, beta = _renoise_factors("noise_weight", e, sigma, sigma_noisy)
     mixed = per_sample(s * alpha / t, e) * e + per_sample(beta / t, e) * noise
-    return torch.exp((_mean(noise**2) - _mean(mixed**2)) / 2)
+    return torch.exp((_event_mean(noise**2) - _event_mean(mixed**2)) / 2)
 
 
 def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
@@ -223,7 +223,7 @@ def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
     return torch.clamp(((1 - level) / level) ** 2, max=largest)
 
 
-def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _renoise_factors(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return s, t, alpha and beta, `[B]` or 0-d."""
     s, t = (torch.as_tensor(level, dtype=x.dtype, device=x.device) for level in (sigma, sigma_noisy))
     check_per_sample(function, x.shape[0], sigma=s, sigma_noisy=t)
@@ -231,5 +231,5 @@ def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> 
     return s, t, alpha, torch.sqrt((t**2 - (s * alpha) ** 2).clamp(min=0))
 
 
-def _mean(values: Tensor) -> Tensor:
+def _event_mean(values: Tensor) -> Tensor:
     return reduce(values, "b ... -> b", "mean")

@@ -78,7 +78,7 @@ def dpo_loss(
         beta: strength of the implicit KL, > 0. It includes the number of steps that the bound sums over, so values in
             the thousands are usual.
         lose_weight: weight w of the rejected sample. Below 1 the policy gains less from getting worse at it, which is how
-            runs diverge; 0 fits the preferred sample alone.
+            runs diverge; 0 fits only the preferred sample.
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
@@ -105,7 +105,7 @@ def kto_loss(
     Gradients flow to the gain only.
 
     Args:
-        gain: g = err_ref - err, the error of the reference minus that of the policy at the same noise, `[P]`.
+        gain: g = err_ref - err, the reference's error minus the policy's error at the same noise, `[P]`.
         baseline: z, the mean gain of the batch, at least 0, `[P]`.
         label: y, 1 for a good sample and -1 for a bad one, `[P]`.
         beta: inverse temperature, > 0.

@@ -14,7 +14,7 @@ DOUBTED: tuple[Doubted, ...] = ("overrated", "underrated")
 
 
 def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSample:
-    """Return advantages that are larger for good samples unlike the others of their group, `[B]`.
+    """Return advantages that are larger for good samples that differ from the rest of their group, `[B]`.
 
         A_i = (r_i - mean_g) d_i / mean_g(d)  where r_i >= mean_g, else r_i - mean_g
         d_i = min over j != i in the group of 1 - cos(f_i, f_j)
@@ -43,7 +43,7 @@ def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSa
 
 
 def rank_doubt(reward: PerSample, others: Tensor, *, doubted: Doubted = "overrated") -> PerSample:
-    """Return how far a reward's ranks of a batch disagree with those of other rewards, `[B]` in (-1, 1).
+    """Return the disagreement of a reward's ranks with the ranks of other rewards, `[B]` in (-1, 1).
 
         u_i = (mean over the other rewards k of rank_k(i) - rank(i)) / B        overrated; its negative: underrated
 

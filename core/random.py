@@ -117,8 +117,8 @@ def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None 
         shape: shape of the result; `[B, *event]` with one key per sample.
         device: device of the draw with one key; keys per sample draw on their own device.
     """
-    batch, event = _layout(key, shape)
-    return _words(key, math.prod(event), device=device).reshape((*batch, *event))
+    batch, event = _split_shape(key, shape)
+    return _draw_words(key, math.prod(event), device=device).reshape((*batch, *event))
 
 
 def uniform(
@@ -152,7 +152,7 @@ def permute(key: Key, place: int, size: int) -> int:
         key: one key of Python integers.
 
     Raises:
-        TypeError: the key holds tensors.
+        TypeError: the key contains tensors.
         ValueError: place is not in range(size).
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5.
@@ -184,9 +184,9 @@ def normal(
     It is evaluated in float64 and rounded once to float32, whatever `dtype` is. So the bits do not depend on an element's
     position in a vector register, and a float64 draw equals the float32 draw. Arguments as in `bits`.
     """
-    batch, event = _layout(key, shape)
+    batch, event = _split_shape(key, shape)
     count = math.prod(event)
-    first, second = _words(key, count + count % 2, device=device).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = _draw_words(key, count + count % 2, device=device).unflatten(-1, (-1, 2)).unbind(-1)
     radius = torch.sqrt(-2 * torch.log((first + 1).to(torch.float64) * 2.0**-32))
     angle = second.to(torch.float64) * (2 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
@@ -196,7 +196,7 @@ def normal(
 def step_noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps per call.
 
-    A draw depends on the key and the element's index alone, so the bits are those of one call per step.
+    A draw depends only on the key and the element's index, so the bits are those of one call per step.
     """
     batch, event = shape[0], tuple(shape[1:])
     steps_per_call = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
@@ -222,7 +222,7 @@ def _fold_steps(keys: Key, steps: Sequence[int], batch: int) -> Key:
     return fold_in(Key(low.repeat(len(steps)), high.repeat(len(steps))), data)
 
 
-def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_shape(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Split a shape into (batch, event): batch is () for one key, (B,) for one key per sample."""
     check_key("random", key)
     batch = key.batch
@@ -231,7 +231,7 @@ def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[in
     return batch, tuple(shape[len(batch) :])
 
 
-def _words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:
+def _draw_words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:
     """Return the first `count` words of every key's stream, `[count]` or `[B, count]`."""
     if isinstance(key.low, Tensor):
         device = key.low.device

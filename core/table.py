@@ -91,7 +91,7 @@ def plan(
         levels: T+1 levels, `[T+1]`, or per row of the samples, `[T+1, R]`.
         transition, window, deterministic, record, steps: as in `rollout`.
         batch: number of samples B.
-        device: device of the table; by default that of the levels.
+        device: device of the table; by default the device of the levels.
         function: name of the caller, for messages.
 
     Raises:
@@ -103,16 +103,16 @@ def plan(
     taken = range(T) if steps is None else steps
     if taken.step != 1 or not 0 <= taken.start <= taken.stop <= T:
         raise ValueError(f"{function}: steps is {steps}, expected a contiguous range within 0 to {T}")
-    stochastic = _rows(f"{function}: window", taken if window is None else window, batch, taken)
+    stochastic = _list_rows(f"{function}: window", taken if window is None else window, batch, taken)
     if deterministic is transitions.ode and any(len(row) < len(taken) for row in stochastic):
         _check_ode(function, levels)
     coefficients = _list_coefficients(transition, levels)
-    dense = range(T) if record.form == "unscaled" else _dense(transition, coefficients.std)
+    dense = range(T) if record.form == "unscaled" else _find_dense_steps(transition, coefficients.std)
     if chosen is None:
         recorded = tuple(tuple(step for step in row if step in dense) for row in stochastic)
         _check_window(function, stochastic, recorded, transition, record.form, is_named=isinstance(window, Tensor))
     else:
-        recorded = _rows(f"{function}: record", chosen, batch, taken)
+        recorded = _list_rows(f"{function}: record", chosen, batch, taken)
         if record.form != "unscaled":
             _check_recorded(function, levels, stochastic, recorded, dense, (transition, deterministic), record.form)
     if device is not None and device != levels.device:
@@ -132,7 +132,7 @@ def mask(rows: Rows, T: int, device: torch.device) -> Tensor:
     return to_device(torch.tensor([[step in row for row in map(set, rows)] for step in range(T)]), device)
 
 
-def _rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range) -> Rows:
+def _list_rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range) -> Rows:
     """Return the chosen steps as rows: a single row for all samples, or one per sample."""
     if isinstance(chosen, Tensor):
         if chosen.ndim != 2 or len(chosen) != batch or chosen.dtype != torch.int64 or chosen.device.type != "cpu":
@@ -165,7 +165,7 @@ def _list_coefficients(sampler: Sampler, levels: Tensor) -> Transition:
     return Transition(*(value[:, None] for value in step_coefficients(sampler, levels)))
 
 
-def _dense(sampler: Sampler, std: Tensor) -> Collection[int]:
+def _find_dense_steps(sampler: Sampler, std: Tensor) -> Collection[int]:
     """Return the steps whose std is positive; if std is not known, those where it may be."""
     if not can_look(std):
         return () if sampler is transitions.ode else range(len(std))

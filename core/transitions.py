@@ -3,7 +3,7 @@
     x_next ~ N(a x + b v, std^2 I)
 
 A sampler is a function that returns the three coefficients of a step between two noise levels, and `core.gaussian` serves
-all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) included: std = g sqrt(|dt|), not the diffusion
+all samplers. `std` is the standard deviation of the full step, sqrt(|dt|) included: std = g sqrt(|dt|), not the diffusion
 coefficient g.
 
 "Level" is the general word for an entry of a schedule. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
@@ -197,7 +197,7 @@ def ddim(alpha_bar: Level, alpha_bar_next: Level, *, eta: Scalar) -> Transition:
     """
     (ab, abn), eta = _scalars("ddim", eta, alpha_bar=alpha_bar, alpha_bar_next=alpha_bar_next)
     if can_look(ab, abn) and (wrong := ~((ab > 0) & (ab < 1) & (ab <= abn) & (abn <= 1))).any():
-        place, (level, level_next) = _first(wrong, ab, abn)
+        place, (level, level_next) = _locate_first(wrong, ab, abn)
         raise ValueError(
             f"ddim: alpha_bar goes from {level:g} to {level_next:g}{place}, expected rising signal powers in (0, 1]: pass "
             "alphas_cumprod at the timesteps, from noise to data, not the timesteps or the noise levels of a flow"
@@ -244,21 +244,21 @@ def _check_levels(function: str, **levels: Tensor) -> None:
         return
     for name, level in levels.items():
         if (wrong := ~((level >= 0) & (level <= 1))).any():
-            place, (value,) = _first(wrong, level)
+            place, (value,) = _locate_first(wrong, level)
             raise ValueError(
                 f"{function}: {name} is {value:g}{place}, expected a noise level in [0, 1]: divide timesteps of 0 to "
                 "1000 by 1000, or take the scheduler's sigmas"
             )
     sigma, sigma_next = levels["sigma"], levels["sigma_next"]
     if (wrong := ~((sigma_next <= sigma) & (sigma > 0))).any():
-        place, values = _first(wrong, sigma, sigma_next)
+        place, values = _locate_first(wrong, sigma, sigma_next)
         raise ValueError(
             f"{function}: the noise level goes from {values[0]:g} to {values[1]:g}{place}, expected falling levels, from "
             "noise to data: flip the schedule; DDPM's alpha_bar, which rises, goes with ddim"
         )
 
 
-def _first(wrong: Tensor, *levels: Tensor) -> tuple[str, list[float]]:
+def _locate_first(wrong: Tensor, *levels: Tensor) -> tuple[str, list[float]]:
     """Return the position of the first wrong level, worded for a message, and the levels at it."""
     if wrong.ndim == 0:
         return "", [level.item() for level in levels]

@@ -1,6 +1,6 @@
 """Operations of the per-step hot path, and the choice of the implementation that runs.
 
-Equations and arguments are those of the reference, the function of the same name in `core`; results are float32, or float64
+Equations and arguments match the reference, the function of the same name in `core`; results are float32, or float64
 if an argument is. Each function checks its arguments once, the same way for all implementations, and raises TypeError or
 ValueError for a wrong type, shape, device or value. `implementation` then chooses between the fused Triton kernel, the
 compiled reference and the reference itself, see `resolve`.
@@ -82,9 +82,9 @@ def resolve(
     if implementation == "auto":
         implementation = _PREFERRED.get()
     if implementation == "auto":
-        fused = samples[0].device.type in FUSED and _obstacle(samples, numbers, constants) is None
+        fused = samples[0].device.type in FUSED and _find_obstacle(samples, numbers, constants) is None
         return "triton" if fused else "reference"
-    if implementation == "triton" and (reason := _obstacle(samples, numbers, constants)) is not None:
+    if implementation == "triton" and (reason := _find_obstacle(samples, numbers, constants)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
     compiling = torch.compiler.is_compiling()
     if implementation == "compiled" and not compiling and torch._C._functorch.maybe_current_level() is not None:
@@ -112,13 +112,13 @@ def step_log_prob(
     name, samples = "step_log_prob", _drop_missing(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     _check_density(name, transition, form, v_ref)
-    chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
+    chosen = resolve(name, implementation, list(samples.values()), _select_tensors(*transition, scale))
     if chosen == "triton":
         from fluvial.kernels.fused.step_log_prob import function
 
         if transition.std.ndim == 2:
             return _score_rows(transition, samples, scale, form, reduction)
-        *coefficients, g = _float32(v, *transition, scale)
+        *coefficients, g = _to_float32(v, *transition, scale)
         log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)
         return log_prob, None if v_ref is None else kl
     options: dict[str, Any] = {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
@@ -161,7 +161,7 @@ def sde_step(
     for word, tensor in words.items():
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name}: {word} is {tensor.dtype}, expected torch.int64, as fluvial.core.random makes it")
-    chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
+    chosen = resolve(name, implementation, list(samples.values()), _select_tensors(*transition, scale))
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import function
 
@@ -169,7 +169,7 @@ def sde_step(
             guided, noise = step.apply_guidance(name, v, v_uncond, scale), normal(keys, tuple(v.shape))
             x_next = gaussian.sample(transition, x, guided, noise)
             return x_next, _score_rows(transition, samples | {"x_next": x_next.detach()}, scale, form, reduction)[0]
-        *coefficients, g = _float32(v, *transition, scale)
+        *coefficients, g = _to_float32(v, *transition, scale)
         return function(*coefficients, x, v, v_uncond, g, low.expand(batch), high.expand(batch), form, reduction)
     options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     return _run(step.sde_step, chosen, transition, x, v, key=keys, **options)
@@ -208,7 +208,7 @@ def policy_loss(
             raise ValueError(f"{name}: {which} has shape {list(tensor.shape)}, expected [{v.shape[0]}]")
     kl_scale = step.kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     check_same_device(name, v=v, **pairs, **({"dt": kl_scale} if isinstance(kl_scale, Tensor) else {}))
-    numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
+    numbers = _select_tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     constants = clip_low, clip_high, kl_coef
     chosen = resolve(name, implementation, list(samples.values()), numbers, constants)
     if chosen == "triton":
@@ -224,8 +224,8 @@ def policy_loss(
                 return clipped
             guided = step.apply_guidance(name, v, v_uncond, scale)
             return step.add_kl(*clipped, kl, step.weigh_kl(kl, kl_coef, kl_scale, transition, guided, v_ref, reduction))
-        *coefficients, g, old, weight, factor = _float32(
-            v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
+        *coefficients, g, old, weight, factor = _to_float32(
+            v, *transition, scale, log_prob_old, advantage, _as_tensor(kl_scale, v)
         )
         stored = old, weight, factor, *constants
         loss, diagnostics = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, *stored, form, reduction)
@@ -264,7 +264,7 @@ def nft_loss(
     check_same_shape(name, **samples)
     nft.check_nft_numbers(**options, batch=v.shape[0])
     _check_event(name, v)
-    level = _number(t, v)
+    level = _as_tensor(t, v)
     check_per_sample(name, v.shape, t=level)
     check_per_sample(name, v.shape[0], reward_prob=reward_prob)
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
@@ -275,7 +275,7 @@ def nft_loss(
         if level.ndim == 2:  # the loss depends on velocities times levels only
             by_row = per_sample(level, v)
             v, v_old, level = by_row * v, by_row * v_old, torch.ones_like(level[:, 0])
-        numbers = _float32(v, level, reward_prob)
+        numbers = _to_float32(v, level, reward_prob)
         return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]
     return _run(nft.nft_loss, chosen, v, v_old, x0, xt, level, reward_prob, **options)
 
@@ -312,7 +312,7 @@ def _check_step(
     v = samples["v"]
     _check_event(function, v)
     step.check_guidance(function, v_uncond, guidance)
-    scale = None if guidance is None else _number(guidance, v)
+    scale = None if guidance is None else _as_tensor(guidance, v)
     numbers = _drop_missing(guidance=scale)
     check_per_sample(function, v.shape, **coefficients)
     check_per_sample(function, v.shape[0], **numbers)
@@ -343,7 +343,7 @@ def _check_density(function: str, transition: Transition, form: Form, v_ref: Ten
         gaussian.check_stochastic(function, transition.std)
 
 
-def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: Sequence[Scalar]) -> str | None:
+def _find_obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: Sequence[Scalar]) -> str | None:
     """Return why the fused kernels do not support these arguments, None if they do."""
     device = samples[0].device.type
     if not HAS_TRITON:
@@ -394,14 +394,14 @@ def _check_event(function: str, v: Tensor) -> None:
         raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element per sample")
 
 
-def _number(value: Level, v: Tensor) -> Tensor:
+def _as_tensor(value: Level, v: Tensor) -> Tensor:
     """Return a number as a tensor created on v's device: a copy from the host would wait for the device."""
     if isinstance(value, Tensor):
         return value
     return torch.full((), value, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)
 
 
-def _float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
+def _to_float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
     """Return per-sample numbers as the kernels take them, float32 `[B]`, without a copy if they have that dtype."""
     return [None if number is None else number.to(torch.float32).expand(v.shape[0]) for number in numbers]
 
@@ -410,5 +410,5 @@ def _drop_missing(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _tensors(*values: Tensor | float | None) -> list[Tensor]:
+def _select_tensors(*values: Tensor | float | None) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]

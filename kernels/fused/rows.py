@@ -85,8 +85,8 @@ def row_length(tensor: Tensor) -> int:
 def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """Return a tensor `[B, *event]` or `[B]` as (rows of unit stride, stride between rows); None gives (None, 0).
 
-    It is a view if the layout allows it, else a copy. Rows may lie apart (a slice of a trajectory, one half of a guided
-    batch) or coincide (an expanded tensor).
+    It is a view if the layout allows it, else a copy. Rows may have gaps between them (a slice of a trajectory, half of
+    a guided batch) or coincide (an expanded tensor).
     """
     if tensor is None:
         return None, 0
