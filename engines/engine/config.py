@@ -146,10 +146,10 @@ class OptimizerConfig:
         max_grad_norm: Bound to which the gradient norm, over all parameters and ranks, is clipped.
         ema_decay: Decay per update of the moving average of the weights, which evaluation and export use; 0 disables it.
         ema_interval: Number of updates between two updates of the moving average.
-        ema_repeats: Number of times that an update of the moving average is applied, which raises its decay to that power.
+        ema_repeats: Number of times that an update of the moving average is applied, which raises the decay to that power.
             Flow-GRPO's code applies it once per micro-batch.
-        ema_warmup: Warm up its decay: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that the initial weights are
-            forgotten quickly. Otherwise it is ema_decay from the first update on.
+        ema_warmup: Warm up the decay of the moving average: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that
+            the initial weights are forgotten quickly. Otherwise it is ema_decay from the first update on.
         max_skipped: Number of consecutive updates with a gradient that is not finite, after which the run stops.
     """
 

@@ -264,7 +264,7 @@ class Adafactor(Optimizer):
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]
             squares = [local(p.grad).square() + TINY for p in with_grad]
-            # A matrix's rows are sharded, so its sums over rows are over all ranks; other tensors' are local.
+            # The rows of a matrix are sharded, so sums over them are over all ranks; those of other tensors are local.
             matrices = [i for i, p in enumerate(with_grad) if p.ndim == 2]
             columns = dict(zip(matrices, sum_over_shards([squares[i].sum(0) for i in matrices], with_grad), strict=True))
             for i, p in enumerate(with_grad):
@@ -377,7 +377,7 @@ def rounding_key(update: int) -> Key:
 
 
 def round_stochastically(x: Tensor, words: Tensor) -> Tensor:
-    """Round float32 values to bfloat16, with mean x over uniform words; infinities and NaN stay.
+    """Round float32 values x to bfloat16, with mean x over all words; infinities and NaN stay.
 
     The lower 16 bits of a word are added to the bits that bfloat16 lacks, and the sum is truncated.
 
