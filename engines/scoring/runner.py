@@ -111,7 +111,7 @@ def _stack(rows: Sequence[Tensor], like: Tensor) -> Tensor:
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
 POLL = 0.1  # polling interval while waiting for pending scores, in seconds
-BAD = 2  # samples of a chunk that fail one by one before its remaining samples are skipped
+BAD = 2  # failures of samples tried one by one, after which the remaining samples of a chunk are skipped
 
 Later = Future[Any]  # of what a reward returns
 

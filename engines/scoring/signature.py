@@ -17,7 +17,7 @@ from fluvial.models.host_values import to_device
 from fluvial.models.replay.kinds import read_sound, read_video
 
 SAMPLES = ("images", "videos", "latents", "audios")  # a reward takes at least one of these
-# Optional media of prompts, by the column of their records; without it, a parameter with a default keeps that.
+# Optional media of prompts, by the column of their records. If it is missing, a parameter keeps its default.
 CONDITIONS = {"condition_images": "image", "condition_videos": "video", "condition_audios": "audio"}
 KNOWN = (*SAMPLES, "audio_rate", "prompts", "metadata", "group", "model_inputs", *CONDITIONS)
 FIRST = ("images", "prompts")  # inputs of the first two parameters, unless their names are in `KNOWN`
