@@ -29,7 +29,7 @@ class ChunkGrpo(Grpo, name="chunk"):
     splits_guidance = False  # the loss must have the bits of the guided prediction, on which ratios are measured
     chunk: int | None = None
 
-    def compare(self, run: "Run", part: "Items") -> "Items":
+    def couple_steps(self, run: "Run", part: "Items") -> "Items":
         """Return the steps of an update with old log-probabilities that give each step the ratio of its chunk."""
         log_prob = run.measure(part, self.log_prob)
         new, old = (run.gather(part, values) for values in (log_prob, part.rows.log_prob_old))

@@ -39,12 +39,12 @@ class Loop:
         self.config, self.method, self.run, self.ahead = run.config, run.config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # current phase, for error messages
         device = run.world.device
-        self.peak = metrics.peak(device, self.config.engine.compute_dtype(device))
+        self.peak_flops = metrics.peak(device, self.config.engine.compute_dtype(device))
         self.restore(progress)
 
     def restore(self, progress: Progress) -> None:
         """Continue from the counters of a run whose weights the engine already has."""
-        self.progress = self.run.memory = progress
+        self.progress = self.run.memory = progress  # what a method remembers is saved with the counters
         self.finished = self.run.networks.updates, progress  # state of the last complete update
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -78,17 +78,16 @@ class Loop:
         copied = copy.deepcopy({name: getattr(self.progress, name) for name in ("rewards", "multipliers", "state")})
         self.finished = self.run.networks.updates, replace(self.progress, **copied)
         self.run.notes = {}
-        with self.time(seconds, "rollout"), self._naming_errors("collect"):
+        with self.enter_phase(seconds, "rollout"), self._naming_errors("collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
-        with self.time(seconds, "reward"):
+        with self.enter_phase(seconds, "reward"):
             batch = self.run.score(batch)
-            group, thumbnails = batch.spec.group, batch.made.result().thumbnails
-            if thumbnails is not None and group > 1:
-                everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]
-                self.run.notes["diversity"] = diversity(everyone, group)
+            if batch.thumbnails is not None and batch.spec.group > 1:
+                of_all = self.run.world.gather_data(batch.thumbnails)[: batch.share.batch]
+                self.run.notes["diversity"] = diversity(of_all, batch.spec.group)
             if self.ahead is not None:
                 self.run.notes["staleness"] = {str(self.engine.updates - batch.version): batch.share.batch}
-        with self.time(seconds, "update"):
+        with self.enter_phase(seconds, "update"):
             updates = self.learn(batch, root)
         self.progress.samples += batch.samples
         for phase, spent in seconds.items():
@@ -96,8 +95,8 @@ class Loop:
         self._watch_ratio(updates[0])
         self.finished = self.run.networks.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
-        counted = {"samples": self.progress.samples, "compiled": compiled, "peak": self.peak}
-        return metrics.update_record(self.run, batch, updates, seconds, **counted)
+        samples, peak = self.progress.samples, self.peak_flops
+        return metrics.update_record(self.run, batch, updates, seconds, samples=samples, compiled=compiled, peak=peak)
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
@@ -106,7 +105,7 @@ class Loop:
         Args:
             root: key of the batch.
         """
-        rollouts = self.engine.updates // self.config.updates_per_rollout
+        rollouts = self.engine.updates // self.config.updates_per_rollout  # before this one: updates are counted below
         with self.engine.gathered_once(), self._naming_errors("learn"):
             # a copy, so that a method cannot change the recorded rewards
             updates = list(self.method.learn(self.run, replace(batch, rewards=copy.deepcopy(batch.rewards)), root))
@@ -119,7 +118,7 @@ class Loop:
         return updates
 
     @contextmanager
-    def time(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
+    def enter_phase(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
         """Enter a phase of the update, and add the seconds of the block to it."""
         self.phase = phase
         each = self.config.updates_per_rollout

@@ -47,10 +47,12 @@ def keep_prompt(prompt: Prompt) -> Prompt:
 class Run(Rollouts):
     """All that a method may call. Every verb is collective: all ranks call it.
 
-    `Rollouts` has the first half: `sample`, `read`, `score`, `grade`, `log`, and `clock`, the number of updates so far.
+    `Rollouts` has the first half: `sample`, `read`, `score`, `grade`, `log`, and `clock`, the number of updates so far. It
+    sets `config` (settings of the run), `job` (model, prompts, data), `networks` (the policy and those that are declared),
+    `engine` and `world` (the policy's), `rewards`, `notes` (for the batch's record) and `pairs` (chosen micro-batch sizes).
     """
 
-    # items
+    # items, implemented in `sampling/batch.py`
 
     record_steps = staticmethod(record_steps)
     renoise = staticmethod(renoise)
@@ -74,7 +76,8 @@ class Run(Rollouts):
     def minibatches(self, items: Items, key: Key, passes: EpochsConfig) -> Iterator[Items]:
         """Yield the items of each update, spread evenly over the ranks.
 
-        There are `passes.epochs` epochs over the samples; each shuffles them into `passes.minibatches` updates.
+        There are `passes.epochs` epochs over the samples; each shuffles them into `passes.minibatches` updates. A network
+        declared as `Before()` is the policy before the first of them.
         """
         epochs, minibatches, total = passes.epochs, passes.minibatches, items.batch.share.batch
         if self._routed and items.rows.timestep is not None:
@@ -118,7 +121,7 @@ class Run(Rollouts):
         """
         results = []
         with self.engine.inference() as module, prefer(self.config.engine.implementation):
-            for rows in self._passes(items):
+            for rows in self._split(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self.networks.before if name not in rows.predictions}
                 # Copied, because the function may reuse one buffer.
@@ -134,7 +137,7 @@ class Run(Rollouts):
         """
         cond, products = self.networks.condition(name, items.cond), list[Tensor]()
         with self.networks.open(name) as module:
-            for rows, c in self._passes(items, cotangent):
+            for rows, c in self._split(items, cotangent):
                 with torch.enable_grad():
                     x = rows.x.requires_grad_()
                     v = self._predict(module, rows._replace(x=x), cond)
@@ -150,7 +153,7 @@ class Run(Rollouts):
         """
         cond, values, gradients = self.networks.condition(name, items.cond), list[Tensor](), list[Tensor]()
         with self.networks.open(name) as module:
-            for rows in self._passes(items):
+            for rows in self._split(items):
                 with torch.enable_grad():
                     x = rows.x.requires_grad_()
                     value = function(*self._predict_with_head(name, module, rows._replace(x=x), cond))
@@ -275,14 +278,13 @@ class Run(Rollouts):
         share, ranks = items.batch.share, self.world.data_size
         repeats = used.new_zeros((ranks * share.slots - len(used), used.shape[1]))
         by_rank = torch.cat([used, repeats]).unflatten(0, (ranks, share.slots))
-        held = [int(number) for number in (by_rank != 0).sum((1, 2))]
+        counts = [int(number) for number in (by_rank != 0).sum((1, 2))]
         rows, cond = select(items.rows, by_rank[self.world.data_rank].T.flatten()), items.cond
-        longest = -(-sum(held) // len(held))
-        passes = [sum(split(most, self.config.pass_sizes(most, self.pairs))) for most in (max(held), longest)]
-        if passes[0] > passes[1]:
-            rows, cond = rebalance(rows, cond, held, self.world)
-        else:
-            longest = max(held)
+        longest, balanced = max(counts), -(-sum(counts) // len(counts))
+        computed, at_least = (sum(split(most, self.config.pass_sizes(most, self.pairs))) for most in (longest, balanced))
+        if computed > at_least:  # rows with padding; moving some costs a collective
+            rows, cond = rebalance(rows, cond, counts, self.world)
+            longest = balanced
         real = len(rows.level)
         if not real:  # a rank without items still joins the collectives
             rows = _first_row(items.rows)
@@ -345,9 +347,9 @@ class Run(Rollouts):
 
     def _predictions(self, module: nn.Module, items: Items, cond: Cond) -> Tensor:
         """Return a network's prediction at each row, `[P, ...]`, computed in the update's own micro-batches."""
-        return torch.cat([self._predict(module, rows, cond) for rows in self._passes(items)])[: len(items.rows.level)]
+        return torch.cat([self._predict(module, rows, cond) for rows in self._split(items)])[: len(items.rows.level)]
 
-    def _passes(self, items: Items, *more: Tensor) -> Iterator[Any]:
+    def _split(self, items: Items, *more: Tensor) -> Iterator[Any]:
         """Yield the rows of items in micro-batches, together with rows of further tensors `[P, ...]`."""
         sizes = self.config.pass_sizes(items.pad_to, self.pairs)
         return micro_batches(

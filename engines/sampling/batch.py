@@ -95,6 +95,11 @@ class Batch:
         return self.made.result().trajectory
 
     @property
+    def thumbnails(self) -> Tensor | None:
+        """Averaged pixels of this rank's samples, `[slots, D]`; None for samples of a dataset."""
+        return self.made.result().thumbnails
+
+    @property
     def samples(self) -> int:
         """Number of samples of all ranks."""
         return self.share.batch * (2 if self.paired else 1)

@@ -31,7 +31,7 @@ from fluvial.engines.sampling.graphed import GraphedPass
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import NO_TAIL, Tail, after_schedule
-from fluvial.engines.sampling.window import NoiseIds, NoiseOf, Steps
+from fluvial.engines.sampling.window import NoiseOf, Steps
 from fluvial.engines.streams import Stream
 from fluvial.engines.waits import count_parts
 from fluvial.kernels import Implementation, sde_step
@@ -333,7 +333,7 @@ def generate(
             velocity = prediction_of(model, module, cond, sampling, exact=window, graph=graph)
             step_keys = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
-                trajectory, tail_estimate = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
+                trajectory, tail_estimate = _unroll(velocity, x, step_keys, sampling, model.prediction, window, (key, ids))
             else:
                 solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=step_keys)
                 trajectory, tail_estimate = wrap_samples(solver(velocity, x, sampling.schedule)), None
@@ -467,20 +467,25 @@ def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, 
         transition = stochastic.transition
         recorded = None if len(window) and stochastic.record else ()  # None: every step of the window that has a density
         record = Record(recorded, stochastic.form, stochastic.reduction, velocity=stochastic.keep_velocity)
-    make = partial(plan, sampling.schedule.levels, transition, deterministic=deterministic)
-    return make(batch=len(x), window=window, record=record, steps=steps, device=x.device)
+    options: dict[str, Any] = {"window": window, "deterministic": deterministic, "record": record, "steps": steps}
+    return plan(sampling.schedule.levels, transition, batch=len(x), device=x.device, **options)
 
 
 def _unroll(
     velocity: Velocity,
     x: Tensor,
-    key: Key,
-    ids: Sequence[int],
+    keys: Key,
     sampling: Sampling,
     prediction: Prediction,
     window: Steps,
+    noised: tuple[Key, Sequence[int]],
 ) -> tuple[Trajectory, Estimate | None]:
-    """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
+    """Return the trajectory up to the tail, and the clean estimate of its last step; None without a tail.
+
+    Args:
+        keys: key of each sample's steps.
+        noised: key of the rollout and ids of the samples, for samples that share noise.
+    """
     end = len(sampling.schedule.timesteps)
     stop = end if sampling.after == NO_TAIL else max(window) + 1
     if stop != end and sampling.schedule.levels.ndim == 2:
@@ -489,38 +494,54 @@ def _unroll(
     first = 0 if sampling.prefix is None else sampling.prefix.steps
     step_plan = _plan(x, sampling, prediction, window, range(first, stop))
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
-    latest, noise = deque[Step](maxlen=1), None if sampling.stochastic is None else sampling.stochastic.noise
+    if sampling.stochastic is None or sampling.stochastic.noise is None:
+        steps = unroll(velocity, x, step_plan, keys, draw=draw)
+    else:
+        steps = _unroll_tree(velocity, x, step_plan, *noised, sampling.stochastic.noise, draw)
+    latest = deque[Step](maxlen=1)
 
-    def keys_of(ids: Sequence[int]) -> Key:
-        return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
+    def watch_steps() -> Iterator[Step]:
+        for step in steps:
+            latest.append(step)
+            if sampling.observe is not None:
+                sampling.observe(step)
+            yield step
 
-    def take_steps() -> Iterator[Step]:
-        """Take consecutive steps with the same noise ids together.
-
-        Where the recorded candidate is not the one that the rollout goes on from (SPO), x_next is drawn again for that one.
-        """
-        x_now = x
-        own_noise = NoiseIds(list(ids), list(ids))
-        for taken, part in groupby(step_plan.steps, key=lambda step: own_noise if noise is None else noise(ids, step)):
-            steps = [*part]
-            is_candidate = taken.recorded != taken.leading
-            for group in [[step] for step in steps] if is_candidate else [steps]:
-                some_steps = step_plan._replace(steps=range(group[0], group[-1] + 1))
-                # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
-                kernel = None if is_candidate else draw
-                for step in unroll(velocity, x_now, some_steps, keys_of(taken.recorded), draw=kernel):
-                    latest.append(step)
-                    if sampling.observe is not None:
-                        sampling.observe(step)
-                    yield step
-                    x_now = step.x_next
-                if is_candidate:
-                    z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
-                    x_now = gaussian.sample(step_plan.transition(step.t), step.x, step.v, z)
-
-    trajectory = stack(step_plan, take_steps(), x)
+    trajectory = stack(step_plan, watch_steps(), x)
     host_values.remember(trajectory.steps, torch.tensor(step_plan.recorded, dtype=torch.int64).expand(len(x), -1))
     if stop == end:
         return trajectory, None
     step, level = latest[0], float(sampling.schedule.levels[stop - 1])
     return trajectory, Estimate(step.t, level, step.x - level * step.v)
+
+
+def _unroll_tree(
+    velocity: Velocity,
+    x: Tensor,
+    step_plan: StepPlan,
+    key: Key,
+    ids: Sequence[int],
+    noise: NoiseOf,
+    draw: DrawAndScore | None,
+) -> Iterator[Step]:
+    """Yield the steps of samples that share noise; consecutive steps with the same noise ids are taken together.
+
+    If the recorded candidate is not the one that sampling continues from (SPO), x_next is drawn again for that one.
+    """
+
+    def keys_of(ids: Sequence[int]) -> Key:
+        return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
+
+    for taken, part in groupby(step_plan.steps, key=lambda step: noise(ids, step)):
+        steps = [*part]
+        is_candidate = taken.recorded != taken.leading
+        for group in [[step] for step in steps] if is_candidate else [steps]:
+            some_steps = step_plan._replace(steps=range(group[0], group[-1] + 1))
+            # Without the fused kernel, so that the candidate that goes on equals its recorded copy bit for bit.
+            kernel = None if is_candidate else draw
+            for step in unroll(velocity, x, some_steps, keys_of(taken.recorded), draw=kernel):
+                yield step
+                x = step.x_next
+            if is_candidate:
+                z = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
+                x = gaussian.sample(step_plan.transition(step.t), step.x, step.v, z)
