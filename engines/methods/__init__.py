@@ -1,4 +1,4 @@
-"""Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
+"""Training methods, one file per family, and the table of all of them; your own derives from `run.method.Method`."""
 
 from fluvial.engines.methods.ac_dmd import AcDmd
 from fluvial.engines.methods.adjoint import AdjointMatching

@@ -1,4 +1,4 @@
-"""AC-DMD: DMD where the noisy steps of a student end, with a model of its samples that agrees with itself."""
+"""AC-DMD: distribution matching at the ends of a student's noisy steps, with a self-consistent fake."""
 
 import math
 from collections.abc import Iterator
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AcDmd(Matching, name="ac-dmd"):
-    """AC-DMD: teacher and fake step back to where a noisy step of the student ended (arXiv 2605.26108).
+    """AC-DMD: match teacher and fake at the ends of the student's noisy steps (arXiv 2605.26108).
 
         x_s   end of a cps step of the student; x_t is x_s with noise up to a level t
         d     cps step of the teacher from x_t to s, minus the fake's with the same noise
         fake  weight |v - u|^2 + consistency (h(x_1) - h(x_t)) (h(x_2) - h(x_t))
 
-    u is `core.distill.ambient_velocity`, h the clean sample that the fake predicts, and x_1 and x_2 are two of its own steps
-    from x_t to a lower level. RTDMD begins from such a student. On the last step it is DMD2.
+    u is `core.distill.ambient_velocity`, h the fake's prediction of the clean sample, and x_1 and x_2 are two steps of the
+    fake from x_t to a lower level. RTDMD starts from such a student. On the last step, AC-DMD equals DMD2.
 
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
-        trained: Which step has the gradient: the same of all samples, as published, or one of each.
-        fake_updates: Number of its updates per update of the student, each on its share of the samples.
+        trained: Which step has the gradient: the same for all samples, as published, or one drawn per sample.
+        fake_updates: Number of updates of the fake per update of the student, each on an equal part of the samples.
         levels: Distribution of t, from s (0) to 1.
-        consistency: Weight of the fake's agreement with itself; 0 leaves its passes out.
+        consistency: Weight of the fake's self-consistency; 0 skips its forward passes.
         span: Largest distance of the lower level from t.
     """
 
@@ -63,17 +63,17 @@ class AcDmd(Matching, name="ac-dmd"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Hold the graphs of a sample and of the two steps from it."""
+        """The consistency term needs the graphs of three forward passes: of x_t, x_1 and x_2."""
         return replace(Matching.needs, graphs=3 if self.consistency else 1)
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if self.sampling.sampler.kind != "cps":
             yield UsageError("sampling.sampler", self.sampling.sampler.kind, "cps", "ac-dmd takes its steps")
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the fake to the ends of the student's steps; then move the student on the last of them."""
+        """Fit the fake to the ends of the student's steps, and update the student on the last part of the samples."""
         for number, part in enumerate(self.split(run, batch, key, self.fake_updates), start=1):
             keys, (x_s, s) = run.row_keys(part, key, number), (part.rows.x_next, part.rows.level_next)
             first, second = (normal(fold_in(fold_in(keys, Stream.NOISE), draw), tuple(x_s.shape)) for draw in (0, 1))
@@ -87,17 +87,17 @@ class AcDmd(Matching, name="ac-dmd"):
             run.update(noisy, partial(self.ambient_loss, run, noisy), network="fake")
 
     def step(self, rows: RenoisedSamples, v: Tensor, level: Tensor, noise: Tensor) -> Tensor:
-        """Return a step of the student's sampler to a lower level."""
+        """Take a step of the student's sampler to a lower level."""
         return gaussian.sample(cps(rows.level, level, eta=self.sampling.sampler.eta), rows.x, v, noise)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:  # type: ignore[override]
-        """Return `core.distill.matching_loss` of the end of the student's step, whose noise is that of the rollout."""
+        """Return `core.distill.matching_loss` at the end of the student's step, with the rollout's noise."""
         x_s = rows.x_next + per_sample(rows.transition.b, v) * (v - v.detach())
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
         return matching_loss(x_s, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))
 
     def ambient_loss(self, run: "Run", items: "Items", v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
-        """Return the weighted error at the ends of the student's steps, and how far the fake is from its own mean."""
+        """Return the weighted error at the ends of the student's steps, with the consistency term."""
         error, lower = velocity_error(v, rows.target), rows.context
         loss = ambient_weight(rows.start_level, rows.level) * error
         if self.consistency and lower is not None:

@@ -1,4 +1,4 @@
-"""Adjoint Matching: each step's control is fitted to the gradient of a differentiable reward, carried back by the base."""
+"""Adjoint Matching: fits each step's control to a reward's gradient, propagated back through the base."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class AdjointInfo(NamedTuple):
     """Diagnostics of Adjoint Matching, one number per item, without gradient."""
 
     control: Tensor  # mean |b (v - v_base) / std|^2, which is 0 for the base
-    adjoint: Tensor  # mean |std adj|^2, what the control is to become
+    adjoint: Tensor  # mean |std adj|^2, the target of the control
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class AdjointMatching(Method, name="adjoint"):
         adj_k = a adj_{k+1} + b J_base(x_k)^T adj_{k+1}, adj_T = -scale grad R(x_T)
 
     The base is the policy that training starts from. Only a memoryless sampler is unbiased: flow_sde with eta sqrt(2), or
-    ddim with eta 1. The adjoint is float32; the network computes it in the dtype of its forward passes.
+    ddim with eta 1. The adjoint is stored in float32; the network propagates it in the dtype of its forward passes.
 
     Args:
-        sampling: How samples are made. With `guidance.update` conditional neither adjoint nor control has guidance, as in
-            the authors' runs.
-        trained: Which of the recorded steps are trained on; one without noise is left out.
+        sampling: How rollouts are sampled. With `guidance.update` conditional, neither adjoint nor control has guidance, as
+            in the authors' runs.
+        trained: Which recorded steps are trained on; steps without noise are left out.
         scale: Factor lambda of the reward.
-        index: Adjoint of a step: next, that of its end, which is exact; or current, that of its start, as in the code for
-            SD 1.5.
+        index: Adjoint of a step: next (at its end, which is exact) or current (at its start, as in the authors' code for
+            SD 1.5).
         quantile: Quantile q of sqrt(loss) over the items of an update; items at or above its moving average, of decay 0.9,
-            add no gradient. None keeps all.
+            have no gradient. None uses all items.
     """
 
     needs: ClassVar[Needs] = Needs(rewards="gradients", conditional=True)
@@ -64,7 +64,7 @@ class AdjointMatching(Method, name="adjoint"):
     quantile: float | None = 0.9
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         sampler, window = self.sampling.sampler, self.sampling.window
         if sampler.is_deterministic:
@@ -75,15 +75,15 @@ class AdjointMatching(Method, name="adjoint"):
 
     @property
     def rows(self) -> RecordedRows:
-        """Record every step, the last one too, which may have no noise."""
+        """Record every step, including the last one, which may have no noise."""
         return RecordedRows("unscaled", trained=self.trained)
 
     def networks(self) -> Networks:
-        """Keep the base, which the control is relative to."""
+        """Declare the base: the control is relative to it."""
         return {"base": Start()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Carry the gradient of the reward back through the base, then fit the control of the steps to it."""
+        """Propagate the reward's gradient back through the base, then fit the steps' control to it."""
         keep = run.grade(batch).keep[:, None] * (batch.noise > 0)
         steps = run.record_steps(batch, key, trained=self.trained, keep=keep)
         steps = steps.with_predictions(adjoint=self.carry_back(run, steps, -self.scale * run.reward_gradient(batch)))
@@ -98,7 +98,7 @@ class AdjointMatching(Method, name="adjoint"):
             yield run.update(part, self.loss)
 
     def carry_back(self, run: "Run", steps: "Items", adjoint: Tensor) -> Tensor:
-        """Return the adjoint of each recorded step, from that of the samples, `[slots, *event] -> [P, *event]`."""
+        """Return the adjoint of each recorded step, given that of the final samples, `[slots, *event] -> [P, *event]`."""
         adjoints, size = list[Tensor](), len(adjoint)
         for start in reversed(range(0, len(steps.rows.level), size)):
             part = steps.part(slice(start, start + size))
@@ -108,7 +108,7 @@ class AdjointMatching(Method, name="adjoint"):
         return torch.cat(adjoints[::-1])
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, AdjointInfo]:
-        """Return `core.adjoint.adjoint_loss` of the steps that are not dropped."""
+        """Return `core.adjoint.adjoint_loss`, 0 for items above the quantile."""
         base, adjoint, zero = rows.predictions["base"], rows.predictions["adjoint"], torch.zeros_like(v)
         loss = adjoint_loss(rows.transition, v, base, adjoint)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""AlignProp and DRaFT: the gradient of a differentiable reward, back through the last steps of the rollout."""
+"""AlignProp and DRaFT: backpropagation of a differentiable reward through the last steps of the rollout."""
 
 import math
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class AlignPropInfo(NamedTuple):
     """Diagnostics of AlignProp, one number per item, without gradient."""
 
-    reward_again: Tensor  # weighted sum of the rewards of the samples, as the update computes them
+    reward_again: Tensor  # weighted sum of the rewards, recomputed in the update
 
 
 @dataclass(frozen=True)
 class AlignProp(Method, name="alignprop"):
-    """AlignProp's loss: minus a differentiable reward, whose gradient flows back through the last steps (arXiv 2310.03739).
+    """AlignProp's loss: the negative of a reward, differentiated through the last steps (arXiv 2310.03739).
 
         loss = -scale R(x_0), or scale |R(x_0) - target| with a target
 
@@ -38,9 +38,9 @@ class AlignProp(Method, name="alignprop"):
     return a tensor with a gradient.
 
     Args:
-        last: Number of last steps that the gradient flows through, K.
-        spread: Standard deviation of that number, which is drawn per rollout; 0 always takes `last`.
-        target: Reward that is aimed at; None maximises it.
+        last: Number K of last steps that the gradient flows through.
+        spread: Standard deviation of that number, drawn per rollout; 0 always takes `last`.
+        target: Target value of the reward; None maximises it.
         scale: Factor of the loss.
     """
 
@@ -48,7 +48,7 @@ class AlignProp(Method, name="alignprop"):
     bounds: ClassVar = {
         **{"last": (1, 2**31), "spread": (0, math.inf), "target": (-math.inf, math.inf), "scale": (1e-12, math.inf)},
     }
-    passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the policy that made the rollout is gone after it
+    passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # on-policy: one update per rollout
     sampling: SamplingConfig = SamplingConfig()
     last: int = 1
     spread: float = 0.0
@@ -56,7 +56,7 @@ class AlignProp(Method, name="alignprop"):
     scale: float = 1.0
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         window, steps = self.sampling.window, self.sampling.steps
         if self.last > steps:
             yield UsageError("last", self.last, f"at most the {steps} steps of the schedule")
@@ -67,11 +67,11 @@ class AlignProp(Method, name="alignprop"):
 
     @property
     def rows(self) -> RecordedRows:
-        """Record the steps in a form that deterministic ones have, too."""
+        """Record steps in form unscaled, which is defined for deterministic steps, too."""
         return RecordedRows("unscaled")
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Take the last steps again, and follow the gradient of the reward of where they lead."""
+        """Replay the last steps, and follow the gradient of the reward of their final samples."""
         steps = len(batch.spec.sampling.schedule.timesteps)
         count = number_of_steps(key, steps, last=self.last, spread=self.spread)
         items = run.return_to(batch, key, count, keep=run.grade(batch).keep)
@@ -79,14 +79,14 @@ class AlignProp(Method, name="alignprop"):
             yield run.update(part, partial(self.loss, reward=partial(self.score, run, part)))
 
     def score(self, run: "Run", items: "Items", v: Tensor, rows: LastSteps) -> Tensor:
-        """Return the reward of where the last steps lead, `[P]`, with gradient."""
+        """Return the reward of the replayed final samples, `[P]`, with gradient."""
         sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         final = final_samples(v, rows, sampling.stochastic.transition, sampling.schedule, partial(run.forward, items))
         return run.rewards_of(items, rows, final)[0]
 
     def loss(self, v: Tensor, rows: LastSteps, reward: Any = None) -> tuple[Tensor, AlignPropInfo]:
-        """Return minus the reward of the samples that the last steps lead to, or its distance to the target."""
+        """Return minus the reward of the replayed final samples, or its distance to the target."""
         scores = reward(v, rows)
         loss = -scores if self.target is None else (scores - self.target).abs()
         return self.scale * loss, AlignPropInfo(scores.detach())

@@ -34,7 +34,7 @@ class Awm(Method, name="awm"):
         weighting: Weighting of the matching error by the noise level, see `core.awm.awm_log_prob`.
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clip_high: Upper half-width of the clip.
-        delta: Rounding of the corner of the two Huber weightings (huber and ghuber), in the unit of the prediction.
+        delta: Width of the smooth corner of the weightings huber and ghuber, in the unit of the prediction.
         power: Exponent of the weighting ghuber, in (0, 1].
     """
 
@@ -52,11 +52,11 @@ class Awm(Method, name="awm"):
     power: float = 0.25
 
     def networks(self) -> Networks:
-        """Keep the policy before the updates, and the references of the KL terms."""
+        """Declare the policy before the updates, and the references of the KL terms."""
         return {"old": Before(), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Climb the clipped surrogate of the matching errors, weighted by the advantage."""
+        """Optimize the clipped surrogate of the matching errors."""
         grades, skip_zero = run.grade(batch, self.advantage), not self.kl.networks()
         items = run.noise_samples(batch, self.noising, key, grades.advantage, keep=grades.keep, skip_zero=skip_zero)
         for part in run.minibatches(items, key, self.passes):

@@ -1,4 +1,4 @@
-"""BranchGRPO: paths that split on their way, and an advantage for every edge of their tree."""
+"""BranchGRPO: trees of paths, with an advantage per edge."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BranchGrpo(Grpo, name="branchgrpo"):
-    """BranchGRPO: the edges of a tree of paths are compared with those of the same step (arXiv 2509.06040).
+    """BranchGRPO: each edge of a tree of paths is compared with the other edges of its step (arXiv 2509.06040).
 
-    The reward of an edge is the mean of the leaves below it; each edge is trained on once, see
-    `core.advantages.edge_advantages`. The samples are computed path by path, so that a tree saves updates and not rollouts.
+    An edge's reward is the mean over the leaves below it, and each edge is trained on once, see
+    `core.advantages.edge_advantages`. Samples are computed path by path, so a tree saves updates, not rollouts.
 
-    Not offered: the mean weighted by the probabilities of the children, pruning of depths, and the noise of the code at a
-    split, which is four times that of the density that its ratio is of.
+    Not offered: means weighted by the children's probabilities, pruning of depths, and the published code's noise at a
+    split, which is four times the noise of the density in its ratio.
     """
 
     sampling: SamplingConfig = SamplingConfig(steps=20, sampler=Stochastic("dance_sde", 0.3), window=Splits())
     advantage: AdvantageConfig = AdvantageConfig(eps=1e-8, clip=5.0)
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not isinstance(self.sampling.window, Splits):
             hint = "branchgrpo compares the edges of trees"
@@ -47,7 +47,7 @@ class BranchGrpo(Grpo, name="branchgrpo"):
             yield no_effect("advantage", "with branchgrpo, except for eps, clip and ddof")
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Climb the surrogate of every edge, with its advantage among the edges of its step."""
+        """Optimize the surrogate of every edge, with its advantage among the edges of its step."""
         grades, window = run.grade(batch, self.advantage), self.sampling.window
         assert isinstance(window, Splits)
         steps = host_values.read(batch.trajectory.steps)[0].tolist()

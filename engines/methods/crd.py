@@ -1,4 +1,4 @@
-"""Centred reward distillation: the model's implicit rewards are fitted to the given ones, both centred over the update."""
+"""Centred reward distillation: fits the model's implicit rewards to the rewards, both centred over the update."""
 
 import math
 from collections.abc import Iterator
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Crd(Method, name="crd"):
-    """CRD's loss: the centred implicit reward of each item is fitted to its centred reward (arXiv 2603.14128).
+    """CRD's loss: fit each item's centred implicit reward to its centred reward (arXiv 2603.14128).
 
         loss = adv_clip / beta (beta (r - mean r) - (R - mean R))^2 + kl.coef c(R) |v - v_ref|^2
         r = |v_old - target|^2 / w_old - |v - target|^2 / w,  R = (A clipped to adv_clip) / (2 adv_clip) + 1/2
 
-    The means are over the samples of the update, each at the same index of its noise levels. After each rollout an old
-    policy becomes d old + (1 - d) policy, and another one, which makes the rollouts, likewise, with decays of their own.
+    The means are over the samples of the update, per index of the noise level. After each rollout the old policy becomes
+    d old + (1 - d) policy; so does a second old policy, which generates the rollouts, with its own decay.
 
     Args:
         beta: Inverse temperature of the implicit reward, without a unit.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
-        match: What is fitted: mse (the squared distance of centred rewards) or bce (the cross-entropy of their sigmoids).
+        match: Loss between centred rewards: mse (squared distance) or bce (cross-entropy of their sigmoids).
         adaptive: Divide each matching error by its mean absolute error.
         weight_min: Lower bound of that mean absolute error.
         adaptive_kl: Weigh the KL term by c(R) = m + (1 - m) R with m = 1e-4 / kl.coef, so that good samples stay near the
             reference; otherwise c is 1.
         old: Decay of the old policy.
-        rollout_policy: Decay of the policy that makes the rollouts.
+        rollout_policy: Decay of the policy that generates the rollouts.
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
@@ -68,18 +68,18 @@ class Crd(Method, name="crd"):
     rollout_policy: Ramp = Ramp(rise=0.0075, delay=75)
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if self.advantage.drop_zero:
             yield UsageError("advantage.drop_zero", True, "False", "crd centres the rewards of all samples")
 
     def networks(self) -> Networks:
-        """Keep an old policy, one that makes the rollouts, and the references of the KL terms."""
+        """Declare the old policy, the policy that generates the rollouts, and the references of the KL terms."""
         slower = Follower(self.rollout_policy.decay, samples_from=0)
         return {"old": Follower(self.old.decay), "sampling": slower, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Centre the implicit and the given rewards over the samples of each update, at each level; fit one to the other."""
+        """Centre implicit rewards and rewards over the samples of each update, per level; fit one to the other."""
         grades = run.grade(batch, self.advantage)
         reward = reward_prob(grades.advantage, adv_clip=self.adv_clip)  # R in [0, 1]
         items = run.noise_samples(batch, self.noising, key, reward, keep=grades.keep)

@@ -1,4 +1,4 @@
-"""D3PO: a preference between the best and the worst sample of a group, step by step."""
+"""D3PO: stepwise preferences between the best and the worst sample of a group."""
 
 import math
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class D3po(Method, name="d3po"):
-    """D3PO's loss: a preference between the best and the worst sample of a group, step by step (arXiv 2311.13231).
+    """D3PO's loss: stepwise preferences between the best and the worst sample of a group (arXiv 2311.13231).
 
         -log sigmoid(beta (log clip(rho_best) - log clip(rho_worst))),  rho = p(x_next | x) / p_ref(x_next | x)
 
     Args:
-        trained: Which of the recorded steps are trained on, the same of both samples.
-        passes: How often a batch is learnt from, whose pairs belong together in one update.
+        trained: Which recorded steps are trained on, the same for both samples.
+        passes: How often a batch is trained on; a pair stays together in one update.
         beta: Inverse temperature of the preference, without a unit.
         eps: Half-width of the clip of the ratio to the reference, which is per dimension.
-        ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
+        ref_guidance: Guidance scale of the reference; None uses the update's.
     """
 
     bounds: ClassVar = {"beta": (1e-12, math.inf), "eps": (1e-12, 1 - 1e-6), "ref_guidance": (0, math.inf)}
@@ -48,26 +48,26 @@ class D3po(Method, name="d3po"):
     ref_guidance: float | None = None
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         if self.sampling.sampler.is_deterministic:
             expected = "ddim or flow_sde, whose steps have the log-probability that d3po needs"
             yield UsageError("sampling.sampler", self.sampling.sampler.kind, expected)
         yield from super().problems()
 
     def networks(self) -> Networks:
-        """Keep the policy that training starts from: ratios are relative to it."""
+        """Declare the policy that training starts from: ratios are relative to it."""
         return {"ref": Start(self.ref_guidance)}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Compare each step of the best sample of a group with the same step of its worst."""
+        """Compare each step of a group's best sample with the same step of its worst."""
         yield from self.compare(run, batch, key, self.prefer(run.grade(batch).reward, batch.group))
 
     def compare(self, run: "Run", batch: "Batch", key: Key, preferred: Tensor) -> "Iterator[UpdateInfo]":
-        """Compare each step of a preferred sample with that of its group's rejected one.
+        """Compare each step of a preferred sample with the same step of its group's rejected sample.
 
         Args:
-            preferred: 1 for the preferred sample of a group, -1 for the rejected one, else 0, `[N]`, or of each recorded
-                step, `[N, S]`.
+            preferred: 1 for the preferred sample of a group, -1 for the rejected one, else 0, `[N]`; or per recorded step,
+                `[N, S]`.
         """
         chosen = (preferred != 0).to(preferred.dtype)
         steps = run.record_steps(batch, key, preferred, trained=self.trained, keep=chosen)
@@ -77,12 +77,12 @@ class D3po(Method, name="d3po"):
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, "ref")
             ratios = run.gather(part, run.measure(part, self.log_ratio))
-            others = to_device(partner.to(ratios.dtype), ratios.device)
-            part = part.with_rows(context=part.look_up((others * ratios).sum(1)))
+            partners = to_device(partner.to(ratios.dtype), ratios.device)
+            part = part.with_rows(context=part.look_up((partners * ratios).sum(1)))
             yield run.update(part, self.loss)
 
     def prefer(self, reward: Tensor, group: Tensor, least: float = 0.0) -> Tensor:
-        """Return 1 for the best sample of each group, -1 for the worst, else 0; all 0 unless they differ by over `least`."""
+        """Return 1 for a group's best sample, -1 for its worst, else 0; all 0 unless they differ by more than `least`."""
         chosen, preferred = best_and_worst(reward, group), torch.zeros_like(reward)
         valid = chosen.valid & (reward[chosen.win] - reward[chosen.lose] > least)
         preferred[chosen.win[valid]], preferred[chosen.lose[valid]] = 1.0, -1.0
@@ -99,6 +99,6 @@ class D3po(Method, name="d3po"):
 
     def log_ratio(self, v: Tensor, rows: RecordedSteps) -> Tensor:
         """Return the clipped log-ratio of each step to the reference, `[P]`."""
-        both = v, rows.predictions["ref"]
-        log_prob, reference = (step_log_prob(rows.transition, rows.x, each, rows.x_next)[0] for each in both)
+        velocities = v, rows.predictions["ref"]
+        log_prob, reference = (step_log_prob(rows.transition, rows.x, each, rows.x_next)[0] for each in velocities)
         return clip_log_ratio(log_prob, reference, eps=self.eps)

@@ -1,4 +1,4 @@
-"""Rewards of single steps, of what the ODE makes of a sample before and after each: DenseGRPO and TP-GRPO."""
+"""DenseGRPO and TP-GRPO: a reward per step, from the ODE's samples before and after it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DenseGrpo(Grpo, name="densegrpo"):
-    """DenseGRPO: each step's advantage is that of its own gain in reward (arXiv 2601.20218).
+    """DenseGRPO: each step's advantage comes from its own gain in reward (arXiv 2601.20218).
 
-        gain_k = R_{k+1} - R_k, R_k the reward of what the ODE makes of the sample before step k
+        gain_k = R_{k+1} - R_k, with R_k the reward of the sample that the ODE reaches from the state before step k
 
-    The gains of a sample add up to R_S - R_0. Each is compared with those of the same step in its group. T steps cost about
+    The gains of a sample add up to R_S - R_0. Each is compared with its group's gains at the same step. T steps cost about
     T^2 / 2 more forward passes, and T more rewards, per sample.
 
-    Its calibration of each step's noise before training is not offered: the paper gives no numbers for it. A sampler of your
-    own may have an eta per step.
+    The paper's calibration of each step's noise before training is not offered, because the paper has no numbers for it.
+    Your own sampler may have an eta per step.
     """
 
     learns_from_sums = False
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         window, advantage, name = self.sampling.window, self.advantage, self.method_name
         if window.differs:
@@ -50,37 +50,37 @@ class DenseGrpo(Grpo, name="densegrpo"):
                 yield UsageError(f"advantage.{field}", getattr(advantage, field), str(default), hint)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Score what the ODE makes of every recorded step, then climb the surrogate with the gain of each step."""
+        """Score every recorded step by the ODE from it, then optimize the surrogate with each step's gain."""
         batch, rewards = score_steps(run, batch)
         yield from self.climb(run, batch, key, run.grade(batch, self.advantage, self.gains(rewards)))
 
     def gains(self, rewards: Tensor) -> Tensor:
-        """Return the reward of each step, `[N, S]`, from those before and after them, `[N, S+1]`."""
+        """Return each step's reward, `[N, S]`, given the rewards before and after the steps, `[N, S+1]`."""
         return rewards.diff(dim=1)
 
 
 @dataclass(frozen=True)
 class TurningPointGrpo(DenseGrpo, name="tpgrpo"):
-    """TP-GRPO: a step from which on a sample gets better, or worse, gets the whole of that gain (arXiv 2602.06422).
+    """TP-GRPO: a turning point, where a sample starts to get better or worse, gets all of the later gain (arXiv 2602.06422).
 
     At other steps the reward is the step's own gain, as in DenseGRPO, see `core.advantages.turning_point_gains`.
 
     Args:
-        balanced: Take as many turning points to better samples as to worse ones, those of samples that change most, where
-            a rollout has both.
+        balanced: Use equally many turning points for better and for worse, those with the largest changes, if a rollout has
+            both.
     """
 
     balanced: bool = True
 
     def gains(self, rewards: Tensor) -> Tensor:
-        """Return the reward of each step, `[N, S]`, from those before and after them, `[N, S+1]`."""
+        """Return each step's reward, `[N, S]`, given the rewards before and after the steps, `[N, S+1]`."""
         return turning_point_gains(rewards, balanced=self.balanced).gain
 
 
 def score_steps(run: "Run", batch: "Batch") -> "tuple[Batch, Tensor]":
-    """Return the reward of what the ODE makes of each recorded step, and of the samples, `[N, S+1]`; every rank takes part.
+    """Return the rewards of the ODE's samples from each recorded step, and of the samples, `[N, S+1]`. Collective.
 
-    The batch is returned without the groups that a reward fails at on the way.
+    The returned batch lacks groups with an intermediate sample whose reward failed.
     """
     trajectory = batch.trajectory
     steps = host_values.read(trajectory.steps)[0].tolist()

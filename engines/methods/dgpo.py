@@ -1,4 +1,4 @@
-"""DGPO: a matching error, weighted by the advantage and by how little its group is preferred."""
+"""DGPO: a matching error, weighted by the advantage and by a group preference."""
 
 import math
 from collections.abc import Iterator
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dgpo(Method, name="dgpo"):
-    """DGPO's loss: a matching error, weighted by the advantage and by how little its group is preferred (arXiv 2510.08425).
+    """DGPO's loss: a matching error, weighted by the advantage and by a group preference (arXiv 2510.08425).
 
         loss = w_g A |v - (noise - x0)|^2,  w_g = sigmoid(beta / G sum_g A (error - error_ref)),  both means over the event
 
-    An old policy, a fast moving average, gives the ratio exp(error_old - error) that is clipped. After each rollout it
+    The clipped ratio is exp(error_old - error), with an old policy that is a fast moving average: after each rollout it
     becomes d old + (1 - d) policy, with d = min(old_rise (n - 1), old_cap) after n updates.
 
     Args:
-        passes: How often a batch is learnt from, whose groups belong together in one update.
+        passes: How often a batch is trained on; a group stays together in one update.
         beta: Inverse temperature of the preference of a group, without a unit.
-        clip_low: Lower half-width of the clip of the ratio; beyond it an item adds no gradient.
+        clip_low: Lower half-width of the clip of the ratio; items beyond it have no gradient.
         clip_high: Upper half-width of the clip.
         old_rise: Growth of the decay d per update.
         old_cap: Largest decay d, below 1.
-        old_samples_from: Number of updates after which the old policy makes the rollouts; None: the policy makes them.
-        reference: Policy of error_ref: base (the one that training starts from) or old (TDM-R1, arXiv 2603.07700).
+        old_samples_from: Number of updates after which the old policy generates the rollouts; None always uses the policy.
+        reference: Policy of error_ref: base (where training starts) or old (TDM-R1, arXiv 2603.07700).
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
@@ -69,7 +69,7 @@ class Dgpo(Method, name="dgpo"):
     reference: Literal["base", "old"] = "base"
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.noising.is_shared:
             yield UsageError("noising.draw", self.noising.draw, "rollout", "dgpo compares samples at the same levels")
@@ -77,13 +77,13 @@ class Dgpo(Method, name="dgpo"):
             yield UsageError("advantage.drop_zero", True, "False", "dgpo weighs whole groups")
 
     def networks(self) -> Networks:
-        """Keep an old policy that follows the policy fast, and the policy that training starts from."""
+        """Declare the old policy, which follows fast, and the policy that training starts from."""
         start = None if self.old_samples_from is None else self.old_samples_from + 1
         decay = partial(ramp, rise=self.old_rise, cap=self.old_cap, delay=1)
         return {"old": Follower(decay, samples_from=start), "ref": Start(self.kl.guidance), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Weigh each item by its advantage, and by the sigmoid of its group's margin at its level."""
+        """Weight each item by its advantage, and by the sigmoid of its group's margin at its level."""
         grades = run.grade(batch, self.advantage)
         items = run.noise_samples(batch, self.noising, key, grades.advantage, keep=grades.keep)
         group = torch.arange(batch.share.batch) // batch.compared
@@ -95,7 +95,7 @@ class Dgpo(Method, name="dgpo"):
             yield run.update(part.with_rows(context=part.look_up(weight)), self.loss)
 
     def margin(self, v: Tensor, rows: NoisedSamples) -> Tensor:
-        """Return what each item adds to the argument of its group's sigmoid."""
+        """Return each item's contribution to the argument of its group's sigmoid, `[P]`."""
         reference = rows.predictions["ref" if self.reference == "base" else "old"]
         error, error_ref = (velocity_error(each, rows.target) for each in (v, reference))
         return dgpo.preference_margin(error, error_ref, rows.signal, beta=self.beta)

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, teachers say which step they would have taken."""
+"""On-policy distillation: the student samples, and is fitted to the steps that teachers would take."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distill(Method, name="distill"):
-    """On-policy distillation: fit a teacher's step at the samples that the student reaches (arXiv 2306.13649, 2605.15055).
+    """On-policy distillation: fit the teacher's step at the student's own samples (arXiv 2306.13649, 2605.15055).
 
-    Several teachers share the prompts by their source, and become one student. Each may have guidance that the student does
-    without.
+    Several teachers can be distilled into one student; each teaches the prompts of its source. A teacher may use guidance
+    that the student does not need.
 
     Args:
-        teacher: The teacher: a folder of weights or of an adapter, as a run's export writes them. Several have a source of
-            prompts each, as SOURCE=FOLDER: the name of a file of `prompts` without its ending, or of a prompt set.
-        guidance: Scale of the teachers' guidance, 4.5 for all, or SOURCE=4.5 for some; by default that of the update.
-        match: What is matched: mean_kl (the KL between the two Gaussian steps, in nats per dimension); or the mean squared
-            distance, which deterministic steps have too, of the predictions (velocity_mse), of the next samples, halved
-            (sample_mse), or of a flow's clean samples that are predicted (clean_mse), also relative to their mean distance
+        teacher: Folder of the teacher's weights or adapter, as written by a run's export. With several teachers, one
+            SOURCE=FOLDER each, where SOURCE is the name of a `prompts` file without its extension, or of a prompt set.
+        guidance: Guidance scale of the teachers, 4.5 for all, or SOURCE=4.5 for some; by default the update's.
+        match: Distance to the teacher: mean_kl (KL between the two Gaussian steps, in nats per dimension), or a mean squared
+            distance, which deterministic steps have too: of the predictions (velocity_mse), of the next samples, halved
+            (sample_mse), or of a flow's predicted clean samples (clean_mse), also relative to their mean distance
             (clean_relative).
     """
 
@@ -50,11 +50,11 @@ class Distill(Method, name="distill"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from no reward; clean samples are those of a flow."""
+        """No reward is needed; matching of clean samples needs a flow."""
         return Needs(prediction="velocity" if self.match.startswith("clean") else None, rewards=None)
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if self.match == "mean_kl" and self.sampling.sampler.is_deterministic:
             hint = f"mean_kl compares distributions, and steps of {self.sampling.sampler.kind} have no noise"
@@ -62,21 +62,21 @@ class Distill(Method, name="distill"):
 
     @property
     def rows(self) -> RecordedRows:
-        """Train on recorded steps, in a form that deterministic ones have too unless their KL is matched."""
+        """Train on recorded steps, in form unscaled unless the KL is matched, so that they may be deterministic."""
         return RecordedRows("density" if self.match == "mean_kl" else "unscaled", trained=self.trained)
 
     def networks(self) -> Networks:
-        """Keep the teachers, and the references of the KL terms."""
+        """Declare the teachers, and the references of the KL terms."""
         return {"teacher": parse_teachers(self.teacher, self.guidance), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the teacher's step at each step that the student took."""
+        """Fit the teacher's step at each recorded step of the student."""
         items = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
         for part in run.minibatches(items, key, self.passes):
             yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, ErrorInfo]:
-        """Return the distance between the student's and the teacher's step, and the KL terms."""
+        """Return the distance between the student's and the teacher's step, with the KL terms."""
         return fit_prediction(self._distance(v, rows.predictions["teacher"], rows), v, rows, self.kl)
 
     def _distance(self, v: Tensor, v_teacher: Tensor, rows: RecordedSteps) -> Tensor:

@@ -1,4 +1,4 @@
-"""DMD2: a few-step student whose noised samples a teacher and a model of the student itself cannot tell apart."""
+"""DMD2: distills a few-step student by matching the noised samples of student and teacher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dmd2(Matching, name="dmd2"):
-    """DMD2: the student's clean samples, with noise on them, look alike to the teacher and to the fake (arXiv 2405.14867).
+    """DMD2: the teacher and a model of the student (fake) predict alike at noised student samples (arXiv 2405.14867).
 
-    The student takes few steps, each to the clean sample that it predicts and back to a lower level with new noise. One of
-    them has a gradient. With `gan` a head of the fake learns to tell the samples from given images, and the student to
-    deceive it; the prompts are then the captions of these images.
+    The student takes few steps, each to its predicted clean sample and back to a lower level with new noise. One of these
+    steps has a gradient. With `gan` a head on the fake learns to tell samples from images of a dataset, and the student to
+    fool it; the prompts are then the captions of these images.
 
     Args:
         sampling: How the student samples: few steps of cps at eta 1, without guidance.
-        trained: Which step has the gradient: the same of all samples, as published, or one of each.
-        fake_updates: Number of its updates per update of the student, each on its share of the samples.
-        levels: Noise levels at which teacher and fake are compared; `ShiftedLevels` are Self-Forcing's.
+        trained: Which step has the gradient: the same for all samples, as published, or one drawn per sample.
+        fake_updates: Number of updates of the fake per update of the student, each on an equal part of the samples.
+        levels: Noise levels at which teacher and fake are compared; Self-Forcing uses `ShiftedLevels`.
         fake_levels: Noise levels at which the fake is trained.
         reward_term: Term of a differentiable reward.
-        gan: Adversarial term on given images: `NoGan` or `HeadGan`.
+        gan: Adversarial term with images of a dataset: `NoGan` or `HeadGan`.
     """
 
     serving_solver = "consistency"
@@ -53,18 +53,18 @@ class Dmd2(Matching, name="dmd2"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from no reward but that of the term, and from images with an adversary."""
-        needs, opposed = Matching.needs, isinstance(self.gan, HeadGan)
+        """The reward term needs a reward, and the adversarial term images and one more graph."""
+        needs, has_gan = Matching.needs, isinstance(self.gan, HeadGan)
         return replace(
-            needs, rewards="gradients" if self.reward_term.coef else None, images=opposed, graphs=needs.graphs + opposed
+            needs, rewards="gradients" if self.reward_term.coef else None, images=has_gan, graphs=needs.graphs + has_gan
         )
 
     def networks(self) -> Networks:
-        """Keep the teacher, and the model of the student's samples, which learns, and has a head with an adversary."""
+        """Declare the teacher, and the fake, which has a head if there is an adversarial term."""
         return {**super().networks(), "fake": Trained(self.fake, head=isinstance(self.gan, HeadGan))}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the fake to the student's samples; then move the student on the last of them, before the fake learns these."""
+        """Fit the fake to the student's samples; update the student on their last part, before the fake is fitted to it."""
         images = self.gan.read(run, batch, key)
         for number, part in enumerate(self.split(run, batch, key, self.fake_updates, **images), start=1):
             x0, zero = clean(part.rows, part.rows.predictions["old"]), part.rows.level * 0

@@ -1,4 +1,4 @@
-"""Diffusion-DPO: fit the preferred of two samples more than the other."""
+"""Diffusion-DPO: fits the preferred of two samples better than the rejected one."""
 
 import math
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from fluvial.engines.sampling.items import Pairs
 
 @dataclass(frozen=True)
 class Dpo(Pairing, name="dpo"):
-    """Diffusion-DPO: fit the preferred of two samples more than the other (arXiv 2311.12908, 2501.13918).
+    """Diffusion-DPO: fit the preferred of two samples better than the rejected one (arXiv 2311.12908, 2501.13918).
 
         loss = -log sigmoid(-beta / 2 ((err_win - err_win_ref) - lose_weight (err_lose - err_lose_ref)))
 
-    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder. The
-    loop is in `pairing.py`.
+    Online, a pair is the best and the worst sample of a group. Offline, pairs are read from a folder. `pairing.py` has the
+    training loop.
 
     Args:
-        beta: Inverse temperature of the preference, without a unit. It includes the number of steps of the bound, so that
+        beta: Inverse temperature of the preference, without a unit. It includes the number of steps of the bound, so
             thousands are usual.
         lose_weight: Weight of the rejected sample in the margin. Below 1 a run diverges less easily, because the policy
             gains less from getting worse at rejected samples.
-        ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
+        ref_guidance: Guidance scale of the reference; None uses the update's.
     """
 
     bounds: ClassVar = {"beta": (1e-12, math.inf), "lose_weight": (0, 1e6), "ref_guidance": (0, math.inf)}
@@ -35,11 +35,11 @@ class Dpo(Pairing, name="dpo"):
     ref_guidance: float | None = None
 
     def networks(self) -> Networks:
-        """Keep the policy that training starts from: the margin is relative to it."""
+        """Declare the policy that training starts from: the margin is relative to it."""
         return {"ref": Start(self.ref_guidance)}
 
     def loss(self, v: Tensor, rows: Pairs) -> tuple[Tensor, DpoInfo]:
-        """Return `dpo.dpo_loss`; a row holds the preferred sample and the other, `[P, 2, *event]`."""
+        """Return `dpo.dpo_loss`; rows are pairs of the preferred and the rejected sample, `[P, 2, *event]`."""
         err_win, err_lose = pair_errors(v, rows)
         err_win_ref, err_lose_ref = pair_errors(rows.predictions["ref"], rows)
         return dpo_loss(err_win, err_lose, err_win_ref, err_lose_ref, beta=self.beta, lose_weight=self.lose_weight)

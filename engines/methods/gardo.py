@@ -1,4 +1,4 @@
-"""GARDO: GRPO that favours diverse good samples, and stays near a reference where its reward is doubted."""
+"""GARDO: GRPO that favours diverse good samples, with a KL on samples whose reward is doubtful."""
 
 import math
 from collections.abc import Iterator
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gardo(Method, name="gardo"):
-    """GARDO's loss: a clipped surrogate of diverse advantages, and a KL of some samples (arXiv 2512.24138).
+    """GARDO's loss: a clipped surrogate of diversity-aware advantages, and a KL on gated samples (arXiv 2512.24138).
 
-    The first reward is learnt from; others say where it is doubted. The reference is a copy of the policy.
+    The policy is trained on the first reward; the others show where it is doubtful. The reference is a copy of the policy.
 
     Args:
-        kl: KL to the reference, as a mean over the samples that have it.
-        gate: Samples that have it: `Everywhere` or `Doubt`.
-        reset_kl: KL as the loss weighs it (`kl.weight`), per dimension, above which the policy becomes the reference.
-        reset_after: Number of batches after which it becomes it after the next one.
-        features: Features whose distance in a group is diversity: thumbnails, or a function of (images, prompts) as
-            module:name; GARDO's are those of DINOv3.
+        kl: KL to the reference, averaged over the gated samples.
+        gate: Selects the samples with a KL: `Everywhere` or `Doubt`.
+        reset_kl: Weighted KL (`kl.weight`), per dimension, above which the reference is reset to the policy.
+        reset_after: Number of batches since the last reset after which the next batch resets the reference.
+        features: Features whose distance in a group measures diversity: thumbnails, or a function of (images, prompts) as
+            module:name; GARDO uses DINOv3.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
         clip_low: Lower half-width of the clip of the ratio.
         clip_high: Upper half-width of the clip.
@@ -69,11 +69,11 @@ class Gardo(Method, name="gardo"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Compare the first reward with others, where it may be doubted."""
+        """The gate `Doubt` compares the first reward with others."""
         return Needs(ratio=True, least_rewards=2 if isinstance(self.gate, Doubt) else 1)
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.kl.coef:
             yield UsageError("kl.coef", 0, "above 0", "gardo compares with a reference")
@@ -81,26 +81,26 @@ class Gardo(Method, name="gardo"):
             yield no_effect("kl.guidance", "with gardo, whose reference is a copy of the policy")
 
     def networks(self) -> Networks:
-        """Keep a copy of the policy: the reference, which moves where `learn` says so."""
+        """Declare the reference: a copy of the policy, which `learn` resets."""
         return {**self.kl.networks(), "ref": Follower(lambda rollouts, updates: 1.0)}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Climb the surrogate of every recorded step, near the reference where the gate says so."""
+        """Optimize the surrogate of every recorded step, with a KL on the gated samples."""
         assert batch.rewards is not None
-        scores = batch.rewards.scores[batch.kept] * run.runners.weights.sign()  # of a weight the sign alone counts
+        scores = batch.rewards.scores[batch.kept] * run.runners.weights.sign()  # only the sign of a weight matters
         advantage = diverse_advantages(scores[:, 0], run.features(batch, self.features), batch.group)
         advantage, chosen = advantage.clamp(-self.adv_clip, self.adv_clip), self.gate.choose(run.state, scores)
         run.log(advantage=advantage.clone(), gate={"share": float(chosen.mean())})
         steps = run.record_steps(batch, key, advantage, trained=self.trained, keep=torch.ones_like(advantage))
-        share = batch.spread(chosen / chosen.mean().clamp(min=1e-12))  # so that the mean of the KL is that of the chosen
+        share = batch.spread(chosen / chosen.mean().clamp(min=1e-12))  # makes the mean KL that of the chosen samples
         steps = steps.with_rows(context=steps.look_up(share[:, None].expand(steps.used.shape)))
         is_far, age = False, run.state.get("age", [0.0])[0] + 1
         for part in run.minibatches(steps, key, self.passes):
             yield (info := run.update(run.predict(part), self.loss))
             is_far |= info.mean["kl_ref"] > self.reset_kl
-        if moves := is_far or age > self.reset_after:
+        if resets := is_far or age > self.reset_after:
             run.copy_policy("ref")
-        run.state["age"] = [0.0 if moves else age]
+        run.state["age"] = [0.0 if resets else age]
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps, with the KL of the chosen samples."""

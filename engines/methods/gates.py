@@ -1,4 +1,4 @@
-"""Which samples of a batch a KL holds, by their rewards."""
+"""Gates: which samples of a batch have a KL, chosen by their rewards."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,15 +24,15 @@ class Everywhere:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Samples have the KL that the first reward and the others rank most differently, see `core.gardo.rank_doubt`.
+    """Samples that the first reward and the others rank most differently have the KL, see `core.gardo.rank_doubt`.
 
     Args:
         doubted: Samples whose first reward is doubted: overrated (as in GARDO's text) or underrated (as in its code).
-        share: Share q of them that has the KL, at first.
-        rise: Factor of q if their mean doubt is above that of the last `window` batches.
+        share: Initial fraction q of the doubted samples that has the KL.
+        rise: Factor of q if their mean doubt is above that of each of the last `window` batches.
         fall: Factor of q if it is below.
-        least: Smallest share q.
-        most: Largest share q.
+        least: Smallest fraction q.
+        most: Largest fraction q.
         window: Number of batches.
     """
 
@@ -52,13 +52,13 @@ class Doubt:
             raise UsageError("gate.share", self.share, f"from `gate.least` {self.least} to `gate.most` {self.most}")
 
     def choose(self, state: dict[str, list[float]], scores: Tensor) -> Tensor:
-        """Return 1 for the samples that have the KL, else 0, `[N]`, given rewards `[N, K]`; q and the window are kept."""
+        """Return 1 for the samples that have the KL, else 0, `[N]`, given rewards `[N, K]`; `state` is updated."""
         doubt = rank_doubt(scores[:, 0], scores[:, 1:], doubted=self.doubted)
-        mean, known = float(doubt[doubt >= 0].mean()), state.setdefault("doubt", [])
+        mean, past = float(doubt[doubt >= 0].mean()), state.setdefault("doubt", [])
         [share] = state.setdefault("share", [self.share])
-        factor = self.rise if known and mean > max(known) else self.fall if known and mean < min(known) else 1.0
+        factor = self.rise if past and mean > max(past) else self.fall if past and mean < min(past) else 1.0
         state["share"] = [min(max(share * factor, self.least), self.most)]
-        state["doubt"] = [*known, mean][-self.window :]
+        state["doubt"] = [*past, mean][-self.window :]
         return doubt_gate(doubt, share=state["share"][0])
 
 

@@ -1,4 +1,4 @@
-"""Diffusion-KTO: fit good images more than the reference does, and bad ones less, without pairs."""
+"""Diffusion-KTO: fits good images better than the reference does, and bad ones worse, without pairs."""
 
 import math
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kto(Method, name="kto"):
-    """Diffusion-KTO: fit good images more than the reference does, and bad ones less, without pairs (arXiv 2404.04465).
+    """Diffusion-KTO: fit good images better than the reference does, and bad ones worse, without pairs (arXiv 2404.04465).
 
     Args:
-        sampling: How samples are made, or how many images a batch has.
-        labels: Which images are good: those whose record has 1 in the column `label` of given images, where 0 is bad; or
-            those of a rollout whose reward is above the mean of their group (reward).
+        sampling: How rollouts are sampled, or the number of images per batch.
+        labels: Source of the labels: column (images of a dataset whose field `label` is 1 are good, 0 bad) or reward
+            (samples of a rollout with a reward above their group's mean are good).
         beta: Inverse temperature of the utility, without a unit. It includes the number of steps of the bound.
         utility: Utility of a gain: sigmoid (bounded on both sides) or log_sigmoid (averse to losses).
         good_weight: Weight of good images.
         bad_weight: Weight of bad images.
-        ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
+        ref_guidance: Guidance scale of the reference; None uses the update's.
     """
 
     bounds: ClassVar = {"beta": (1e-12, math.inf), "ref_guidance": (0, math.inf)} | dict.fromkeys(
@@ -54,20 +54,20 @@ class Kto(Method, name="kto"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from scores where these are the labels."""
+        """Rewards are needed only for labels."""
         return Needs(rewards="scores" if self.labels == "reward" else None)
 
     @property
     def source(self) -> Images | None:
-        """Read images that have labels."""
+        """A dataset of labelled images, unless the labels come from rewards."""
         return Images(column="label", values=(1, 0)) if self.labels == "column" else None
 
     def networks(self) -> Networks:
-        """Keep the policy that training starts from: gains are relative to it."""
+        """Declare the policy that training starts from: gains are relative to it."""
         return {"ref": Start(self.ref_guidance)}
 
     def collect(self, run: "Run", key: Key) -> "Batch":
-        """Sample groups of images, or read images with labels."""
+        """Sample groups, or read labelled images."""
         return super().collect(run, key) if self.source is None else run.read(key)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":

@@ -1,4 +1,4 @@
-"""KL terms, further terms and diagnostics that the losses of methods share."""
+"""KL terms, further loss terms and diagnostics that methods share."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,21 +28,20 @@ if TYPE_CHECKING:
     from fluvial.engines.run.run import Run
     from fluvial.engines.sampling.batch import Batch, Items
 
-Weighting = Literal["none", "std_over_b"]  # of the surrogate of a recorded step
+Weighting = Literal["none", "std_over_b"]  # weight of a recorded step's surrogate
 
 
 @dataclass(frozen=True)
 class KLConfig:
-    """KL terms of a method on noised samples, mean |v - v_ref|^2, that keep the policy near where training starts from.
+    """KL terms of a method on noised samples, mean |v - v_ref|^2, that keep the policy near where training starts.
 
     Args:
-        coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.
+        coef: Weight of the KL term in the loss; 0 skips the term and the reference's forward passes.
         ema_coef: Weight of a second KL term, to a moving average of the policy, which becomes d average + (1 - d) policy
             after each rollout (AWM, arXiv 2509.25050). With coef 0 it is the only reference. It needs LoRA.
         ema_cap: Largest decay d of that average: d is min(ema_cap, ema_rise n) after n updates.
         ema_rise: Growth of d per update.
-        guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's (CRD's
-            reference has guidance, and its policy none).
+        guidance: Guidance scale of the reference; None uses the update's (CRD's reference has guidance, its policy none).
     """
 
     coef: float = 0.0
@@ -64,16 +63,16 @@ class KLConfig:
             yield "guidance", "with `kl.coef` 0, without a reference"
 
     def ema_decay(self, rollouts: int, updates: int) -> float:
-        """Return the share d of the moving average that stays after a number of rollouts and updates."""
+        """Return the decay d of the moving average after a number of rollouts and updates."""
         return min(self.ema_cap, self.ema_rise * updates)
 
     def networks(self) -> Networks:
-        """Return the networks that the terms compare with: the reference, and a moving average of the policy."""
+        """Declare the networks of the terms: the reference, and a moving average of the policy."""
         reference: Networks = {"ref": Start(self.guidance)} if self.coef > 0 else {}
         return reference | ({"ema": Follower(self.ema_decay)} if self.ema_coef > 0 else {})
 
     def add_to(self, loss: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return a loss with the terms added, and mean |v - v_ref|^2 without gradient, 0 without a reference."""
+        """Return a loss with the KL terms added, and mean |v - v_ref|^2 without gradient (0 without a reference)."""
         distance = torch.zeros_like(loss)
         if "ref" in rows.predictions:
             distance = velocity_error(v, rows.predictions["ref"])
@@ -81,7 +80,7 @@ class KLConfig:
         return self.add_ema(loss, v, rows), distance.detach()
 
     def add_ema(self, loss: Tensor, v: Tensor, rows: Rows) -> Tensor:
-        """Return a loss with the term to the moving average of the policy added, if there is one."""
+        """Return a loss with the KL to the policy's moving average added, if there is one."""
         v_ema = rows.predictions.get("ema")
         return loss if v_ema is None else loss + self.ema_coef * velocity_error(v, v_ema)
 
@@ -91,11 +90,11 @@ class StepKLConfig(KLConfig):
     """KL terms of a method on recorded steps that keep the policy near its reference, where training starts.
 
     Args:
-        weight: Weight of the KL of a step: exact (the KL of the two Gaussian steps, as the code of Flow-CPS, DanceGRPO and
-            DDPO has it), rate (times |dt|, as Flow-GRPO's code has it, whose std is a rate) or auto (rate for flow_sde,
-            exact for the other samplers), or mse (the squared distance of the means of the two steps, without the division
-            by 2 std^2, as in Flow-CPS's code for SD3).
-        guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
+        weight: Weight of a step's KL: exact (KL of the two Gaussian steps, as in the code of Flow-CPS, DanceGRPO and DDPO),
+            rate (times |dt|, as in Flow-GRPO's code, whose std is a rate), auto (rate for flow_sde, exact for the other
+            samplers), or mse (squared distance of the means of the two steps, without the division by 2 std^2, as in
+            Flow-CPS's code for SD3).
+        guidance: Guidance scale of the reference; None uses the update's.
     """
 
     weight: Literal["auto", "rate", "exact", "mse"] = "auto"
@@ -107,7 +106,7 @@ class StepKLConfig(KLConfig):
             yield "weight", "with `kl.coef` 0"
 
     def weight_of(self, sampler: SamplerRule) -> KLWeight:
-        """Return the weight of the KL of a sampler's steps."""
+        """Return the weight of the KL for a sampler's steps."""
         return sampler.kl_weight if self.weight == "auto" else self.weight
 
     def add_to_steps(
@@ -120,10 +119,10 @@ class StepKLConfig(KLConfig):
         sampler: SamplerRule,
         reduction: Reduction,
     ) -> tuple[Tensor, PolicyInfo]:
-        """Return a loss of recorded steps with the terms added, and its diagnostics with the KL to the reference.
+        """Return a loss of recorded steps with the KL terms added, and its diagnostics with the KL to the reference.
 
         Args:
-            kl: KL of each step to the reference's, `[P]`.
+            kl: KL of each step to the reference's step, `[P]`.
         """
         if kl is not None:
             loss = loss + self.weigh(kl, self.coef, v, rows.predictions["ref"], rows, sampler, reduction)
@@ -133,7 +132,7 @@ class StepKLConfig(KLConfig):
     def add_ema_of_steps(
         self, loss: Tensor, v: Tensor, rows: RecordedSteps, sampler: SamplerRule, reduction: Reduction
     ) -> Tensor:
-        """Return a loss with the KL of each step to that of the policy's moving average added, if there is one."""
+        """Return a loss of recorded steps with the KL to the policy's moving average added, if there is one."""
         v_ema = rows.predictions.get("ema")
         if v_ema is None:
             return loss
@@ -150,7 +149,7 @@ class StepKLConfig(KLConfig):
         sampler: SamplerRule,
         reduction: Reduction,
     ) -> Tensor:
-        """Return the KL of each step to another prediction's, times coef and its weight, `[P]`."""
+        """Return the KL of each step to another prediction's step, times coef and the step's weight, `[P]`."""
         factor = kl_factor(rows.transition, rows.dt, self.weight_of(sampler))
         return weigh_kl(kl, coef, factor, rows.transition, v, other, reduction)
 
@@ -162,9 +161,9 @@ class RewardTermConfig:
         coef relu(margin - R(x0)), or -coef R(x0) without a margin
 
     Args:
-        coef: Weight of the term; 0 leaves it out, and needs no reward.
-        margin: Reward at which the gradient ends; None follows it without end.
-        after: Number of updates of the student before it begins.
+        coef: Weight of the term; with 0 no reward is needed.
+        margin: Reward above which there is no gradient; None sets no limit.
+        after: Number of updates of the student before the term starts.
     """
 
     coef: float = 0.0
@@ -181,29 +180,29 @@ class RewardTermConfig:
             yield name, "with `reward_term.coef` 0"
 
     def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
-        """Return the term as a function of rows of items and their clean samples, `[P]`."""
+        """Return the term as a function of rows of items and their clean samples, with a value per row, `[P]`."""
         if not self.coef or run.clock < self.after:
             return lambda rows, x0: 0.0
 
-        def lack(rows: Any, x0: Tensor) -> Tensor:
+        def shortfall(rows: Any, x0: Tensor) -> Tensor:
             (score,) = run.rewards_of(items, rows, x0)
             return self.coef * (-score if self.margin is None else (self.margin - score).relu())
 
-        return lack
+        return shortfall
 
 
 @dataclass(frozen=True)
 class NoGan:
-    """No adversarial term: no head, and no images."""
+    """No adversarial term, head or images."""
 
     kind: ClassVar[str] = "none"
 
     def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
-        """Return nothing."""
+        """Return no images."""
         return {}
 
     def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
-        """Return the items as they are."""
+        """Return the items unchanged."""
         return items
 
     def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
@@ -213,7 +212,7 @@ class NoGan:
     def judge(
         self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
     ) -> tuple["Items", Loss]:
-        """Return noised samples, and the loss of the network."""
+        """Return noised samples, and the network's loss."""
         return noise(x0), loss
 
 
@@ -221,22 +220,22 @@ class CriticInfo(NamedTuple):
     """Diagnostics of a network with a head, one number per item, without gradient."""
 
     error: Tensor  # mean squared error before the item's weight
-    generated: Tensor  # probability of being real, of a generated sample, by the head
-    real: Tensor  # that of a given image
+    generated: Tensor  # the head's probability that a generated sample is real
+    real: Tensor  # the head's probability that an image of the dataset is real
 
 
 @dataclass(frozen=True)
 class HeadGan:
-    """A head on the fake's middle block tells noised samples from noised images, which the student is to prevent (DMD2).
+    """A head on the fake's middle block tells noised samples from noised images, and the student fools it (DMD2).
 
         student    + weight softplus(-D(x_t))
         fake       + critic_weight (softplus(D(x_t)) + softplus(-D(y_t)))
 
     x_t is a noised sample of the student, y_t a noised image of its prompt, with the same noise at the same level (in DMD2's
-    code each has its own), and D what the head says. The head learns with the fake, whose other weights this loss moves.
+    code each has its own), and D the head's output. The head is trained with the fake, and its loss trains all of the fake.
 
     Args:
-        weight: Weight of the student's term. 5e-3 is that of DMD2's code for SDXL (1e-3 for SD1.5).
+        weight: Weight of the student's term: 5e-3 in DMD2's code for SDXL, 1e-3 for SD1.5.
         critic_weight: Weight of the fake's term, 1e-2 in that code.
     """
 
@@ -248,52 +247,52 @@ class HeadGan:
         check_fields(self, "gan", weight=(0, 1e6), critic_weight=(0, 1e6))
 
     def read(self, run: "Run", batch: "Batch", key: Key) -> dict[str, Tensor]:
-        """Return an image of the prompt of each sample, `[slots, *event]`."""
+        """Return an image of each sample's prompt, `[slots, *event]`."""
         return {"image": run.read_images(batch, key)}
 
     def oppose(self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str) -> "Items":
-        """Return the items with the loss of noised clean samples by the head, and its gradient with respect to these."""
+        """Return the items with the student's loss by the head, and its gradient with respect to the clean samples."""
         noisy = noise(x0)
         loss, slope = run.differentiate(noisy, network, lambda v, rows: generator_loss(rows.predictions["head"]))
         return items.with_predictions(fooling=loss, slope=slope * (1 - per_sample(noisy.rows.level, slope)))
 
     def fool(self, rows: Any, x0: Tensor) -> Tensor | float:
-        """Return the student's term, `[P]`: its value at the clean samples of `oppose`, with its gradient there."""
+        """Return the student's term, `[P]`, linearised at the clean samples of `oppose`."""
         p = rows.predictions
         return self.weight * (p["fooling"] + (p["slope"] * (x0 - x0.detach())).flatten(1).sum(1))
 
     def judge(
         self, run: "Run", items: "Items", x0: Tensor, noise: "Noise", network: str, loss: Loss
     ) -> tuple["Items", Loss]:
-        """Return noised samples with noised images, and the loss of the network with the fake's term."""
+        """Return noised samples with noised images, and the network's loss with the fake's term."""
         noisy = noise(x0).with_predictions(image=noise(items.rows.predictions["image"]).rows.x)
 
         def add_term(v: Tensor, rows: Any) -> tuple[Tensor, CriticInfo]:
             generated = rows.predictions["head"]
             real = run.judge(noisy, rows._replace(x=rows.predictions["image"]), network)
             error, info = loss(v, rows)
-            told = CriticInfo(info.error, generated.detach().sigmoid(), real.detach().sigmoid())
-            return error + self.critic_weight * discriminator_loss(generated, real), told
+            diagnostics = CriticInfo(info.error, generated.detach().sigmoid(), real.detach().sigmoid())
+            return error + self.critic_weight * discriminator_loss(generated, real), diagnostics
 
         return noisy, add_term
 
 
-Noise = Callable[[Tensor], "Items"]  # of clean samples
+Noise = Callable[[Tensor], "Items"]  # clean samples -> noised items
 Gan = NoGan | HeadGan
 
 
 class ErrorInfo(NamedTuple):
-    """Diagnostics of an objective that fits a prediction, one number per item, without gradient."""
+    """Diagnostics of a method that fits a prediction, one number per item, without gradient."""
 
-    error: Tensor  # mean squared error or KL that is fitted, before the item's weight
+    error: Tensor  # mean squared error or KL, before the item's weight
     kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
 
 
 def correct(run: "Run", steps: "Items", config: Correction, log_prob: Callable[[Tensor, RecordedSteps], Tensor]) -> "Items":
-    """Return recorded steps with the update's own old log-probs, and signals weighted by their ratio to the rollout's.
+    """Return recorded steps with recomputed old log-probs, and signals weighted by their ratio to the rollout's.
 
-    Nothing changes without a correction. The weight is that of the policy gradient, whose loss is linear in the advantage; a
-    KL term has no weight.
+    Without a correction the steps are unchanged. The weight applies to the policy gradient, whose loss is linear in the
+    advantage, and not to KL terms.
     """
     if isinstance(config, NoCorrection):
         return steps
@@ -303,19 +302,19 @@ def correct(run: "Run", steps: "Items", config: Correction, log_prob: Callable[[
     )
     if velocity:
         steps = steps.with_predictions(old=velocity[0])
-    # Of all ranks, so that each has the same diagnostics.
-    computed, known = (run.gather(steps, values) for values in (log_prob_now, steps.rows.log_prob_old))
-    factor, info = rollout_weights(computed, known, mode=config.kind, threshold=config.threshold, level=config.level)
+    # Gathered, so that all ranks log the same diagnostics.
+    computed, recorded = (run.gather(steps, values) for values in (log_prob_now, steps.rows.log_prob_old))
+    factor, info = rollout_weights(computed, recorded, mode=config.kind, threshold=config.threshold, level=config.level)
     run.log(correction=info)
     return steps.with_rows(log_prob_old=log_prob_now, signal=steps.rows.signal * steps.look_up(factor))
 
 
 def weigh(run: "Run", steps: "Items", weighting: Weighting) -> "Items":
-    """Return recorded steps with the weights of a weighting in their signals, whose mean over the steps is 1."""
+    """Return recorded steps with their signals multiplied by weights whose mean over the steps is 1."""
     if weighting == "none":
         return steps
     scale = step_scale(steps.rows.transition)
-    mean = run.mean(steps, scale)  # 0 where no step is used, as of a batch of flat groups
+    mean = run.mean(steps, scale)  # 0 if no step is used, e.g. if all groups are flat
     return steps.with_rows(signal=steps.rows.signal * scale / torch.where(mean > 0, mean, 1))
 
 

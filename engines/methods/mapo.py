@@ -1,4 +1,4 @@
-"""MaPO: fit the preferred sample, and make it likelier than the other, without a reference."""
+"""MaPO: fits the preferred sample, and makes it likelier than the rejected one, without a reference."""
 
 import math
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from fluvial.engines.sampling.items import Pairs
 
 @dataclass(frozen=True)
 class Mapo(Pairing, name="mapo"):
-    """MaPO: fit the preferred of two samples, and make it likelier than the other, without a reference (arXiv 2406.06424).
+    """MaPO: fit the preferred sample, and make it likelier than the rejected one, without a reference (arXiv 2406.06424).
 
-    Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder.
+    Online, a pair is the best and the worst sample of a group. Offline, pairs are read from a folder.
 
     Args:
         beta: Weight of the preference beside the error on the preferred sample; 0 is supervised fine-tuning on it.
         temperature: Factor of the difference of the two likelihoods.
-        snr: Signal-to-noise constant c of an error's likelihood c e / (exp(c e) - 1). That of the published code is for
-            models of epsilon; flows have no published one.
+        snr: Signal-to-noise constant c of an error's likelihood c e / (exp(c e) - 1). The published value is for models
+            that predict epsilon; none is published for flows.
     """
 
     bounds: ClassVar = {"beta": (0, math.inf), "temperature": (1e-12, math.inf), "snr": (1e-12, math.inf)}
@@ -30,5 +30,5 @@ class Mapo(Pairing, name="mapo"):
     snr: float = 0.5
 
     def loss(self, v: Tensor, rows: Pairs) -> tuple[Tensor, MapoInfo]:
-        """Return `dpo.mapo_loss`; a row holds the preferred sample and the other, `[P, 2, *event]`."""
+        """Return `dpo.mapo_loss`; rows are pairs of the preferred and the rejected sample, `[P, 2, *event]`."""
         return mapo_loss(*pair_errors(v, rows), beta=self.beta, temperature=self.temperature, snr=self.snr)

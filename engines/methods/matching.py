@@ -1,4 +1,4 @@
-"""Distribution matching: a few-step student whose samples a teacher and a model of the student itself cannot tell apart."""
+"""Distribution matching: a few-step student is trained on the difference of a teacher and a model of its own samples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class MatchInfo(NamedTuple):
     """Diagnostics of the student, one number per item, without gradient."""
 
-    gap: Tensor  # mean |x0_real - x0_fake|^2, which the student is to bring to 0
+    gap: Tensor  # mean |x0_real - x0_fake|^2, 0 for a perfect student
 
 
 class FakeInfo(NamedTuple):
@@ -37,20 +37,20 @@ class FakeInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching(Method):
-    """The base of DMD2 and TDM: a student, its teacher (real), and a model of the student's samples (fake).
+    """Base of DMD2 and TDM: a student, its teacher (real), and a model of the student's samples (fake).
 
     Args:
         teacher: Folder of the teacher's weights; None is the model without adapters.
-        guidance: Scale of the teacher's guidance.
+        guidance: Guidance scale of the teacher.
         fake: Optimizer of the model of the student's samples.
-        form: How a correction becomes a loss, see `core.distill.matching_loss`.
+        form: Form of the matching loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
-    passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
-    follows_ode: ClassVar[bool] = False  # whether the steps have no noise but what the student predicts
-    shares: ClassVar[bool] = False  # whether each update of the fake takes a share of the samples
+    passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # on-policy: one update per rollout
+    follows_ode: ClassVar[bool] = False  # whether the student's steps are deterministic
+    shares: ClassVar[bool] = False  # whether each update of the fake takes a part of the samples
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
     teacher: Path | None = None
     guidance: float = 4.5
@@ -59,7 +59,7 @@ class Matching(Method):
     huber: float = 1e-3
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if self.form != "huber" and self.huber != 1e-3:
             yield no_effect("huber", f"with `form` {self.form}")
@@ -70,22 +70,22 @@ class Matching(Method):
 
     @property
     def rows(self) -> RecordedRows:
-        """Train on recorded steps, the deterministic ones too, with the velocity that made them."""
+        """Train on recorded steps, including deterministic ones, with the rollout's velocity."""
         return RecordedRows("unscaled", velocity=True, trained=getattr(self, "trained", AllRecorded()))
 
     def networks(self) -> Networks:
-        """Keep the teacher, and the model of the student's samples, which learns."""
+        """Declare the teacher, and the trained model of the student's samples."""
         real = Base(self.guidance) if self.teacher is None else Teacher(self.teacher, self.guidance)
         return {"real": real, "fake": Trained(self.fake)}
 
     def split(self, run: "Run", batch: "Batch", key: Key, count: int, **samples: Tensor) -> "Iterator[Items]":
-        """Yield the recorded steps of each of `count` shares of the samples, with tensors of the samples, `[slots, ...]`."""
+        """Yield the recorded steps in `count` parts of the samples, with further tensors per sample, `[slots, ...]`."""
         steps = run.record_steps(batch, key, trained=self.rows.trained, keep=run.grade(batch).keep)
         steps = steps.with_predictions(**{name: values[steps.rows.sample] for name, values in samples.items()})
         return run.minibatches(steps, key, PassesConfig(minibatches=count))
 
     def correct(self, run: "Run", part: "Items", noisy: "Items") -> "Items":
-        """Return the steps with what the teacher would change in their clean sample, and what it predicts."""
+        """Return the steps with the teacher's correction of their clean samples, and its prediction of them."""
         rows: RenoisedSamples = run.predict(noisy, "real", "fake").rows
         level, real, fake = per_sample(rows.level, rows.x), rows.predictions["real"], rows.predictions["fake"]
         return part.with_predictions(correction=level * (fake - real), reference=clean(rows, real))
@@ -93,18 +93,18 @@ class Matching(Method):
     def loss(
         self, v: Tensor, rows: RecordedSteps, reward: Any = lambda rows, x0: 0.0, coef: float = 1.0
     ) -> tuple[Tensor, MatchInfo]:
-        """Return `core.distill.matching_loss` of the clean sample that the student predicts, and its reward's term."""
+        """Return `core.distill.matching_loss` of the student's predicted clean sample, with the reward term."""
         x0 = clean(rows, v)
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
         loss = matching_loss(x0, d, reference, form=self.form, huber=self.huber)
         return coef * loss + reward(rows, x0), MatchInfo((d**2).flatten(1).mean(1))
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
-        """Return the error of flow matching on the student's samples."""
+        """Return the flow matching error on the student's samples."""
         error = velocity_error(v, rows.target)
         return error, FakeInfo(error.detach())
 
 
 def clean(rows: RecordedSteps | RenoisedSamples, v: Tensor) -> Tensor:
-    """Return the clean sample of each row that a velocity predicts."""
+    """Return the clean sample of each row as predicted by a velocity, `[P, *event]`."""
     return rows.x - per_sample(rows.level, rows.x) * v

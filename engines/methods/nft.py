@@ -1,4 +1,4 @@
-"""DiffusionNFT: towards good samples and away from bad ones, on clean samples with noise on them."""
+"""DiffusionNFT: trains on noised clean samples, towards good and away from bad ones."""
 
 import math
 from collections.abc import Iterator
@@ -30,23 +30,23 @@ class NftInfo(NamedTuple):
     """Diagnostics of DiffusionNFT, one number per item, without gradient."""
 
     drift: Tensor  # mean |v - v_old|^2
-    kl_ref: Tensor  # mean |v - v_ref|^2 where the loss has that term, else 0
+    kl_ref: Tensor  # mean |v - v_ref|^2, 0 without a reference
 
 
 @dataclass(frozen=True)
 class Nft(Method, name="nft"):
-    """DiffusionNFT: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
+    """DiffusionNFT: move from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
         v+ = (1 - beta) v_old + beta v,  v- = (1 + beta) v_old - beta v
         loss = adv_clip / beta (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-)
 
-    The old policy makes the samples. r is the probability that a sample is good, by its advantage; w is a mean error.
+    The old policy generates the samples. r is the probability that a sample is good, from its advantage; w is a mean error.
 
     Args:
         beta: Distance of the two implicit policies, the good and the bad one, from the old policy, without a unit.
         mode: How an advantage becomes the probability of a good sample, see `core.nft.reward_prob`.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
-        old: The old policy: none (it is the current policy) or linear (it follows that).
+        old: Old policy: none (the current policy) or linear (follows the current policy).
         weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
     """
 
@@ -68,14 +68,12 @@ class Nft(Method, name="nft"):
         super().__post_init__()
 
     def networks(self) -> Networks:
-        """Keep the old policy, which makes the samples from the start, and the references of the KL terms."""
-        old = (
-            Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
-        )  # v_old makes the rollouts, from update 0
+        """Declare the old policy, which generates all rollouts, and the references of the KL terms."""
+        old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
         return {"old": old, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the good one of the implicit policies to good samples, and the bad one to bad samples."""
+        """Fit the good implicit policy to good samples, and the bad one to bad samples."""
         grades = run.grade(batch, self.advantage)
         reward_prob = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
         items = run.noise_samples(batch, self.noising, key, reward_prob, keep=grades.keep)

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and another sample, of a rollout or given: what the methods that fit them have in common."""
+"""Base of preference methods: pairs of a preferred and a rejected sample, from rollouts or a dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairing(Method):
-    """A method of pairs. Online, they are the best and the worst sample of each group; offline, they are read.
+    """A method that trains on pairs. Online, a pair is the best and the worst sample of a group; offline, pairs are read.
 
     Args:
-        preferences: Folder of preferences as `fluvial preferences` writes it (preferences.jsonl and its images), or records
-            like those of Pick-a-Pic and HPD; without one the pairs come from the rollout.
+        preferences: Folder of preferences as written by `fluvial preferences` (preferences.jsonl and its images), or
+            records in the format of Pick-a-Pic or HPD. Without it, pairs come from the rollout.
     """
 
     sampling: SamplingConfig = SamplingConfig(sampler=Ode())
@@ -43,15 +43,15 @@ class Pairing(Method):
 
     @property
     def source(self) -> Preferences | None:
-        """Read pairs where a folder of them is given."""
+        """The folder of preferences, if it is set."""
         return None if self.preferences is None else Preferences(self.preferences)
 
     def collect(self, run: "Run", key: Key) -> "Batch":
-        """Sample groups of images, or read pairs."""
+        """Sample groups, or read pairs."""
         return super().collect(run, key) if self.preferences is None else run.read_pairs(key)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""
+        """Pair the best and the worst sample of each group, and train on the pairs with shared noise."""
         pairs = batch if batch.paired else self._pair_extremes(run, batch)
         for part in run.minibatches(run.noise_samples(pairs, self.noising, key), key, self.passes):
             yield run.update(run.predict(part), self.loss)
@@ -63,5 +63,5 @@ class Pairing(Method):
 
 
 def pair_errors(v: Tensor, rows: Pairs) -> list[Tensor]:
-    """Return the errors of a prediction `[P, 2, *event]` on the preferred sample and on the other, `[P]` each."""
+    """Return the errors of a prediction `[P, 2, *event]` on the preferred and on the rejected sample, `[P]` each."""
     return [velocity_error(v[:, side], rows.target[:, side]) for side in (0, 1)]

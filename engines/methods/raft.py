@@ -1,4 +1,4 @@
-"""RAFT: fit the best samples of each group."""
+"""RAFT: supervised fine-tuning on the best samples of each group."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Raft(Method, name="raft"):
 
     Args:
         best: Fraction of a group that is fitted, at least one sample. Groups whose rewards are all equal are skipped.
-        compare: What a group is: the samples of a prompt in a rollout; or, of given images (data) and without a rollout,
-            the images of a caption (best of n), or images of any captions (supervised fine-tuning on the best of the data).
+        compare: What a group is: rollout (the samples of a prompt), or, with a dataset in place of rollouts, caption (the
+            images of a caption, best of n) or data (images of any captions, fine-tuning on the best of the data).
     """
 
     bounds: ClassVar = {"best": (1e-9, 1)}
@@ -41,15 +41,15 @@ class Raft(Method, name="raft"):
 
     @property
     def source(self) -> Images | None:
-        """Read images where given ones are compared."""
+        """A dataset of images, unless samples of rollouts are compared."""
         return None if self.compare == "rollout" else Images(self.compare)
 
     def collect(self, run: "Run", key: Key) -> "Batch":
-        """Sample groups of images, or read images that are compared with others of their caption, or with any."""
+        """Sample groups, or read images and score them."""
         return super().collect(run, key) if self.compare == "rollout" else run.read(key, scored=True)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the best of each group."""
+        """Fit the best samples of each group."""
         best = self.choose_best(run.grade(batch).reward, batch.group)
         items = run.noise_samples(batch, self.noising, key, best, keep=best)
         for part in run.minibatches(items, key, self.passes):
@@ -65,7 +65,7 @@ class Raft(Method, name="raft"):
         return ((rank <= (self.best * same.sum(1)).clamp(min=1)) & differs).to(reward.dtype)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
-        """Return `kernels.velocity_error` of the kept samples, 0 for the others, and the KL terms."""
+        """Return `kernels.velocity_error` of the best samples, 0 for the others, with the KL terms."""
         error = velocity_error(v, rows.target)
         loss, info = fit_prediction(rows.signal * error, v, rows, self.kl)
         return loss, info._replace(error=error.detach())

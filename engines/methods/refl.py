@@ -1,4 +1,4 @@
-"""ReFL: the gradient of a reward of the clean sample that one late step predicts."""
+"""ReFL: backpropagates the reward of the clean sample that is predicted at one late step."""
 
 import math
 from collections.abc import Iterator
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 class RewardInfo(NamedTuple):
     """Diagnostics, one number per item, without gradient."""
 
-    reward: Tensor  # of the clean sample that the step predicts
+    reward: Tensor  # reward of the predicted clean sample
 
 
 @dataclass(frozen=True)
 class Refl(Method, name="refl"):
-    """ReFL's loss: how much the reward of the predicted clean sample falls short of a margin (arXiv 2304.05977).
+    """ReFL's loss: the shortfall of the predicted clean sample's reward from a margin (arXiv 2304.05977).
 
         loss = scale relu(margin - R(x0)),  x0 the clean sample that the policy predicts at one late step, with gradient
 
-    The steps before have no gradient. Rewards must be differentiable: PyTorch functions of the images that return a tensor
-    with a gradient. The published code has no further term; its paper adds the loss of pre-training. That code samples with
-    DDPM, and at the step taken again it gives the network the step's index, 30 to 39, as the timestep, and takes the clean
-    sample at the level of the step before; here both are the step's own, as in the paper.
+    Earlier steps have no gradient. Rewards must be differentiable: PyTorch functions of the images that return a tensor with
+    a gradient. As in the published code there is no further term; the paper adds the pre-training loss. Two details follow
+    the paper, not the code, which samples with DDPM: the network gets the replayed step's own timestep (the code passes its
+    index, 30 to 39), and the clean sample is predicted at the step's own level (the code uses the level of the step before).
 
     Args:
-        sampling: How samples are made, of whose window's steps one is taken again.
-        trained: Which step is taken again: the same of all samples, as published, or one of each.
-        margin: Reward at which the gradient ends; None follows it without end.
+        sampling: How rollouts are sampled; one step of the window is replayed.
+        trained: Which step is replayed: the same for all samples, as published, or one drawn per sample.
+        margin: Reward above which there is no gradient; None sets no limit.
         scale: Factor of the loss.
     """
 
@@ -58,7 +58,7 @@ class Refl(Method, name="refl"):
     scale: float = 1.0
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.sampling.sampler.rule.last_step_is_deterministic:
             hint = "a step to the end of the schedule is the clean sample that is predicted"
@@ -66,24 +66,24 @@ class Refl(Method, name="refl"):
 
     @property
     def rows(self) -> RecordedRows:
-        """Record the steps in a form that deterministic ones have, too."""
+        """Record steps in form unscaled, which is defined for deterministic steps, too."""
         return RecordedRows("unscaled", trained=self.trained)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Take one step of each sample again, to the clean sample, and follow the gradient of its reward."""
+        """Replay one step per sample, to its predicted clean sample, and follow the gradient of its reward."""
         steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
         for part in run.minibatches(steps, key, self.passes):
             yield run.update(part, partial(self.loss, reward=partial(self.score, run, part)))
 
     def score(self, run: "Run", items: "Items", v: Tensor, rows: RecordedSteps) -> Tensor:
-        """Return the reward of the clean sample that each step predicts, `[P]`, with gradient."""
+        """Return the reward of the predicted clean samples, `[P]`, with gradient."""
         sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         end = to_device(sampling.schedule.levels[-1], rows.level.device).to(rows.level.dtype).expand_as(rows.level)
         return run.rewards_of(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]
 
     def loss(self, v: Tensor, rows: RecordedSteps, reward: Any = None) -> tuple[Tensor, RewardInfo]:
-        """Return how much the reward falls short of the margin, or minus the reward."""
+        """Return the reward's shortfall from the margin, or minus the reward without one."""
         scores = reward(v, rows)
         loss = -scores if self.margin is None else (self.margin - scores).relu()
         return self.scale * loss, RewardInfo(scores.detach())

@@ -1,4 +1,4 @@
-"""RTDMD: a policy gradient on the noisy steps of a few-step student, and distribution matching on its last one."""
+"""RTDMD: a policy gradient on the noisy steps of a few-step student, and distribution matching on its last step."""
 
 import math
 from collections.abc import Iterator
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rtdmd(Matching, name="rtdmd"):
-    """RTDMD's loss of a few-step student that learns from rewards and stays sharp (arXiv 2605.26108).
+    """RTDMD's loss: reinforcement learning of a few-step student that stays sharp (arXiv 2605.26108).
 
         loss = (sum of the surrogates of the first steps + coef matching loss of the last one + reward term) / first
 
-    The last step has no noise, and so no ratio; its clean sample is matched to the teacher's, as in DMD2, and the reward's
-    term is of it. Every step counts alike. The fake fits clean samples as DMD2's does; in the published run it also agrees
-    with itself, and low levels count less, as in AC-DMD.
+    The last step has no noise, and so no ratio. Its clean sample is matched to the teacher's, as in DMD2, and gets the
+    reward term. All steps have the same weight. The fake is fitted to clean samples as in DMD2; in the published run it is
+    also trained for self-consistency, and low levels have less weight, as in AC-DMD.
 
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
         first: Number of first steps that have a surrogate.
         clip: Half-width of the clip of the ratio.
         coef: Weight of the matching loss.
-        fake: Optimizer of the model of the student's samples, which learns once before each update of the student.
+        fake: Optimizer of the model of the student's samples, which is updated once before each update of the student.
         levels: Noise levels at which teacher and fake are compared.
         fake_levels: Noise levels at which the fake is trained.
         reward_term: Term of a differentiable reward of the last step's clean sample.
@@ -62,17 +62,17 @@ class Rtdmd(Matching, name="rtdmd"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from scores, and from the gradient of a reward if it has a weight."""
+        """The surrogate needs scores; the reward term needs gradients."""
         return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else "scores", ratio=True)
 
     @property
     def rows(self) -> RecordedRows:
-        """Record every step, the last one too, which has no density."""
+        """Record every step, including the last one, which has no density."""
         steps = self.sampling.steps
         return RecordedRows("unscaled", trained=FirstRecorded(max(min(self.first, steps - 1), 0.5) / steps))
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         sampling = self.sampling
         if self.first >= sampling.steps:
             yield UsageError("first", self.first, f"less than the {sampling.steps} steps: the last one is matched")
@@ -83,7 +83,7 @@ class Rtdmd(Matching, name="rtdmd"):
         yield from super().problems()
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the fake to the student's samples; then climb the surrogate, and match the last step, in one update."""
+        """Fit the fake to the student's samples; then optimize the surrogate and the last step's matching in one update."""
         grades = run.grade(batch, self.advantage)
         steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
         first, last = steps.take(slice(self.first)), steps.take(slice(-1, None))

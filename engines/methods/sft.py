@@ -1,4 +1,4 @@
-"""SFT: fit given samples."""
+"""SFT: supervised fine-tuning on a dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sft(Method, name="sft"):
-    """Supervised fine-tuning: flow matching on the job's own data, without a rollout (arXiv 2210.02747).
+    """Supervised fine-tuning: flow matching on a dataset, without rollouts (arXiv 2210.02747).
 
     Args:
-        sampling: How many images a batch has.
-        noising: Noise levels at which they are trained on.
+        sampling: Number of images per batch.
+        noising: Noise levels at which images are trained on.
     """
 
     needs: ClassVar[Needs] = Needs(rewards=None)
@@ -37,7 +37,7 @@ class Sft(Method, name="sft"):
 
     @property
     def source(self) -> Images:
-        """Read images."""
+        """A dataset of images."""
         return Images()
 
     def collect(self, run: "Run", key: Key) -> "Batch":
@@ -51,5 +51,5 @@ class Sft(Method, name="sft"):
             yield run.update(run.predict(part), self.loss)
 
     def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
-        """Return `kernels.velocity_error`, and the KL terms."""
+        """Return `kernels.velocity_error`, with the KL terms."""
         return fit_prediction(velocity_error(v, rows.target), v, rows, self.kl)

@@ -1,4 +1,4 @@
-"""SPO and LPO: preferences between candidates for the next state of a path, step by step."""
+"""SPO and LPO: stepwise preferences between candidates for the next state."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class ConstantMargin:
     """The same margin at every step (SPO).
 
     Args:
-        size: Least difference of the two probabilities of being preferred, p - (1 - p) = tanh((R_best - R_worst) / 2).
+        size: Minimum difference of the two preference probabilities, p - (1 - p) = tanh((R_best - R_worst) / 2).
     """
 
     kind: ClassVar[str] = "constant"
@@ -49,7 +49,7 @@ class NoiseMargin:
 
     Args:
         low: Margin of the step with the least noise.
-        high: Margin of the step with the most noise; between them it is linear in the noise.
+        high: Margin of the step with the most noise; in between, the margin is linear in the noise.
     """
 
     kind: ClassVar[str] = "noise"
@@ -67,15 +67,14 @@ class NoiseMargin:
 
 @dataclass(frozen=True)
 class Spo(D3po, name="spo"):
-    """SPO: a preference between the best and the worst of the candidates for each state (arXiv 2406.04314).
+    """SPO: a preference between the best and the worst candidate for each state, with D3PO's loss (arXiv 2406.04314).
 
-    A candidate is scored by the rewards of the clean sample that the model predicts from it. The scorers of the papers, a
-    step-aware preference model (SPO) and a reward model of noisy latents (LPO, arXiv 2502.01051), are not offered. The loss
-    is that of D3PO.
+    A candidate is scored by the rewards of the clean sample that the model predicts from it. The papers' scorers, a
+    step-aware preference model (SPO) and a reward model of noisy latents (LPO, arXiv 2502.01051), are not offered.
 
     Args:
-        sampling: How samples are made, with the window candidates.
-        margin: How far apart the best and the worst of the candidates must be to make a pair, on the scale of the rewards:
+        sampling: How rollouts are sampled, with window candidates.
+        margin: Minimum difference of the best and the worst candidate of a pair, as a function of the step's noise:
             `ConstantMargin` or `NoiseMargin`.
     """
 
@@ -86,7 +85,7 @@ class Spo(D3po, name="spo"):
     margin: ConstantMargin | NoiseMargin = ConstantMargin()
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.sampling.window.records_candidates:
             hint = "spo compares candidates for the same state"
@@ -94,12 +93,12 @@ class Spo(D3po, name="spo"):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Score every candidate, and compare the best of each state with the worst."""
-        taken, window = batch.trajectory, self.sampling.window
-        steps = host_values.read(taken.steps)[0].tolist()
+        trajectory, window = batch.trajectory, self.sampling.window
+        steps = host_values.read(trajectory.steps)[0].tolist()
         rewards = list[Tensor]()
         for place, step in enumerate(steps):
             if step >= window.low:
-                batch = run.finish(batch, taken.x_next[:, place], step + 1, jump=True)
+                batch = run.finish(batch, trajectory.x_next[:, place], step + 1, jump=True)
                 assert batch.rewards is not None
                 rewards.append(weigh_rewards(batch.rewards.scores, run.runners.weights))
         margins = self.margin.at(batch.noise[steps[len(steps) - len(rewards) :]])

@@ -1,4 +1,4 @@
-"""SRPO: a reward relative to the same image's under an opposite description, recovered from any noise level."""
+"""SRPO: rewards of an image relative to an opposite prompt, with the image recovered from any noise level."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from fluvial.engines.run.run import Run
     from fluvial.engines.sampling.batch import Batch
 
-BRANCHES = NoisingConfig(each=2, levels=ContinuousLevels())  # their levels are replaced: one towards the image, one away
+BRANCHES = NoisingConfig(each=2, levels=ContinuousLevels())  # placeholders: `learn` replaces the levels
 
 
 @dataclass(frozen=True)
 class Srpo(Method, name="srpo"):
-    """SRPO's loss: how much a relative reward of a recovered image falls short of a margin (arXiv 2509.06942).
+    """SRPO's loss: the shortfall of a recovered image's relative reward from a margin (arXiv 2509.06942).
 
         x_s = (1 - s) x0 + s e,  x0' = (x_s + (s' - s) v - s' e) / (1 - s')
         loss = relu(margin - R(x0')),  R = (1 + k) r(x0', wanted prompt) - r(x0', unwanted prompt)
 
-    with k the weight of the level, once with s' < s (towards the image) and once with s' > s (away from it), where the two
-    prompts change places; the two share the noise e, which is known, so that x0' is sharp at every level (published code has
-    one e for all samples). Rewards must be differentiable, and linear in the prompt's features, as CLIP's are.
+    with k the weight of the level. Each sample is used twice: with s' < s (towards the image), and with s' > s (away from
+    it) and the two prompts swapped. Both share the known noise e, so that x0' is sharp at every level (the published code
+    has one e for all samples). Rewards must be differentiable, and linear in the prompt's features, like CLIP's.
 
     Args:
-        sampling: How clean samples are made.
-        highest: Highest noise level, that of index 5 of 50 steps with shift 3.
-        lowest: Lowest one, that of index 25.
+        sampling: How clean samples are generated.
+        highest: Highest noise level; the default is the level at index 5 of 50 steps with shift 3.
+        lowest: Lowest noise level; the default is the level at index 25.
         length: Longest step, as a fraction of the range.
-        wanted: Words before the prompt, one per update in turn, that images are to be like.
-        unwanted: Words that they are to be unlike.
+        wanted: Prefixes of the prompt for wanted images, used in turn, one per update.
+        unwanted: Prefixes of the prompt for unwanted images.
         towards: Weights k of the steps towards the image, at the lowest and the highest noise.
         away: Weights k of the steps away from it.
-        form: Formula of R: code (above, as published code has it) or paper, k r(wanted) + (1 - k) r(unwanted).
-        margin: Relative reward at which the gradient ends.
+        form: Formula of R: code (above, as in the published code) or paper, k r(wanted) + (1 - k) r(unwanted).
+        margin: Relative reward above which there is no gradient.
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards="gradients", off_schedule=True)
@@ -70,7 +70,7 @@ class Srpo(Method, name="srpo"):
     margin: float = 0.7
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.lowest < self.highest < 1:
             yield UsageError("highest", self.highest, f"more than `lowest` {self.lowest}, and less than 1")
@@ -79,11 +79,11 @@ class Srpo(Method, name="srpo"):
 
     @property
     def rows(self) -> NoisedRows:
-        """Train on clean samples with noise, at two levels each."""
+        """Train on clean samples, noised to two levels each."""
         return NoisedRows(BRANCHES)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Put known noise on the samples, at a level that all share, and follow the gradient of what one step recovers."""
+        """Noise all samples to the same level, recover them by one step, and follow the gradient of their rewards."""
         items = run.noise_samples(batch, BRANCHES, key, keep=run.grade(batch).keep)
         steps, count = to_device(self.steps(key), items.rows.x.device), len(items.rows.level) // 2
         level, *context = steps.repeat_interleave(count, dim=1)
@@ -95,7 +95,7 @@ class Srpo(Method, name="srpo"):
             yield run.update(part, partial(self.loss, reward=partial(run.rewards_of, part, edits=edits)))
 
     def steps(self, key: Key) -> Tensor:
-        """Return the level s, the level s' after the step and the weight k, towards the image and away from it, `[3, 2]`."""
+        """Return level s, level s' after the step and weight k, for the steps towards and away from the image, `[3, 2]`."""
         place = 0.005 + 0.99 * float(uniform(fold_in(key, Stream.BACKPROP), ()))  # 0 is the lowest level, 1 the highest
         length = min(self.length, 1 - place, place)
         low = max(place - length, 0.001)
@@ -104,7 +104,7 @@ class Srpo(Method, name="srpo"):
         return torch.cat([self.lowest + (self.highest - self.lowest) * places, torch.tensor([weights])])
 
     def loss(self, v: Tensor, rows: NoisedSamples, reward: Any = None) -> tuple[Tensor, RewardInfo]:
-        """Return how much the relative reward falls short of the margin."""
+        """Return the relative reward's shortfall from the margin."""
         assert rows.context is not None
         level_next, k = rows.context.unbind(1)
         x0 = recover(rows.x, v, rows.x0 + rows.target, rows.level, level_next)
@@ -115,5 +115,5 @@ class Srpo(Method, name="srpo"):
 
 
 def prefix(word: str) -> Callable[[Prompt], Prompt]:
-    """Return a function that puts a word before a prompt's text."""
+    """Return a function that prefixes a prompt's text with a word."""
     return lambda prompt: replace(prompt, text=f"{word} {prompt.text}".strip())

@@ -1,4 +1,4 @@
-"""Successors of GRPO, which differ in how a step's ratio is weighed or held back: TempFlow-GRPO, Flow-DPPO, GRPO-Guard."""
+"""Successors of GRPO that weight or clip a step's ratio in another way: TempFlow-GRPO, Flow-DPPO, GRPO-Guard."""
 
 import math
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ class Surrogate(PolicyGradient):
         Args:
             v: the policy's prediction.
             surrogate: `(log_prob, log_prob_old, advantage, *steps, **numbers) -> (loss, info)`, see `core.policy`.
-            steps: its tensors besides the log-probabilities and the advantage.
-            numbers: its hyper-parameters.
+            steps: further tensor arguments of the surrogate.
+            numbers: hyper-parameters of the surrogate.
         """
         log_prob, kl = step_log_prob(
             rows.transition,
@@ -74,11 +74,11 @@ class TempFlow(Surrogate, name="tempflow"):
 
 @dataclass(frozen=True)
 class Dppo(Surrogate, name="dppo"):
-    """The surrogate of Flow-DPPO: steps whose exact KL is above a threshold are held back (arXiv 2606.11025).
+    """Flow-DPPO's surrogate: steps whose exact KL is above a threshold are masked (arXiv 2606.11025).
 
     Args:
         kl_threshold: KL between the old and the current step, in nats per dimension, from which a pair that moves away from
-            the old policy adds no gradient.
+            the old policy has no gradient.
         form: Form of the log-probability, in nats per dimension: density, or no_const (without its constant).
     """
 
@@ -108,7 +108,7 @@ class Guard(Surrogate, name="guard"):
     form: Density = "density"  # type: ignore[misc]
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.sampling.sampler.rule.std_is_a_rate:
             expected = "flow_sde or dance_sde, whose std is a rate times sqrt(|dt|), with guard"

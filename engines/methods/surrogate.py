@@ -1,4 +1,4 @@
-"""The surrogate of TDM-R1: a network that prefers the better samples of a group, and is read as a teacher."""
+"""Surrogate of TDM-R1: a network that is trained to prefer the better samples of a group, and serves as a teacher."""
 
 import math
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from fluvial.engines.run.run import Run
     from fluvial.engines.sampling.batch import Items
 
-FAR = 0.05  # mean squared distance to the base above which the surrogate learns no further from samples that it prefers
+FAR = 0.05  # mean squared distance to the base above which samples that the surrogate prefers have no gradient
 
 
 @dataclass(frozen=True)
 class SurrogateConfig:
-    """The surrogate of TDM-R1, which learns to prefer the better samples of a group, and is read as a teacher.
+    """Surrogate of TDM-R1, trained to prefer the better samples of a group, and used as a teacher.
 
     Args:
         optimizer: Optimizer of the surrogate.
-        trained: Which steps of the student it is trained on.
-        lowest: Lowest noise level at which it is trained.
+        trained: Which steps of the student the surrogate is trained on.
+        lowest: Lowest noise level at which the surrogate is trained.
         beta: Inverse temperature of the preference of a group, without a unit.
-        clip: Half-width of the clip of the ratio to its moving average.
-        kl: Weight of its squared distance to the base.
-        read_from: Lowest noise level at which the student reads it.
-        guidance: Scale of its guidance where it is read.
-        steps: Number of the student's first steps that it leads; None is all.
+        clip: Half-width of the clip of the ratio to the surrogate's moving average.
+        kl: Weight of the surrogate's squared distance to the base.
+        read_from: Lowest noise level at which the surrogate teaches the student.
+        guidance: Guidance scale of the surrogate as a teacher.
+        steps: Number of first steps of the student that the surrogate teaches; None is all.
     """
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -55,13 +55,13 @@ class SurrogateConfig:
         check_fields(self, "surrogate", beta=(1e-12, math.inf), kl=(0, math.inf), guidance=(0, 1e4))
 
     def networks(self) -> Networks:
-        """Return the surrogate, its moving average, and itself with the guidance at which it is read."""
+        """Declare the surrogate, its moving average, and the surrogate with guidance as a teacher."""
         average = Follower(Ramp(start=0.001, rise=0.001, cap=0.3, delay=1).decay, network="surrogate")
         guide = SameNetwork("surrogate", self.guidance)
         return {"surrogate": Trained(self.optimizer), "average": average, "guide": guide}
 
     def weigh(self, run: "Run", noisy: "Items") -> "Items":
-        """Return the surrogate's items with the weight of their group, whether it is far from the base, and their step."""
+        """Return the items with their group's weight, whether the surrogate is far from the base, and the step's weight."""
         rows, batch, each = noisy.rows, noisy.batch, noisy.used.shape[1]
         error, error_ref = (velocity_error(rows.predictions[name], rows.target) for name in ("surrogate", "base"))
         margins = run.gather(noisy, dgpo.preference_margin(error, error_ref, rows.signal, beta=self.beta))
@@ -74,13 +74,13 @@ class SurrogateConfig:
         return noisy.with_rows(context=torch.stack([noisy.look_up(weight), far.to(step.dtype), step], dim=1))
 
     def prefer(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, dgpo.DgpoInfo]:
-        """Return `dgpo.dgpo_loss` of the ambient velocity, and the distance to the base."""
+        """Return `dgpo.dgpo_loss` of the ambient velocity, with the distance to the base."""
         assert rows.context is not None
         weight, far, step = rows.context.unbind(1)
         error, average, base = (
             velocity_error(each, rows.target) for each in (v, *(rows.predictions[n] for n in ("average", "base")))
         )
-        held = (far > 0) & (rows.signal * (base - error) > 0)
+        masked = (far > 0) & (rows.signal * (base - error) > 0)
         clips = {"clip_low": self.clip, "clip_high": self.clip}
-        loss, info = dgpo.dgpo_loss(torch.where(held, error.detach(), error), average, rows.signal, weight, **clips)
+        loss, info = dgpo.dgpo_loss(torch.where(masked, error.detach(), error), average, rows.signal, weight, **clips)
         return step * (loss + self.kl * velocity_error(v, rows.predictions["base"])), info

@@ -1,4 +1,4 @@
-"""Methods by name, and the checks of custom ones: of their class, and of every loss."""
+"""Table of methods by name, and checks of custom methods and their losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ METHODS = {kind.method_name: kind for kind in BUILT_IN}
 
 
 def method_type(name: str) -> type[Method]:
-    """Return the class of a method: of the table, of an entry point of `fluvial.methods`, or `module:Class`.
+    """Return the class of a method: from the table, an entry point of `fluvial.methods`, or `module:Class`.
 
     Raises:
         UsageError: there is no such class, or it is not a method.
@@ -56,15 +56,15 @@ def method_type(name: str) -> type[Method]:
 
 
 def with_checked_loss(method: Method) -> Callable[[Loss], Loss] | None:
-    """Return a function of a loss that returns it with its results checked; None for a built-in method."""
+    """Return a wrapper that checks the results of a loss; None for a built-in method."""
     if type(method) in METHODS.values():
         return None
 
     def check(loss: Loss) -> Loss:
         def call_checked(v: Tensor, rows: Any) -> tuple[Tensor, Any]:
-            # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
-            v_copy, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
-            returned = loss(v_copy, own_rows)
+            # Copies, so that in-place operations of the loss change no tensor of the run or the backward pass.
+            v_copy, rows_copy = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
+            returned = loss(v_copy, rows_copy)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 got = type(returned).__name__
                 raise UsageError(f"method {method.method_name} returned {got} as loss, expected (loss, diagnostics)")
@@ -77,10 +77,7 @@ def with_checked_loss(method: Method) -> Callable[[Loss], Loss] | None:
 
 
 def check_loss(method: Method, loss: Any, info: Any, items: int) -> None:
-    """Raise UsageError unless a method returned a number per item, and a NamedTuple of such diagnostics.
-
-    Other shapes would broadcast silently.
-    """
+    """Raise UsageError unless loss and diagnostics have one number per item; other shapes would broadcast silently."""
     name = method.method_name
     if _shape(loss) != [items]:
         raise UsageError(f"method {name} returned a loss of {_describe(loss)}, expected [{items}], one number per item")

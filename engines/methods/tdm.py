@@ -1,4 +1,4 @@
-"""TDM: the student's path to its samples is matched to the teacher's at every step, with few deterministic steps."""
+"""TDM: trajectory matching of a few-step deterministic student with its teacher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,10 +34,10 @@ class Tdm(Matching, name="tdm"):
     Args:
         sampling: How the student samples: few steps of the ODE, without guidance.
         trained: Which steps are matched.
-        fake_updates: Number of its updates per update of the student, each on all samples with noise of its own.
+        fake_updates: Number of updates of the fake per update of the student, each on all samples with new noise.
         interval: Levels at which a step from s to s' is compared: separate (between s' and s) or reverse (between s' and 1).
-        levels: Distribution of the place in the interval, from 0 to 1.
-        snr_max: Largest signal-to-noise ratio that weights the fake's error.
+        levels: Distribution of the position in the interval, from 0 to 1.
+        snr_max: Upper bound of the signal-to-noise ratio that weights the fake's error.
         reward_term: Term of a differentiable reward.
     """
 
@@ -54,11 +54,11 @@ class Tdm(Matching, name="tdm"):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from no reward but that of the term."""
+        """Only the reward term needs a reward."""
         return replace(Matching.needs, rewards="gradients" if self.reward_term.coef else None)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the fake to the ends of the student's steps, then move the student."""
+        """Fit the fake to the ends of the student's steps, then update the student."""
         steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
         (part,) = run.minibatches(steps, key, self.passes)
         for number in range(1, self.fake_updates + 1):
@@ -67,7 +67,7 @@ class Tdm(Matching, name="tdm"):
         yield run.update(part, partial(self.loss, reward=self.reward_term.bind(run, part)))
 
     def renoise(self, run: "Run", part: "Items", key: Key, draw: int = 0) -> "Items":
-        """Return the end of each step with noise, and what the student predicted there: its clean sample and its noise."""
+        """Return the renoised end of each step, with the clean sample and the noise that the student predicted."""
         rows = part.rows
         highest = rows.level if self.interval == "separate" else None
         noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest=highest, draw=draw)
@@ -75,7 +75,7 @@ class Tdm(Matching, name="tdm"):
         return noisy.with_predictions(x0=rows.x - level * v, noise=rows.x + (1 - level) * v)
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
-        """Return the error of the clean sample, weighted by its signal and by how likely its noise is."""
+        """Return the error of the clean sample, weighted by signal-to-noise ratio and by the likelihood of its noise."""
         error = velocity_error(rows.x - per_sample(rows.level, v) * v, rows.predictions["x0"])
         likely = noise_weight(rows.predictions["noise"], rows.noise, rows.start_level, rows.level)
         return likely * snr_weight(rows.level, largest=self.snr_max) * error, FakeInfo(error.detach())

@@ -1,4 +1,4 @@
-"""TDM-R1: a few-step student that learns from any reward, through a surrogate that prefers its better samples."""
+"""TDM-R1: trains a few-step student on any reward, through a surrogate that prefers its better samples."""
 
 import math
 from collections.abc import Iterator
@@ -38,15 +38,15 @@ class TdmR1(Matching, name="tdm-r1"):
 
         loss = tdm m(real - base) + (1 - tdm) m(surrogate - base) + m(base - fake)
 
-    m is `core.distill.matching_loss` of differences of predicted clean samples, where the student's steps end.
+    m is `core.distill.matching_loss` of differences of predicted clean samples, at the ends of the student's steps.
 
     Args:
         sampling: How the student samples: few steps of the ODE, without guidance.
         trained: Which steps have a gradient.
         fake_kl: Weight of the fake's squared distance to the base.
         surrogate: Training of the surrogate.
-        tdm: Share of the teacher's guidance beside the surrogate.
-        levels: Distribution of the noise levels, from 0 (where the step ends, or the lowest) to 1.
+        tdm: Weight of the teacher's guidance; the surrogate has the weight 1 - tdm.
+        levels: Distribution of the noise levels, from 0 (the step's end, or the lowest level) to 1.
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", off_schedule=True)
@@ -62,20 +62,20 @@ class TdmR1(Matching, name="tdm-r1"):
     form: MatchForm = "square"
 
     def problems(self) -> Iterator[UsageError]:
-        """Yield what has no meaning among the hyper-parameters."""
+        """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if (led := self.surrogate.steps or 0) > (steps := self.sampling.steps):
             yield UsageError("surrogate.steps", led, f"at most the {steps} steps of the schedule")
 
     def networks(self) -> Networks:
-        """Keep the teacher, the base, the fake, and the surrogate with its moving average and its guidance."""
+        """Declare the teacher, the base, the fake, and the surrogate with its moving average and its guided form."""
         return super().networks() | self.surrogate.networks() | {"base": Base(1.0)}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Fit the fake, teach the surrogate which samples are better, then move the student by both."""
+        """Fit the fake, train the surrogate to prefer better samples, then update the student by both."""
         grades, q = run.grade(batch, self.advantage), self.surrogate
-        kept = partial(run.record_steps, batch, key, grades.advantage, keep=grades.keep)
-        part, judged = (next(run.minibatches(kept(trained=each), key, self.passes)) for each in (self.trained, q.trained))
+        items = partial(run.record_steps, batch, key, grades.advantage, keep=grades.keep)
+        part, judged = (next(run.minibatches(items(trained=each), key, self.passes)) for each in (self.trained, q.trained))
         run.update(run.predict(self.renoise(run, part, key), "base"), self.fake_loss, network="fake")
         judged = self.renoise(run, judged, key, q.lowest, shared=True, draw=1)
         noisy = run.predict(judged, "surrogate", "average", "base")
@@ -89,18 +89,18 @@ class TdmR1(Matching, name="tdm-r1"):
         yield run.update(part.with_rows(context=led), self.loss)
 
     def renoise(self, run: "Run", part: "Items", key: Key, lowest: float = 0.0, **draw: Any) -> "Items":
-        """Return the end of each step with noise, and the clean sample that the student predicted there."""
+        """Return the renoised end of each step, with the clean sample that the student predicted."""
         rows, draw["lowest"] = part.rows, part.rows.level_next.clamp(min=lowest)
         noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, **draw)
         return noisy.with_predictions(x0=clean(rows, rows.predictions["old"]))
 
     def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
-        """Return the error of the velocity away from the student's clean sample, and the distance to the base."""
+        """Return the error of the velocity from the student's clean sample, with the distance to the base."""
         error = velocity_error(v, (rows.x - rows.predictions["x0"]) / per_sample(rows.level, v))
         return error + self.fake_kl * velocity_error(v, rows.predictions["base"]), FakeInfo(error.detach())
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:  # type: ignore[override]
-        """Return the sum of the three matching losses; steps that the surrogate does not lead have the teacher's alone."""
+        """Return the sum of the three matching losses; steps without the surrogate's guidance have only the teacher's."""
         assert rows.context is not None
         p, x0 = rows.predictions, clean(rows, v)
         match = partial(matching_loss, x0, form=self.form, huber=self.huber)

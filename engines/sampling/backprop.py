@@ -1,4 +1,4 @@
-"""The last steps of a rollout once more, with gradient, for objectives that follow that of a differentiable reward."""
+"""Differentiable replay of a rollout's last steps, for methods that follow the gradient of a reward."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ from fluvial.models.host_values import to_device
 def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
     """Return how many of the last steps the gradient flows through, the same on every rank.
 
-    It is steps - int(n) for the first n within the schedule out of draws from N(steps - last, spread^2).
+    The number is steps - int(n), where n is the first draw from N(steps - last, spread^2) within the schedule.
 
-    `steps` is the number of steps of the schedule. A spread of 0 draws nothing, and gives `last`.
+    `steps` is the length of the schedule. With spread 0 nothing is drawn, and the result is `last`.
 
     Source: AlignProp, arXiv 2310.03739, and its published code.
     """
@@ -33,22 +33,22 @@ def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
 def final_samples(
     v: Tensor, items: LastSteps, sampler: Sampler, schedule: Schedule, predict: Callable[[LastSteps], Tensor]
 ) -> Tensor:
-    """Return the clean sample of each item, `[P, *event]`, through which the gradient flows back to every prediction.
+    """Return the clean sample of each item, `[P, *event]`, differentiable with respect to every prediction.
 
-    Each prediction but the first is computed again in the backward pass, so that one forward pass is held at a time.
+    Every prediction but the first is checkpointed: the backward pass recomputes it, so only one graph is in memory.
 
     Args:
         v: prediction at the items.
         items: samples before the last steps.
         sampler: sampler of the steps.
         schedule: schedule of the rollout.
-        predict: function that returns the prediction at items.
+        predict: function from items to the prediction at them.
     """
     x, noise = items.x, items.noise
     steps, count = len(schedule.timesteps), noise.shape[1]
     levels = to_device(schedule.levels.to(x.dtype), x.device)
     for i, step in enumerate(range(steps - count, steps)):
-        level, after = (levels[at].expand(len(x), *levels.shape[1:]) for at in (step, step + 1))
+        level, level_next = (levels[index].expand(len(x), *levels.shape[1:]) for index in (step, step + 1))
         if i:
 
             def predict_step(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:
@@ -56,5 +56,5 @@ def final_samples(
                 return predict(items._replace(x=x, level=level, timestep=timestep))
 
             v = checkpoint(predict_step, x, use_reentrant=False)
-        x = gaussian.sample(sampler(level, after), x, v, noise[:, i])
+        x = gaussian.sample(sampler(level, level_next), x, v, noise[:, i])
     return x

@@ -1,4 +1,4 @@
-"""The source of a run, by its configuration."""
+"""Rollout source of a run, built from its configuration."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from fluvial.models.lora_layer import Product
 
 
 class OpenSource(Protocol):
-    """Opens a source that is not in process, see `build_source`: the entry points of `fluvial.sources`, by scheme."""
+    """Opens an out-of-process source, see `build_source`: an entry point of `fluvial.sources`, named by its scheme."""
 
     def __call__(
         self,
@@ -48,23 +48,23 @@ def build_source(
     sizes: Mapping[tuple[int, ...], tuple[Size, int]] | None = None,
     copy: Copy | None = None,
 ) -> RolloutSource:
-    """Return what makes the samples of a run: this process, or what is declared for the scheme of `rollout.source`.
+    """Return the rollout source: this process, or the plugin for the scheme of `rollout.source`.
 
     Args:
-        behaviour: opens the network that makes the rollouts.
-        resume: whether the run goes on, so that `rollout.store` may hold its rollouts.
-        adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
+        behaviour: opens the network that generates the rollouts.
+        resume: whether the run is resumed, so that `rollout.store` may already contain rollouts.
+        adapter: function from a number of updates to the name of the adapter that generates the rollouts.
         product: how adapted layers multiply their input.
-        sizes: size in pixels and number of frames by the shape of a sample, where the model has several.
-        copy: network whose weights are pushed, where rollouts are made ahead of the updates.
+        sizes: size in pixels and number of frames per sample shape, if the model has several.
+        copy: network whose weights are pushed, if rollouts are generated ahead of the updates.
 
     Raises:
-        UsageError: the source, or the folder of `rollout.store`, cannot be used.
-        RunError: no server answers.
+        UsageError: the source, or the folder of `rollout.store`, is unusable.
+        RunError: no server responds.
     """
     source: RolloutSource = InProcess(model, partial(_merged, behaviour) if rollout.reuse == "merged" else behaviour)
     if rollout.source:
-        # Imported by runs that need it alone, because HTTP's packages take a while.
+        # Imported lazily, because the HTTP packages are slow to import.
         open_source: OpenSource = plugins.load(rollout.scheme, "sources", field="rollout.source")
         source = open_source(
             rollout, sampling, model, behaviour, world, adapter=adapter, product=product, sizes=sizes or {}, copy=copy
@@ -77,6 +77,6 @@ def build_source(
 
 @contextmanager
 def _merged(behaviour: Behaviour) -> Iterator[nn.Module]:
-    """Open the network that makes the rollouts with its adapters merged."""
+    """Open the network that generates the rollouts with its adapters merged."""
     with behaviour() as module, merge_adapters(module):
         yield module

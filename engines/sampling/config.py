@@ -1,4 +1,4 @@
-"""How the samples of a method are made, and where a run makes them: here, ahead of the updates, or on servers."""
+"""Settings of a method's sampling, and of where a run generates rollouts: in process, ahead of updates, or on servers."""
 
 import math
 from collections.abc import Iterator
@@ -28,21 +28,21 @@ from fluvial.models.step_cache import NoCache, StepCacheChoice
 
 @dataclass(frozen=True)
 class NoCorrection:
-    """Rollout and update are one program, whose ratio is exactly 1 at first."""
+    """No correction: rollout and update compute the same numbers, so the first ratio is exactly 1."""
 
     kind: ClassVar[Literal["none"]] = "none"
 
 
 @dataclass(frozen=True)
 class Truncate:
-    """Weights that correct for a rollout made by another program than the update (precision, engine or weights).
+    """Importance weights for a rollout with another precision, engine or weights than the update.
 
-    The update then computes the old log-probabilities itself, with one more forward pass, and weights each pair by what
-    `core.correction` makes of their difference to the rollout's: here the ratio of densities, bounded by the threshold.
+    The update recomputes the old log-probabilities, with one more forward pass, and weights each pair by their density
+    ratio to the rollout's, truncated at the threshold (see `core.correction`).
 
     Args:
-        level: What a ratio is taken over: a step, or a whole trajectory.
-        threshold: Bound of the ratio of densities, per dimension if the log-probability's reduction is mean, so near 1.
+        level: Scope of a ratio: a step, or a whole trajectory.
+        threshold: Bound of the density ratio, near 1 with reduction mean, where the ratio is per dimension.
     """
 
     kind: ClassVar[correction.Mode] = "truncate"
@@ -55,14 +55,14 @@ class Truncate:
 
 @dataclass(frozen=True)
 class Reject(Truncate):
-    """The same, and a ratio beyond the threshold has weight 0."""
+    """Importance weights that are 0 for ratios beyond the threshold."""
 
     kind: ClassVar[correction.Mode] = "reject"
 
 
 @dataclass(frozen=True)
 class Mask(Truncate):
-    """Pairs whose ratio is beyond the threshold have weight 0, the others 1."""
+    """Weight 0 for pairs whose ratio is beyond the threshold, 1 for the others."""
 
     kind: ClassVar[correction.Mode] = "mask"
 
@@ -70,28 +70,28 @@ class Mask(Truncate):
 Correction = NoCorrection | Truncate | Reject | Mask
 
 
-REPLAYED = "replayed:"  # first letters of a source of stored rollouts
+REPLAYED = "replayed:"  # prefix of a source of stored rollouts
 
 
 @dataclass(frozen=True)
 class ServersConfig:
-    """How the servers that `rollout.source` names are asked.
+    """Client settings for the servers of `rollout.source`.
 
     Args:
-        timeout: Seconds that one request may take, from the connection to the last byte of the reply.
-        patience: Seconds without a reply from any server after which the run ends; 10 at most until one has answered.
-        in_flight: Largest number of requests at the same time, per server and process.
-        most_mb: Largest reply, in megabytes.
-        key_env: Environment variable with the API key of the servers. Empty sends none.
-        admin_env: Environment variable with the key of the endpoints that change weights. Empty sends that of `key_env`.
-        weights: How they are given the weights after an update: auto (a LoRA as its file, all weights in a folder), disk
+        timeout: Time limit of a request in seconds, from connecting to the last byte of the reply.
+        patience: Seconds without a reply from any server after which the run ends; at most 10 before the first reply.
+        in_flight: Maximum number of concurrent requests, per server and process.
+        most_mb: Maximum size of a reply, in megabytes.
+        key_env: Environment variable with the servers' API key. Empty sends none.
+        admin_env: Environment variable with the key of the endpoints that change weights. Empty uses `key_env`.
+        weights: How servers get the weights after an update: auto (a LoRA as its file, all weights in a folder), disk
             (always all weights in a folder), shared_memory (a LoRA, or all weights, in buckets that `fluvial serve` on this
-            machine reads), or broadcast (the same, from memory to the memory of `fluvial serve` anywhere).
-        weights_folder: Folder that trainer and servers see, for these files; by default one in this machine's shared memory.
-        weights_verify: Compare the checksum of a server's weights with the trainer's. A server that fuses or renames layers
-            has another one, and needs False.
-        tolerance: Largest |difference| between a server's log-probability of a step and the trainer's own; a server that is
-            farther off is left out.
+            machine reads), or broadcast (the same, sent over the network to `fluvial serve` on any machine).
+        weights_folder: Folder for these files, visible to trainer and servers; by default in this machine's shared memory.
+        weights_verify: Compare the checksum of a server's weights with the trainer's. Set False for a server that fuses or
+            renames layers, because its checksum differs.
+        tolerance: Largest |difference| between a server's and the trainer's log-probability of a step; servers beyond it
+            are dropped.
     """
 
     timeout: float = 600.0
@@ -112,12 +112,12 @@ class ServersConfig:
 
 @dataclass(frozen=True)
 class AllGroups:
-    """Every sample of every group, as it is made."""
+    """All groups of a rollout, unfiltered."""
 
     kind: ClassVar[str] = "all"
 
     def problems(self, sampling: Any) -> Iterator[UsageError]:
-        """Yield what has no meaning with the other settings of the samples."""
+        """Yield conflicts with the other sampling settings."""
         yield from ()
 
     def collect(self, run: Any, key: Key) -> Any:
@@ -127,13 +127,13 @@ class AllGroups:
 
 @dataclass(frozen=True)
 class RefilledGroups:
-    """Flat groups, whose samples have equal rewards, are sampled again with other prompts (DAPO, arXiv 2503.14476).
+    """Flat groups, whose samples have equal rewards, are replaced by groups of other prompts (DAPO, arXiv 2503.14476).
 
-    Groups that are flat after the last round add nothing to the loss, whose denominator stays.
+    Groups that are still flat after the last round contribute nothing to the loss, but count in its denominator.
 
     Args:
-        rounds: Largest number of rounds; each samples as many groups as are flat.
-        floor: A group is flat if the standard deviation of its weighted reward is no larger.
+        rounds: Maximum number of rounds; each samples one new group per flat group.
+        floor: Largest standard deviation of the weighted reward in a flat group.
     """
 
     kind: ClassVar[str] = "refilled"
@@ -144,7 +144,7 @@ class RefilledGroups:
         check_fields(self, "sampling.groups", rounds=(1, 1024), floor=(0, 1e30))
 
     def problems(self, sampling: Any) -> Iterator[UsageError]:
-        """Yield what has no meaning with the other settings of the samples."""
+        """Yield conflicts with the other sampling settings."""
         if sampling.group < 2:
             yield UsageError("sampling.group", sampling.group, "at least 2", "a single sample is always flat")
         if sampling.window.draw == "call":
@@ -152,19 +152,19 @@ class RefilledGroups:
             yield UsageError("sampling.window.draw", "call", "rollout, group, sample or run", hint)
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch of a run, with other groups in place of flat ones."""
+        """Return the next batch of a run, with flat groups replaced."""
         return run.fill(run.sample(key), key, rounds=self.rounds, floor=self.floor)
 
 
 @dataclass(frozen=True)
 class ScoutedGroups:
-    """The best and the worst of many initial noises per prompt, by samples of fewer steps (Sol-RL, arXiv 2604.06916).
+    """The best and the worst of many initial noises per prompt, ranked by few-step samples (Sol-RL, arXiv 2604.06916).
 
-    Half of a group starts from the best noises, half from the worst. Its samples take all steps, and are scored again.
+    Half of a group starts from the best noises, half from the worst. These samples take all steps and are scored again.
 
     Args:
         scouts: Number of initial noises per prompt.
-        steps: Number of steps of the samples that choose among them.
+        steps: Number of steps of the samples that rank the noises.
     """
 
     kind: ClassVar[str] = "scouted"
@@ -175,7 +175,7 @@ class ScoutedGroups:
         check_fields(self, "sampling.groups", scouts=(2, BATCH[1]), steps=STEPS)
 
     def problems(self, sampling: Any) -> Iterator[UsageError]:
-        """Yield what has no meaning with the other settings of the samples."""
+        """Yield conflicts with the other sampling settings."""
         if sampling.group % 2 or sampling.group > self.scouts:
             expected = f"an even number, at most the {self.scouts} of `sampling.groups.scouts`"
             yield UsageError("sampling.group", sampling.group, expected, "half of it are the best, half the worst")
@@ -186,23 +186,23 @@ class ScoutedGroups:
             yield UsageError("sampling.groups.steps", self.steps, f"at most the {sampling.steps} of `sampling.steps`")
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch of a run, from those initial noises whose scouts are the best and the worst."""
+        """Return the next batch of a run, started from the initial noises with the best and the worst scouts."""
         count = run.config.method.sampling.group // 2
         starts = run.find_extremes(run.score(run.sample(key, group=self.scouts, steps=self.steps)), count)
-        return run.sample(key, starts=starts)  # the scouts, and what they hold, are gone
+        return run.sample(key, starts=starts)  # no scout is referenced any more, so that their memory is free
 
 
-# Which groups of a rollout are learnt from: `groups.collect(run, key)` returns the next batch of a run.
+# Selects the groups that are trained on: `groups.collect(run, key)` returns the next batch of a run.
 Groups = AllGroups | RefilledGroups | ScoutedGroups
 
 
 @dataclass(frozen=True)
 class ReadingConfig:
-    """Which given samples a method learns from, and at which noise levels.
+    """Batch size, schedule and guidance of a method that trains on a dataset.
 
     Args:
         prompts: Number of groups per batch.
-        group: Number of samples per group; each is compared with the others of its group, if any are.
+        group: Number of samples per group, which are compared with each other if the method compares samples.
         steps: Number of steps of the schedule, in training and in evaluation.
         guidance: Classifier-free guidance, the same in update and evaluation.
     """
@@ -238,18 +238,18 @@ class ReadingConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig(ReadingConfig):
-    """How the samples of a batch are made.
+    """How rollouts are sampled.
 
     Args:
         prompts: Number of prompts per rollout.
-        group: Number of samples per prompt; each is compared with the others of its group.
+        group: Number of samples per prompt, which are compared with each other.
         steps: Number of steps of the schedule, in training and in evaluation.
         guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
-        shared_noise: The samples of a group start from the same noise (DanceGRPO, arXiv 2505.07818), so that only the noise
-            of their steps tells them apart.
-        sampler: How steps are taken.
+        shared_noise: Start all samples of a group from the same noise (DanceGRPO, arXiv 2505.07818), so that they differ
+            only in the noise of their steps.
+        sampler: Sampler of the steps.
         window: Which steps take noise; the others are ODE steps.
-        groups: Which groups are learnt from.
+        groups: Which groups are trained on.
     """
 
     group: int = 16
@@ -279,30 +279,30 @@ class SamplingConfig(ReadingConfig):
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Where and when the samples of rollouts are made, and in which precision.
+    """Where, when and in which precision rollouts are generated.
 
     Args:
-        ahead: Number K of rollouts that are made ahead: rollout j is made with the weights that rollouts 0 to j - K - 1 have
-            trained, whatever the timing. 0 makes each rollout with the current weights. From 1 on, samples come from
+        ahead: Number K of rollouts that are generated ahead: rollout j uses the weights trained on rollouts 0 to j - K - 1,
+            whatever the timing. 0 generates each rollout with the current weights. Above 0, samples come from
             `rollout.source`, or from a second copy of the network in this process; methods with ratios of log-probabilities
             need `correction`.
-        reuse: What the steps of a rollout compute once: none; exact (layers that see the prompt alone, such as keys and
-            values of cross-attention, and weights that an update merges, too; the bits stay); or merged (also the sum of
-            each frozen weight and its adapter, in the dtype of the weight: fewer launches and a copy of the adapted
-            weights; its numbers differ from the update's, so that ratios need `correction` unless computed in float32).
-        step_cache: What deterministic steps take over from earlier ones: output of blocks, or the unconditional half of
-            guidance. Steps that are recorded are computed whole.
-        autocast: Compute the rollout in bfloat16 where torch's autocast does; its numbers then differ from the update's.
-        source: Where samples are made: empty (in the trainer's process), the addresses of servers with commas between them
-            (http://HOST:PORT,http://HOST:PORT, each `fluvial serve` or each sglang's diffusion server), or replayed:FOLDER
-            (they are read from a folder of stored rollouts, of a run with the same seed, prompts and sampling).
-        servers: How these servers are asked.
+        reuse: What is computed once for all steps of a rollout: none; exact (layers that see only the prompt, such as keys
+            and values of cross-attention, and weights that an update merges as well; the bits stay the same); or merged
+            (also the sum of each frozen weight and its adapter, in the weight's dtype: fewer launches, a copy of the adapted
+            weights, and other numbers than the update's, so that ratios need `correction` unless computed in float32).
+        step_cache: What deterministic steps reuse from earlier ones: outputs of blocks, or the unconditional half of
+            guidance. Recorded steps are computed in full.
+        autocast: Compute the rollout in bfloat16 under torch's autocast; its numbers then differ from the update's.
+        source: Where samples are generated: empty (in the trainer's process), comma-separated addresses of servers
+            (http://HOST:PORT,http://HOST:PORT, each a `fluvial serve` or an sglang diffusion server), or replayed:FOLDER
+            (read from the stored rollouts of a run with the same seed, prompts and sampling).
+        servers: Client settings for these servers.
         store: Folder that every rollout is written to, for replayed:FOLDER: images, recorded steps, log-probabilities, and
-            the version of the weights; None writes none.
-        max_log_ratio: Largest |log ratio| of a first pass, in the unit of the log-probability; the run stops above it,
-            because rollout and update then compute different policies.
-        max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
-            one of their samples, and of the samples of an evaluation; the run stops above it.
+            the version of the weights; None stores nothing.
+        max_log_ratio: Largest |log ratio| of a first pass, in the unit of the log-probability. Above it the run stops,
+            because rollout and update compute different policies.
+        max_invalid: Largest fraction of a rollout's groups, or of an evaluation's samples, that may be dropped because a
+            reward raised or returned NaN. Above it the run stops.
     """
 
     ahead: int = 0
@@ -338,17 +338,17 @@ class RolloutConfig:
 
     @property
     def scheme(self) -> str:
-        """What stands before the first colon of the source: http, https, replayed, or one of an installed package."""
+        """Scheme of the source (before its first colon): http, https, replayed, or one of an installed package."""
         return self.source.partition(":")[0]
 
     @cached_property
     def is_served(self) -> bool:
-        """Whether servers make the samples."""
+        """Whether servers generate the samples."""
         urls = self.source.split(",")
         return all(url.startswith(("http://", "https://")) for url in urls)
 
     def check_sampling(self, sampling: ReadingConfig) -> None:
-        """Raise UsageError for samples that no server makes."""
+        """Raise UsageError for sampling settings that servers do not support."""
         sampler = sampling.sampler
         if not self.is_served:
             return
@@ -363,14 +363,14 @@ class RolloutConfig:
 
 
 class Schedules:
-    """Schedule and sampler of the rollouts by the shape of a sample, whose size shifts the noise levels of some models."""
+    """Schedule and sampler per sample shape, because some models shift the noise levels with the size."""
 
     def __init__(self, model: DiffusionModel, sampling: ReadingConfig, device: torch.device) -> None:
         self.model, self.sampling, self.device = model, sampling, device
         self._known: dict[tuple[int, ...], tuple[Schedule, Sampler]] = {}
 
     def of(self, shape: tuple[int, ...]) -> tuple[Schedule, Sampler]:
-        """Return the schedule of samples of a shape, its timesteps on the device, and the sampler bound to its levels."""
+        """Return the schedule for a sample shape, with timesteps on the device, and the sampler bound to its levels."""
         if shape not in self._known:
             schedule = on_device(self.model.schedule(self.sampling.steps, shape), self.device)
             self._known[shape] = schedule, self.sampling.bound_sampler(schedule.levels, self.model.prediction)

@@ -1,4 +1,4 @@
-"""Passes of a network as CUDA graphs: where kernels take less time than their launches, one launch for all of them."""
+"""Forward passes as CUDA graphs: one launch per pass, for kernels that run shorter than their launches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,37 +13,37 @@ from fluvial.engines.errors import UsageError
 
 
 class GraphedPass:
-    """Repeats the launches of a function's first call, one graph for each form of its inputs.
+    """Captures a function at its first call and replays it, one graph per structure, shapes and dtypes of the inputs.
 
-    Inputs are copied to those of the first call, and the result from where that one lay. The kernels are the same, and so
-    are the bits. Whatever else the function reads, such as weights, must stay at its address as long as the object lives.
+    Inputs are copied into the captured ones, and the result out of the captured one. The kernels, and so the bits, are the
+    same. Other tensors that the function reads, such as weights, must keep their addresses while the object lives.
 
-    Memory: what the function takes while it runs, of each graph.
+    Memory: the function's peak memory, per graph.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Any, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
 
     def __call__(self, function: Callable[..., Tensor], *inputs: PyTree[Tensor], **named: PyTree[Tensor]) -> Tensor:
-        """Return function(*inputs, **named), which launches the same kernels for all inputs of one form.
+        """Return function(*inputs, **named), which must launch the same kernels for all inputs of the same shapes.
 
         Raises:
-            UsageError: it cannot be captured, as it reads a value on the host, for example.
+            UsageError: the function cannot be captured, e.g. because it reads a value on the host.
         """
         leaves, tree = optree.tree_flatten((inputs, named))
         form = tree, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if form not in self._graphs:
-            held = [leaf.clone() for leaf in leaves]  # whose values the host does not know
-            positional, keywords = optree.tree_unflatten(tree, held)
-            self._graphs[form] = held, *_capture(partial(function, *positional, **keywords))
-        held, graph, result = self._graphs[form]
-        torch._foreach_copy_(held, leaves)
+            captured = [leaf.clone() for leaf in leaves]  # clones have no values on the host
+            positional, keywords = optree.tree_unflatten(tree, captured)
+            self._graphs[form] = captured, *_capture(partial(function, *positional, **keywords))
+        captured, graph, result = self._graphs[form]
+        torch._foreach_copy_(captured, leaves)
         graph.replay()
         return result.clone()
 
 
 def _capture(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Return the graph of a function, and where its result lies; a call before sets up libraries and compiles blocks."""
+    """Capture a function after a warm-up call (libraries, compiled blocks); return the graph and its output tensor."""
     function()
     graph = torch.cuda.CUDAGraph()
     try:

@@ -1,4 +1,4 @@
-"""First contact with servers: are their numbers the trainer's own?"""
+"""Comparison of the servers' log-probabilities with the trainer's, at first contact."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ class Handshake:
     """Comparison of the servers' and the trainer's numbers for the same samples.
 
     Args:
-        levels: noise levels of the schedule; the servers' are the same, else their samples are not taken.
-        differences: largest |log-prob by a server - log-prob by the trainer| of each recorded step.
-        kind: what the servers are.
-        binding: how many modules of the adapter each server computes with, in words, by its address.
+        levels: noise levels of the schedule, equal to the servers' (other samples are rejected).
+        differences: largest |log-prob by a server - log-prob by the trainer| per recorded step.
+        kind: kind of the servers.
+        binding: description of the adapter modules that a server applies, by its address.
     """
 
     levels: tuple[float, ...]
@@ -40,12 +40,12 @@ class Handshake:
 
     @property
     def largest(self) -> float:
-        """Largest difference, 0 where no step is recorded."""
+        """Largest difference, 0 if no step is recorded."""
         return max(self.differences.values(), default=0.0)
 
     @property
     def record(self) -> dict[str, Any]:
-        """The numbers, for `metrics.jsonl`."""
+        """The comparison as a record of `metrics.jsonl`."""
         return {
             "servers": list(self.servers),
             "kind": self.kind,
@@ -72,10 +72,10 @@ class Handshake:
 def compare(
     model: DiffusionModel, module: nn.Module, chunk: Chunk, sampling: Sampling, *, kind: str, servers: Sequence[str]
 ) -> Handshake:
-    """Return how far the log-probs of a chunk are from those that this network gives the same steps.
+    """Compare the log-probs of a chunk with this network's log-probs of the same steps.
 
     Args:
-        chunk: samples of servers, with the same steps for all.
+        chunk: samples of servers.
     """
     levels, timesteps, trajectory = sampling.schedule.levels, sampling.schedule.timesteps, chunk.trajectory
     differences: dict[int, float] = {}
@@ -86,10 +86,10 @@ def compare(
             x, x_next = trajectory.x[:, place], trajectory.x_next[:, place]
             for step in steps.unique().tolist():
                 shape = len(x), *levels.shape[1:]
-                level, after = (levels[number].expand(shape).contiguous() for number in (step, step + 1))
+                level, level_next = (levels[index].expand(shape).contiguous() for index in (step, step + 1))
                 with torch.no_grad():
-                    log_prob_here, _ = step_log_prob(
-                        stochastic.transition(level, after),
+                    log_prob, _ = step_log_prob(
+                        stochastic.transition(level, level_next),
                         x,
                         velocity(x, level, step),
                         x_next,
@@ -97,8 +97,8 @@ def compare(
                         reduction=stochastic.reduction,
                         implementation=stochastic.implementation,
                     )
-                far = (log_prob_here - trajectory.log_prob[:, place]).abs()[steps == step]
-                differences[step] = max(differences.get(step, 0.0), float(far.max()))
+                difference = (log_prob - trajectory.log_prob[:, place]).abs()[steps == step]
+                differences[step] = max(differences.get(step, 0.0), float(difference.max()))
     return Handshake(
         tuple(first_row(levels).tolist()),
         tuple(timesteps.float().tolist()),
@@ -112,7 +112,7 @@ def compare(
 
 @collective
 def check(largest: float, *, tolerance: float, world: World) -> None:
-    """Raise RunError if numbers of servers are too far from the trainer's on any rank."""
+    """Raise RunError if the largest difference on any rank is above the tolerance."""
     with world.agreed():
         if not largest <= tolerance:  # NaN too
             raise RunError(
@@ -123,7 +123,7 @@ def check(largest: float, *, tolerance: float, world: World) -> None:
 
 
 class ServedStep(NamedTuple):
-    """A recorded step of one sample of a server, each tensor `[1, ...]`."""
+    """A recorded step of a server's sample, each tensor `[1, ...]`."""
 
     cond: Cond
     x: Tensor
@@ -133,7 +133,7 @@ class ServedStep(NamedTuple):
 
 
 def pick_served_steps(chunk: Chunk) -> dict[str, ServedStep]:
-    """Return the first recorded step of one sample of each server, by the server's address, on the host."""
+    """Return the first recorded step of one sample per server, by the server's address, on the host."""
     steps, made = dict[str, ServedStep](), chunk.trajectory
     for row, server in enumerate(chunk.servers if made.log_prob.shape[1] else ()):
         if server not in steps:
@@ -145,17 +145,17 @@ def pick_served_steps(chunk: Chunk) -> dict[str, ServedStep]:
 def differences(
     model: DiffusionModel, module: nn.Module, served: Mapping[str, ServedStep], sampling: Sampling
 ) -> dict[str, float]:
-    """Return |log-prob by server - log-prob by this network| of a step of each server, by address, in one forward pass."""
+    """Return |log-prob by server - log-prob by this network| of one step per server, by address, in one forward pass."""
     assert sampling.stochastic is not None
     timesteps, levels, stochastic = sampling.schedule.timesteps, sampling.schedule.levels, sampling.stochastic
     device = timesteps.device
     steps: ServedStep = optree.tree_map(lambda *rows: torch.cat(rows).to(device), *served.values())
-    level, after = (levels.to(device)[steps.step + more] for more in (0, 1))
+    level, level_next = (levels.to(device)[steps.step + offset] for offset in (0, 1))
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=sampling.autocast):
         forwards = sampling.guidance.forwards
         v = guided_velocity(model, module, steps.x, level, steps.cond, timestep=timesteps[steps.step], forwards=forwards)
-    log_prob_here, _ = step_log_prob(
-        stochastic.transition(level, after),
+    log_prob, _ = step_log_prob(
+        stochastic.transition(level, level_next),
         steps.x,
         v.float() if sampling.autocast else v,
         steps.x_next,
@@ -163,4 +163,4 @@ def differences(
         reduction=stochastic.reduction,
         implementation=stochastic.implementation,
     )
-    return dict(zip(served, (log_prob_here - steps.log_prob).abs().tolist(), strict=True))
+    return dict(zip(served, (log_prob - steps.log_prob).abs().tolist(), strict=True))

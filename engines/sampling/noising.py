@@ -1,4 +1,4 @@
-"""Noise on clean samples: how many noise levels, and which."""
+"""Noise levels of clean samples: their number and distribution."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ Drawn = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Steps:
-    """Levels are those of steps of the sampling schedule."""
+    """Levels of steps of the sampling schedule."""
 
     highest: int | None = None
     skip: int = 0
@@ -37,14 +37,14 @@ class ScheduleLevels(_Steps):
     """Distinct steps of the sampling schedule, drawn at random.
 
     Args:
-        highest: Number of steps of the schedule that levels are drawn from, the noisiest ones; None is all.
+        highest: Number of steps that levels are drawn from, starting at the noisiest; None is all.
         skip: Number of the noisiest steps that are left out.
     """
 
     kind: ClassVar[str] = "schedule"
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and their timesteps, see `Levels`."""
+        """Return `each` levels per sample, with their timesteps, see `Levels`."""
         steps = (self.highest or len(schedule.timesteps)) - self.skip
         step = self.skip + torch.argsort(uniform(keys, (_batch(keys), steps)), dim=1)[:, :each]
         return schedule.levels[step], schedule.timesteps[step]
@@ -52,17 +52,17 @@ class ScheduleLevels(_Steps):
 
 @dataclass(frozen=True)
 class StratifiedLevels(_Steps):
-    """One step of each of `each` equal parts of the sampling schedule, as the code of AWM and of Flow-Factory draws them.
+    """One step from each of `each` equal parts of the sampling schedule, as in the code of AWM and of Flow-Factory.
 
     Args:
-        highest: Number of steps of the schedule that levels are drawn from, the noisiest ones; None is all.
-        skip: Number of the noisiest steps that are left out (AWM's code leaves out the first, which is noise).
+        highest: Number of steps that levels are drawn from, starting at the noisiest; None is all.
+        skip: Number of the noisiest steps that are left out (AWM's code leaves out the first, which is pure noise).
     """
 
     kind: ClassVar[str] = "stratified"
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and their timesteps, see `Levels`."""
+        """Return `each` levels per sample, with their timesteps, see `Levels`."""
         end = self.highest or len(schedule.timesteps)
         bounds = to_device(torch.linspace(self.skip, end, each + 1).long(), schedule.timesteps.device)
         step = bounds[:-1] + (uniform(keys, (_batch(keys), each)) * bounds.diff()).long()
@@ -71,12 +71,12 @@ class StratifiedLevels(_Steps):
 
 @dataclass(frozen=True)
 class ContinuousLevels:
-    """Levels uniform along the sampling schedule, between its steps too, so that they are as dense as its steps."""
+    """Levels uniform along the sampling schedule, interpolated between its steps, and so as dense as these."""
 
     kind: ClassVar[str] = "continuous"
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        """Return `each` levels per sample, without timesteps, see `Levels`."""
         steps = len(schedule.timesteps)
         place = uniform(keys, (_batch(keys), each)) * steps
         below = place.long().clamp(max=steps - 1)
@@ -85,10 +85,10 @@ class ContinuousLevels:
 
 @dataclass(frozen=True)
 class LogitNormalLevels:
-    """Levels that are the sigmoid of a normal draw of variance 1 (arXiv 2403.03206).
+    """Levels that are the sigmoid of normal draws of variance 1 (arXiv 2403.03206).
 
     Args:
-        mean: Mean of the normal; log s shifts levels as a schedule's shift s does, sigma -> s sigma / (1 + (s - 1) sigma).
+        mean: Mean of the normal; log s acts like a schedule's shift s, sigma -> s sigma / (1 + (s - 1) sigma).
     """
 
     kind: ClassVar[str] = "logit_normal"
@@ -98,13 +98,13 @@ class LogitNormalLevels:
         check_fields(self, "noising.levels", mean=(-math.inf, math.inf))
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        """Return `each` levels per sample, without timesteps, see `Levels`."""
         return torch.sigmoid(normal(keys, (_batch(keys), each)) + self.mean), None
 
 
 @dataclass(frozen=True)
 class UniformLevels:
-    """Levels uniform between two bounds, whatever the sampling schedule.
+    """Levels uniform between two bounds, independent of the sampling schedule.
 
     Args:
         low: Smallest noise level.
@@ -121,20 +121,20 @@ class UniformLevels:
             raise UsageError("noising.levels.low", self.low, f"less than `noising.levels.high` {self.high}")
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        """Return `each` levels per sample, without timesteps, see `Levels`."""
         return self.low + (self.high - self.low) * uniform(keys, (_batch(keys), each)), None
 
 
 @dataclass(frozen=True)
 class ShiftedLevels(UniformLevels):
-    """Levels uniform in [0, 1], shifted as a schedule is, u -> s u / (1 + (s - 1) u), and clamped between two bounds.
+    """Uniform levels with a schedule's shift, u -> s u / (1 + (s - 1) u), clamped to two bounds.
 
-    Self-Forcing compares teacher and fake at them, with shift 5 (arXiv 2506.08009).
+    Self-Forcing compares teacher and fake at these levels, with shift 5 (arXiv 2506.08009).
 
     Args:
         low: Smallest noise level.
         high: Largest noise level.
-        shift: Shift s; above 1 there are more high levels.
+        shift: Shift s; above 1, high levels are more frequent.
     """
 
     kind: ClassVar[str] = "shifted"
@@ -147,14 +147,14 @@ class ShiftedLevels(UniformLevels):
         check_fields(self, "noising.levels", shift=(1e-3, 1e3))
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        """Return `each` levels per sample, without timesteps, see `Levels`."""
         u = uniform(keys, (_batch(keys), each))
         return (self.shift * u / (1 + (self.shift - 1) * u)).clamp(self.low, self.high), None
 
 
 @dataclass(frozen=True)
 class AutoLevels:
-    """Continuous levels, or distinct steps of the schedule for a model that knows only the levels of its schedule."""
+    """Continuous levels, or distinct steps of the schedule for a model that accepts only its schedule's levels."""
 
     kind: ClassVar[str] = "auto"
 
@@ -163,8 +163,8 @@ class AutoLevels:
         raise AssertionError("levels are auto, and none are chosen")
 
 
-# `levels.draw(keys, schedule, each)` returns levels `[B, each]`, and timesteps or None, where the model derives them itself:
-#   keys      key of each sample's levels, `[B]`
+# `levels.draw(keys, schedule, each)` returns levels `[B, each]`, and timesteps; None if the model derives them from levels:
+#   keys      key per sample for the levels, `[B]`
 #   schedule  T+1 levels and T timesteps, on the keys' device
 Levels = (
     ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | UniformLevels | ShiftedLevels | AutoLevels
@@ -173,16 +173,16 @@ Levels = (
 
 @dataclass(frozen=True)
 class NoisingConfig:
-    """The noise levels at which clean samples are trained on, for objectives that need no recorded steps.
+    """Noise levels at which clean samples are trained on, for methods that need no recorded steps.
 
     Args:
         each: Number of noise levels per sample, each with its own noise.
-        levels: Distribution of the levels: schedule (distinct steps of the sampling schedule), stratified (one step of each
-            of `each` equal parts of it), continuous (uniform along it), logit_normal, uniform, shifted, or auto (continuous
-            if the model takes any level, else schedule).
-        draw: Scope of one draw of the levels: sample, call (the `micro_batch` samples next to each other, as in AWM's code)
-            or rollout (all samples; those of a group also have the same noise, at all of their levels, as in DGPO, arXiv
-            2510.08425). Otherwise each sample has its own noise.
+        levels: Distribution of the levels: schedule (distinct steps of the sampling schedule), stratified (one step from
+            each of `each` equal parts of it), continuous (uniform along it), logit_normal, uniform, shifted, or auto
+            (continuous if the model accepts any level, else schedule).
+        draw: Scope of one draw of the levels: sample, call (`micro_batch` consecutive samples, as in AWM's code) or rollout
+            (all samples; a group then also shares its noise, at all levels, as in DGPO, arXiv 2510.08425). Otherwise each
+            sample has its own noise.
     """
 
     each: int = 4
@@ -195,7 +195,7 @@ class NoisingConfig:
         self.check_steps(2**31)
 
     def check_steps(self, steps: int) -> None:
-        """Raise UsageError unless a schedule of so many steps has the levels."""
+        """Raise UsageError unless a schedule of `steps` steps has enough levels."""
         levels = self.levels
         if not isinstance(levels, _Steps):
             return
@@ -208,10 +208,10 @@ class NoisingConfig:
             raise UsageError("noising.each", self.each, f"at most {end - levels.skip}, the steps that levels are drawn from")
 
     def choose_levels(self, *, on_schedule: bool) -> "NoisingConfig":
-        """Return the config with the levels that auto stands for.
+        """Return the config with levels auto resolved.
 
         Args:
-            on_schedule: whether the model knows only the levels of its schedule.
+            on_schedule: whether the model accepts only the levels of its schedule.
         """
         if not isinstance(self.levels, AutoLevels):
             return self
@@ -219,12 +219,12 @@ class NoisingConfig:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all samples have the same levels, and those of a group the same noise."""
+        """Whether all samples share their levels, and the samples of a group also their noise."""
         return self.draw == "rollout"
 
 
 def add_noise(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """Return samples at levels `[B]` or `[B, R]`, and what the model should predict for them, each `[B, *event]`."""
+    """Return samples noised to levels `[B]` or `[B, R]`, and the model's regression targets, `[B, *event]` each."""
     if prediction == "velocity":
         return interpolate(x0, noise, level), noise - x0
     alpha_bar = per_sample(level, x0)
@@ -232,24 +232,24 @@ def add_noise(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Predictio
 
 
 def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
-    """Return whether a model is given no levels but those of its schedule: it predicts epsilon, or is replayed."""
+    """Return whether a model accepts only the levels of its schedule: it predicts epsilon, or is replayed."""
     return prediction == "epsilon" or recorded
 
 
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> Drawn:
-    """Return noise levels `[B, each]`, and the timesteps that the model is given; None if it derives them itself.
+    """Return noise levels `[B, each]`, and timesteps for the model; None if it derives them from the levels.
 
     Levels are `[B, each, R]` for samples `[B, R, ...]` whose rows have their own.
 
     Raises:
-        UsageError: rows have levels of their own, and the levels drawn are not those of steps of the schedule.
+        UsageError: rows have their own levels, and `config.levels` does not draw steps of the schedule.
     """
     assert isinstance(keys.low, Tensor)
-    here = Schedule(*(to_device(tensor, keys.low.device) for tensor in schedule))
-    if here.levels.ndim == 2 and not isinstance(config.levels, _Steps):
+    on_device = Schedule(*(to_device(tensor, keys.low.device) for tensor in schedule))
+    if on_device.levels.ndim == 2 and not isinstance(config.levels, _Steps):
         hint = "the pieces of a sample have levels of their own, which are known at the steps of the schedule alone"
         raise UsageError("noising.levels", config.levels.kind, "schedule or stratified", hint)
-    return config.levels.draw(fold_in(keys, Stream.LEVELS), here, config.each)
+    return config.levels.draw(fold_in(keys, Stream.LEVELS), on_device, config.each)
 
 
 def _batch(keys: Key) -> int:

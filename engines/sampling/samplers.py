@@ -1,7 +1,7 @@
-"""Samplers of a run: stochastic ones, built in and custom, and solvers of the ODE.
+"""Samplers of a run: built-in and custom stochastic samplers, and ODE solvers.
 
 A custom sampler is a function `(level, level_next, *, eta) -> Transition`. It is named `module:function`, declared as an
-entry point of `fluvial.samplers`, or passed as `Stochastic(function)`. One with more to say is a `SamplerRule`.
+entry point of `fluvial.samplers`, or passed as `Stochastic(function)`. With further properties it is a `SamplerRule`.
 """
 
 import inspect
@@ -24,16 +24,16 @@ from fluvial.models import Prediction
 
 @dataclass(frozen=True)
 class SamplerRule:
-    """A sampler, and its properties that a run depends on.
+    """A sampler, and the properties that a run depends on.
 
     Args:
         bind: `(eta, levels) -> sampler`, which binds the hyper-parameters for a schedule of T+1 noise levels.
-        max_eta: largest eta that the sampler is defined for; 0 for a sampler that takes no noise.
-        last_step_is_deterministic: the step to the schedule's end has std 0, and so no log-probability.
-        std_is_a_rate: std is a rate times sqrt(|dt|), which GRPO-Guard's loss assumes.
-        kl_weight: weight of the KL of a step in the sampler's published loss, see `core.step.policy_loss`: rate where its
-            code computes the KL with the rate std / sqrt(|dt|), which makes it |dt| times the exact one.
-        prediction: what the models predict that it samples from; None for any.
+        max_eta: largest eta that the sampler is defined for; 0 for a deterministic sampler.
+        last_step_is_deterministic: the last step of the schedule has std 0, and so no log-probability.
+        std_is_a_rate: std is a rate times sqrt(|dt|), as GRPO-Guard's loss assumes.
+        kl_weight: weight of a step's KL in the sampler's published loss, see `core.step.policy_loss`: rate if its code
+            computes the KL with the rate std / sqrt(|dt|), which makes it |dt| times the exact one.
+        prediction: required prediction of the model; None accepts any.
     """
 
     bind: Callable[[float, Tensor], Sampler]
@@ -59,7 +59,7 @@ SAMPLERS: dict[str, SamplerRule] = {
 
 
 def sampler_rule(sampler: Any) -> SamplerRule:
-    """Return the rule of a sampler: of its name, its function, or the rule itself.
+    """Return the rule of a sampler, which is a name, a function or a rule.
 
     Raises:
         UsageError: it is not one of these, or the function cannot be called with (level, level_next, eta=...).
@@ -82,7 +82,7 @@ def sampler_rule(sampler: Any) -> SamplerRule:
 
 
 def isolate(sampler: Sampler) -> Sampler:
-    """Return a custom sampler that shares no tensor with the run, so that it may keep and change its own."""
+    """Wrap a custom sampler to share no tensor with the run, so that it may store and modify its own."""
 
     def step(level: Tensor, level_next: Tensor, /) -> transitions.Transition:
         a, b, std = sampler(level.clone(), level_next.clone())
@@ -93,15 +93,15 @@ def isolate(sampler: Sampler) -> Sampler:
 
 
 def sampler_name(sampler: Any) -> str:
-    """Return the name under which a sampler is recorded: as it was given, or the `module:function` of a function."""
+    """Return a sampler's name in records: its name in the configuration, or the `module:function` of a function."""
     if isinstance(sampler, str):
         return sampler
-    of = sampler.bind if isinstance(sampler, SamplerRule) else sampler
-    return next((name for name, rule in SAMPLERS.items() if rule is sampler), None) or plugins.spec_of(of)
+    function = sampler.bind if isinstance(sampler, SamplerRule) else sampler
+    return next((name for name, rule in SAMPLERS.items() if rule is sampler), None) or plugins.spec_of(function)
 
 
 def _problem(rule: Any) -> str | None:
-    """Return what is wrong with a sampler."""
+    """Return why an object is not a sampler; None if it is one."""
     if isinstance(rule, SamplerRule):
         return None
     expected = "a function of (level, level_next, *, eta), or a SamplerRule"
@@ -116,12 +116,12 @@ def _problem(rule: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Steps that take noise, and have a density.
+    """Steps with noise, and so with a density.
 
     Args:
         name: Sampler: flow_sde (Flow-GRPO, arXiv 2505.05470), dance_sde (DanceGRPO, 2505.07818), cps (Flow-CPS, 2509.05952),
-            ddim (DDPO, 2305.13301, for models that predict epsilon), wan_sde (Flow-GRPO for Wan, with eta 1), or a function
-            `(level, level_next, *, eta) -> Transition`, as itself or as module:name.
+            ddim (DDPO, 2305.13301, for models that predict epsilon), wan_sde (Flow-GRPO for Wan, with eta 1), or your own
+            function `(level, level_next, *, eta) -> Transition` (the object, or module:name).
         eta: Scale of the noise, above 0, without a unit.
     """
 
@@ -140,12 +140,12 @@ class Stochastic:
 
     @staticmethod
     def list_kinds() -> list[str]:
-        """Return the names of the built-in and of the installed samplers."""
+        """Return the names of the built-in and the installed samplers."""
         return [name for name in plugins.names("samplers", SAMPLERS) if name != "ode"]
 
     @property
     def kind(self) -> str:
-        """The name under which the sampler is recorded."""
+        """Name of the sampler in records."""
         return sampler_name(self.name)
 
     @cached_property
@@ -174,7 +174,7 @@ class Ode:
 
 @dataclass(frozen=True)
 class SaSolver:
-    """SA-Solver (arXiv 2309.05019) for flows, whose noise at levels from 0.3 to 0.9 has no density, as in AWM's code.
+    """SA-Solver (arXiv 2309.05019) for flows, with noise at levels from 0.3 to 0.9, as in AWM's code, and no density.
 
     Args:
         eta: Scale of the noise, without a unit.

@@ -36,18 +36,18 @@ def score(
 ) -> Tensor:
     """Return the log-probability of each recorded step of a trajectory under a module, in nats per dimension, `[B, S]`.
 
-    With the module that made the trajectory these are its own log-probabilities: to the bit if `micro_batch` is that of the
-    rollout. A sharded module is scored within `with engine.inference() as module:`; every rank must then take part, with as
-    many samples.
+    For the module that generated the trajectory these equal its own log-probabilities, bit for bit if `micro_batch` is the
+    rollout's. A sharded module is scored within `with engine.inference() as module:`, by all ranks with the same number of
+    samples.
 
     Args:
         trajectory: B samples with S recorded steps. Its log-probabilities are not read.
         module: network of the model.
-        model: model that the trajectory is of.
+        model: model of the trajectory.
         cond: conditioning of each sample, `[B, ...]`; `Guided` for a guided policy.
         schedule: schedule of the trajectory.
         sampler: sampler of the recorded steps, with its hyper-parameters bound (`core.transitions.bind`).
-        micro_batch: number of pairs of sample and step per forward pass; by default B.
+        micro_batch: number of (sample, step) pairs per forward pass; by default B.
         form, reduction: as in `core.gaussian.log_prob`.
         forwards: number of forward passes for the two halves of guidance.
         implementation: implementation of the log-probability, see `fluvial.kernels.dispatch`.
@@ -75,7 +75,7 @@ def score(
 
 
 def _check(trajectory: Trajectory, cond: Cond, schedule: Schedule) -> None:
-    """Raise ValueError unless a trajectory has one shape throughout, and conditioning and schedule fit it."""
+    """Raise ValueError unless the shapes of trajectory, conditioning and schedule agree."""
     batch, count = trajectory.x.shape[:2]
     if trajectory.x_next.shape != trajectory.x.shape:
         raise ValueError(

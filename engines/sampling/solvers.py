@@ -1,4 +1,4 @@
-"""Solvers of samples whose steps are not recorded: Euler's method, and those of higher order in diffusers' schedulers."""
+"""Solvers for samples whose steps are not recorded: Euler's method, and higher-order ones of diffusers' schedulers."""
 
 import warnings
 from functools import partial
@@ -23,7 +23,7 @@ NOISY = 0.3, 0.9  # levels between which AWM's SA-Solver adds noise
 
 
 class Estimate(NamedTuple):
-    """The clean estimate of a step, x - sigma v, which a multistep method combines with that of the next step."""
+    """Clean estimate of a step, x - sigma v, which a multistep solver combines with the next step's."""
 
     step: int
     level: float
@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
 
 
 def deterministic_step(prediction: Prediction) -> Sampler:
-    """Return the sampler without noise: Euler's step of a velocity, DDIM's of epsilon."""
+    """Return the sampler without noise: Euler's step for a velocity, DDIM's for epsilon."""
     return transitions.ode if prediction == "velocity" else partial(transitions.ddim, eta=0.0)
 
 
@@ -46,35 +46,34 @@ def solve(
     keys: Key | None = None,
     before: Estimate | None = None,
 ) -> Samples:
-    """Return samples `[B, *event]`, the solution of the ODE from noise over a model's own schedule.
+    """Solve the ODE from noise along a model's schedule, and return the samples, `[B, *event]`.
 
     dpmpp_2m is DPM-Solver++ 2M (arXiv 2211.01095), the second-order multistep method of DiffusionNFT (2509.16117).
-    unipc is UniPC of order 2 (2302.04867), which Wan is served with, and sa_solver is SA-Solver with predictor and corrector
-    of order 2 (2309.05019), which adds noise. consistency goes to the clean sample that is predicted and back to the next
-    level with new noise (2303.01469), as students of few steps are sampled. All evaluate the model once per step.
+    unipc is UniPC of order 2 (2302.04867), Wan's default. sa_solver is SA-Solver with predictor and corrector of order 2
+    (2309.05019), which adds noise. consistency predicts the clean sample and renoises it to the next level (2303.01469), as
+    few-step students are sampled. All evaluate the model once per step.
 
     Args:
         solver: euler, dpmpp_2m, unipc, sa_solver or consistency.
         velocity: prediction of the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
-        schedule: T+1 levels and T timesteps; that of `sa_schedule` for sa_solver.
+        schedule: T+1 levels and T timesteps; from `sa_schedule` for sa_solver.
         prediction: velocity, whose levels are sigma, or epsilon, whose levels are alpha_bar.
         eta: noise tau of sa_solver at levels from 0.3 to 0.9.
-        keys: key of each sample's noise, `[B]`; with eta or consistency only.
-        before: estimate of the step before the schedule, for dpmpp_2m; None takes the first step with first order.
+        keys: key per sample for the noise, `[B]`; only for eta above 0 and for consistency.
+        before: estimate of the step before the schedule, for dpmpp_2m; with None the first step is of first order.
 
     Raises:
-        ValueError: the solver is unknown, or is defined for flows and the model is not one, or for samples of one level and
-            rows have their own.
+        ValueError: the solver is unknown, or does not support epsilon prediction or rows with their own levels.
     """
     if solver not in get_args(Solver):
         raise UsageError(f"solve: solver is {solver!r}, expected one of {', '.join(map(repr, get_args(Solver)))}")
     levels, steps = schedule.levels.to(torch.float32), len(schedule.levels) - 1
     if steps == 0:
         return x
-    still = deterministic_step(prediction)
+    euler = deterministic_step(prediction)
     if solver == "euler":
-        table = plan(levels, still, batch=len(x), window=(), deterministic=still, record=(), device=x.device)
+        table = plan(levels, euler, batch=len(x), window=(), deterministic=euler, record=(), device=x.device)
         return scan(velocity, x, table, key(0)).final
     if levels.ndim == 2 and solver == "sa_solver":
         hint = "and the pieces of a sample have noise levels of their own: use 'euler'"
@@ -88,7 +87,7 @@ def solve(
     if solver == "sa_solver":
         return _sa_solver(velocity, x, schedule, eta, keys)
     columns, sizes = [levels], list[int]()
-    if levels.ndim == 2:  # rows next to each other with the same levels are a piece
+    if levels.ndim == 2:  # consecutive rows with the same levels form a piece
         pieces, counts = torch.unique_consecutive(levels, dim=1, return_counts=True)
         columns, sizes = [*pieces.unbind(1)], counts.tolist()
     schedulers = [_multistep(solver, column, prediction, before) for column in columns]
@@ -96,13 +95,13 @@ def solve(
     for step in range(steps):
         v = velocity(x, per_sample[step].expand(len(x), *levels.shape[1:]).contiguous(), step)
         parts = zip(schedulers, *([each] if len(columns) == 1 else each.split(sizes, dim=1) for each in (v, x)), strict=True)
-        moved = [one.step(v_of, one.timesteps[step], x_of, return_dict=False)[0] for one, v_of, x_of in parts]
-        x = moved[0] if len(moved) == 1 else torch.cat(moved, dim=1)
+        ends = [one.step(v_part, one.timesteps[step], x_part, return_dict=False)[0] for one, v_part, x_part in parts]
+        x = ends[0] if len(ends) == 1 else torch.cat(ends, dim=1)
     return x
 
 
 def _multistep(solver: Literal["dpmpp_2m", "unipc"], levels: Tensor, prediction: Prediction, before: Estimate | None) -> Any:
-    """Return the scheduler of diffusers at the first of its steps."""
+    """Return diffusers' scheduler, set to its first step."""
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
     flow = prediction == "velocity"
@@ -121,19 +120,19 @@ def _multistep(solver: Literal["dpmpp_2m", "unipc"], levels: Tensor, prediction:
     first = 0
     if before is not None:
         first, sigmas = 1, torch.cat([sigmas.new_tensor([before.level]), sigmas])
-    with warnings.catch_warnings():  # from numpy, about how diffusers converts a tensor
+    with warnings.catch_warnings():  # numpy warns about diffusers' conversion of tensors
         warnings.simplefilter("ignore", DeprecationWarning)
         scheduler.set_timesteps(len(sigmas) - 1)
     if before is not None:
         scheduler.model_outputs[-1], scheduler.lower_order_nums = before.clean, 1
-    # The position is counted, never looked up by timestep: the levels are the model's own.
+    # Steps are counted, because timesteps cannot be looked up: the levels are the model's own.
     scheduler.sigmas, scheduler.timesteps = sigmas, torch.arange(len(sigmas) - 1)
     scheduler.set_begin_index(first)
     return scheduler
 
 
 def serving_solver(choice: SolverChoice, model: Any, method: Any = None) -> Solver:
-    """Return a solver; auto is that which the method's students need, or the model is served with, else Euler's."""
+    """Resolve solver auto: the method's serving solver, else the model's, else euler."""
     if choice != "auto":
         return choice
     solver: Solver | None = getattr(method, "serving_solver", None) or getattr(model, "serving_solver", None)
@@ -141,7 +140,7 @@ def serving_solver(choice: SolverChoice, model: Any, method: Any = None) -> Solv
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:
-    """Return the schedule that AWM's SA-Solver samples with: it starts at 0.999, and its last level is half the one before.
+    """Return the schedule of AWM's SA-Solver: it starts at 0.999, and its last level above 0 is half the one before.
 
     SA-Solver steps in log((1 - sigma) / sigma), which is infinite at 1 and at 0.
     """
@@ -154,7 +153,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
 
 
 def _sa_solver(velocity: Velocity, x: Samples, schedule: Schedule, eta: float, keys: Key | None) -> Samples:
-    """Return samples of SA-Solver in the mode PEC, with diffusers' coefficients and noise of our own keys.
+    """Return samples of SA-Solver in PEC mode, with diffusers' coefficients and noise from `keys`.
 
     As in the published code, the first step is not corrected, and the last one returns the clean estimate.
     """

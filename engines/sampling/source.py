@@ -1,6 +1,6 @@
-"""Protocol of a source of samples, the one that makes them in this process, and the copy of the network for both.
+"""Rollout sources: the protocol, the in-process source, and a copy of the network.
 
-A copy samples with earlier weights while the engine's own is trained.
+The copy samples with earlier weights while the engine's network is trained.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ from fluvial.models.protocol import Weights
 
 @collective
 def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
-    """Return the current weights that training changes, whole and on the host.
+    """Return the current weights that training changes, unsharded and on the host.
 
-    They are the trained parameters, and those of adapters that follow them.
+    These are the trained parameters, and the adapters that follow them.
     """
     weights: dict[str, Tensor] = {}
     for name, parameter in {**engine.trainable, **engine.carried}.items():
@@ -36,16 +36,16 @@ def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 class Copy:
-    """A network that computes as the engine's does, whole in this process, without optimizer.
+    """Unsharded copy of the engine's network in this process, without optimizer.
 
-    Memory per parameter: as `ShardedModule` on one rank, 4 bytes for a trained one and 2 or 4 for a frozen one.
+    Memory per parameter, as for `ShardedModule` on one rank: 4 bytes if trained, 2 or 4 if frozen.
 
     Args:
-        module: network with adapters, built as the engine's was.
-        world: process group of the engine. Every rank must take part.
-        config: settings of the engine; its precision, attention and blocks on the host are taken over.
-        adapter: function of the number of updates that returns the adapter that makes rollouts; None is the policy's.
-        weights: folder that parameters on the meta device are read from.
+        module: network with adapters, built like the engine's.
+        world: process group of the engine; all ranks must build the copy.
+        config: settings of the engine, whose precision, attention and block offload apply.
+        adapter: function from a number of updates to the adapter that generates rollouts; None is the policy's.
+        weights: folder that parameters on the meta device are loaded from.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Copy:
         weights: Weights | None = None,
     ) -> None:
         self.world = world.alone()
-        # Its blocks are not compiled: PyTorch's compiler would be entered from two threads.
+        # Blocks are not compiled, because torch.compile would be entered from two threads.
         compute: Any = str(config.compute_dtype(world.device)).removeprefix("torch.")
         offload = config.offload if config.swaps_blocks else "none"
         settings = replace(config, replicas=1, context_parallel=1, offload=offload, compile=False, compute=compute)
@@ -69,7 +69,7 @@ class Copy:
         self._shards = self.sharded.shards()
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over weights as `snapshot_weights` returned them; no other rank takes part."""
+        """Load weights from `snapshot_weights`; not collective."""
         self.version = version
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -78,53 +78,53 @@ class Copy:
 
     @contextmanager
     def behaviour(self) -> Iterator[nn.Module]:
-        """Yield the network as it makes rollouts, on any thread; no other rank takes part."""
+        """Yield the network that generates rollouts, on any thread; not collective."""
         adapter = self.adapter(self.version)
         with self.sharded.inference() as module, nullcontext() if adapter is None else use_adapter(module, adapter):
             yield module
 
 
-Holder = Engine | Copy  # of the weights that are pushed
-# Opens the network that makes the rollouts, whole or sharded, in evaluation mode.
+Holder = Engine | Copy  # has the weights that are pushed
+# Opens the network that generates the rollouts, unsharded or sharded, in evaluation mode.
 Behaviour = Callable[[], AbstractContextManager[nn.Module]]
 
 
 class RolloutSource(Protocol):
-    """Makes the samples of rollouts, here or elsewhere, with the weights that it was given last.
+    """Generates the samples of rollouts, in process or on servers, with the weights that were pushed last.
 
-    By default there are no weights to push, nothing to compare and nothing to end.
+    The default methods are those of a source without servers.
     """
 
     @collective
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples in their order, in chunks of `micro_batch`.
 
-        Only the source of this process has collectives here, those of its sharded network.
+        Only the in-process source runs collectives, those of its sharded network.
 
         Args:
-            requests: prompts and ids of this rank's samples, in whole chunks.
+            requests: prompts and ids of this rank's samples, in full chunks.
 
         Raises:
-            RunError: they cannot be had.
+            RunError: the samples cannot be generated.
         """
         raise NotImplementedError
 
     @collective
     def push(self, engine: Holder, version: int) -> None:
-        """Make later samples with the current weights.
+        """Use the current weights for later samples.
 
         Args:
-            engine: engine that holds them, or a copy that has been given them; on a copy no other rank takes part.
-            version: number of updates that made them.
+            engine: engine with the weights, or a copy that has loaded them; with a copy this is not collective.
+            version: number of updates of these weights.
 
         Raises:
-            RunError: they cannot be given to whatever makes the samples.
+            RunError: the servers cannot be given the weights.
         """
         return None
 
     @collective
     def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
-        """Return how far the source's numbers are from this process's own, None where they are its own or not comparable.
+        """Compare the source's log-probs with this process's; None for an in-process source, or if they cannot be compared.
 
         Args:
             requests: samples of one prompt.
@@ -133,35 +133,35 @@ class RolloutSource(Protocol):
 
     @collective
     def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> Mapping[str, Any]:
-        """Return how the modules of the adapter act in each server's answers, by its address; empty where nothing is probed.
+        """Return how each server's samples react to the adapter's modules, by its address; empty if there is no probe.
 
         Args:
-            engine: what `push` was given last. Its weights are as before at the end, and so are the servers'.
+            engine: engine of the last `push`. Its weights and the servers' are restored at the end.
             requests: samples of one prompt.
 
         Raises:
-            RunError: a server does not compute with a module.
+            RunError: a server ignores a module of the adapter.
         """
         return {}
 
     def leave_out(self, addresses: Collection[str]) -> bool:
-        """Ask servers for nothing more, because their samples are of another policy; return whether any server is left."""
+        """Drop servers whose samples come from another policy; return whether any server is left."""
         return False
 
     def hurry(self) -> None:
-        """Wait a few seconds at most for servers that do not answer: the run was asked to stop, and they may be, too."""
+        """Wait at most a few seconds for silent servers, because the run is stopping and they may be, too."""
         return None
 
     def close(self) -> None:
-        """End connections, threads and files."""
+        """Close connections, threads and files."""
         return None
 
 
 class InProcess(RolloutSource):
-    """Source of samples that shares the trainer's weights.
+    """Source that samples in this process with the trainer's weights.
 
     Args:
-        behaviour: opens the network that makes the rollouts.
+        behaviour: opens the network that generates the rollouts.
     """
 
     def __init__(self, model: DiffusionModel, behaviour: Behaviour) -> None:
@@ -175,5 +175,5 @@ class InProcess(RolloutSource):
                 yield chunk._replace(version=self._version)
 
     def push(self, engine: Holder, version: int) -> None:
-        """Note the version; the weights are shared."""
+        """Store the version; the weights are shared."""
         self._version = version

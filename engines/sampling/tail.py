@@ -1,4 +1,4 @@
-"""The steps after the window of stochastic ones, which may be fewer and of higher order (MixGRPO-Flash)."""
+"""Deterministic steps after the window, which may be fewer and of higher order (MixGRPO-Flash)."""
 
 import math
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ class Tail:
 
     Args:
         solver: Solver of these steps: euler, or dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095, whose first step
-            uses the clean estimate of the window's last one).
-        fraction: Fraction of these steps that is taken, at levels that are spaced again: floor(fraction (n + 1)) - 1 of n
-            steps, and at least `least`.
-        least: Least number of these steps; 0 as in the code of MixGRPO-Flash, which decodes a noisy sample after the last
+            uses the clean estimate of the window's last step).
+        fraction: Fraction of these steps that is taken, at respaced levels: floor(fraction (n + 1)) - 1 of n steps, and at
+            least `least`.
+        least: Minimum number of these steps; 0 as in the code of MixGRPO-Flash, which decodes a noisy sample after the last
             windows of its schedule.
     """
 
@@ -40,14 +40,14 @@ class Tail:
             yield "least", "with `sampling.window.tail.fraction` 1, which takes every step"
 
 
-NO_TAIL = Tail()  # the steps after the window are as those before it
+NO_TAIL = Tail()  # steps after the window are taken like those before it
 
 
 def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:
-    """Return the schedule of the steps from `start` on, at fewer levels, which are spaced as those of the whole one.
+    """Return the schedule from step `start` on, with fewer levels, spaced like the full schedule.
 
-    The levels of a flow's schedule are s t / (1 + (s - 1) t) of evenly spaced times t. The shift s is read off the schedule
-    and interpolated, so that those of a schedule with one shift are exact.
+    The levels of a flow's schedule are s t / (1 + (s - 1) t) for evenly spaced times t. The shift s is computed from the
+    schedule and interpolated, which is exact for a schedule with a single shift.
 
     `start` is from 1 to T - 1, and the T+1 levels fall to 0. For `fraction` and `least` see `Tail`.
     """

@@ -1,7 +1,7 @@
-"""The number of tokens that the prompts of a rollout are padded to, the same for rollout and update, and on all ranks.
+"""Padded length of a rollout's prompts, the same for rollout and update, and on all ranks.
 
-One length per rollout keeps the promise of the first ratio: a micro-batch of the update may hold other samples than one of
-the rollout, and a prediction has the same bits only if its prompt is padded to the same length.
+With one length per rollout the first ratio is exactly 1: micro-batches of rollout and update may have different samples, and
+a prediction has the same bits only if its prompt is padded to the same length.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from fluvial.models.padding import pad_length, trims_padding
 class Padding(NamedTuple):
     """Padding of the prompts of a rollout, over all ranks."""
 
-    tokens: int  # length that every prompt is padded to
-    waste: float  # fraction of these tokens that are padding
-    saved: float  # fraction of the tokens of the model's own padding that are not computed
+    tokens: int  # padded length of every prompt
+    waste: float  # fraction of these tokens that is padding
+    saved: float  # fraction of the tokens, with the model's own padding, that is not computed
 
 
 class TextLengths:
-    """Finds the length that prompts are padded to, the model's own unless `models.padding.trims_padding` holds for it.
+    """Computes the padded length of prompts: the model's own, unless `models.padding.trims_padding` is true.
 
-    Without a world, this process makes all samples.
+    Without a world, this process generates all samples.
     """
 
     def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
@@ -34,7 +34,7 @@ class TextLengths:
 
     @collective
     def padding(self, prompts: Sequence[Any]) -> Padding | None:
-        """Return the padding of this rank's prompts, negative ones included, None for the model's own."""
+        """Return the padding of all ranks' prompts, given this rank's, negative ones included; None for the model's own."""
         model: Any = self.model
         if not trims_padding(model):
             return None
@@ -47,12 +47,12 @@ class TextLengths:
 
     @collective
     def of(self, prompts: Sequence[Any]) -> int | None:
-        """Return the length that these prompts are padded to, None for the model's own."""
+        """Return the padded length of these prompts; None for the model's own."""
         padding = self.padding(prompts)
         return None if padding is None else padding.tokens
 
     def _tokens(self, prompt: Any) -> int:
-        """Return the number of tokens of a prompt, which is encoded when it is first asked for."""
+        """Return a prompt's number of tokens, cached from its first encoding."""
         model: Any = self.model
         if prompt not in self._known:
             self._known[prompt] = int(model.prompt_tokens(model.encode([prompt]))[0])

@@ -18,20 +18,20 @@ from fluvial.engines.sampling.tail import NO_TAIL, Tail
 
 # Scope of one draw of the steps.
 Draw = Literal["rollout", "call", "group", "sample", "run"]
-# Stochastic steps: one set for all samples, or `[B, S]`, those of each sample.
+# Stochastic steps: one set for all samples, or the steps of each sample, `[B, S]`.
 Steps = Collection[int] | Tensor
 # (ids of samples that are generated together) -> their stochastic steps
 StepsOf = Callable[[Sequence[int]], Steps]
 
 
 class NoiseIds(NamedTuple):
-    """Ids whose noise the samples take at a step, one per sample."""
+    """Ids of the noise of a step, one per sample."""
 
-    recorded: list[int]  # of the step that is recorded
-    leading: list[int]  # of the one that the sample goes on with
+    recorded: list[int]  # ids of the recorded step's noise
+    leading: list[int]  # ids of the noise of the step that the sample continues with
 
 
-# (ids of samples that are generated together, index of a step) -> whose noise they take
+# (ids of samples that are generated together, index of a step) -> ids of their noise
 NoiseOf = Callable[[Sequence[int], int], NoiseIds]
 
 COUNT, INDEX = (1, 2**31), (0, 2**31)
@@ -42,14 +42,14 @@ BOUNDS = {
 
 
 class _Range:
-    """A range of the schedule that stochastic steps lie in, and what most windows have in common.
+    """Base of windows: a range of the schedule that contains the stochastic steps.
 
     Args:
         size: Number of stochastic steps.
         low: Index of the first step that the window may cover.
         high: Index after the last one; None is the end of the schedule.
         share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
-            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
+            the same deterministic steps up to the window (as in BranchGRPO, arXiv 2509.06040).
         tail: How the deterministic steps after the window are taken.
     """
 
@@ -59,7 +59,7 @@ class _Range:
     tail: Tail = NO_TAIL
     draw: Draw = "rollout"
     is_tree: ClassVar[bool] = False  # whether samples share noise
-    records_candidates: ClassVar[bool] = False  # whether samples go on from other states than those that are recorded
+    records_candidates: ClassVar[bool] = False  # whether samples may continue from states that are not recorded
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.window", **BOUNDS)
@@ -71,7 +71,7 @@ class _Range:
             yield "share_prefix", "with `sampling.window.low` 0, before which no steps are"
 
     def range(self, steps: int) -> tuple[int, int]:
-        """Return the first step that the window may cover, and the one after the last, of a schedule of `steps` steps."""
+        """Return the range of steps that the window may cover, [low, high), in a schedule of `steps` steps."""
         return self.low, steps if self.high is None else self.high
 
     def count(self, steps: int) -> int:
@@ -80,7 +80,7 @@ class _Range:
         return size
 
     def places(self, steps: int) -> int:
-        """Return the number of places at which the window fits in its range."""
+        """Return the number of positions of the window in its range."""
         low, high = self.range(steps)
         return high - low - self.count(steps) + 1
 
@@ -103,7 +103,7 @@ class _Range:
             raise no_effect("sampling.window.draw", "with a window that covers its whole range")
 
     def noise_of(self) -> NoiseOf | None:
-        """Return whose noise samples take at each step; None where each takes its own."""
+        """Return the ids of the noise at each step; None if each sample takes its own."""
         return None
 
     def count_compared(self, group: int) -> int:
@@ -111,7 +111,7 @@ class _Range:
         return group
 
     def trunk(self, steps: int, group: int) -> int:
-        """Return the number of consecutive samples that start from the same noise, where any do."""
+        """Return the number of consecutive samples that start from the same noise, if any do."""
         return group
 
     @property
@@ -125,22 +125,22 @@ class _Range:
         return self.draw != "rollout"
 
     def count_shared_steps(self, chosen: Steps) -> int:
-        """Return the number of steps before every window of a rollout, given one window of it."""
+        """Return the number of steps before all windows of a rollout, given one of them."""
         return self.low if self.differs else min(int(step) for step in chosen)
 
 
 class _Drawn(_Range):
-    """A window whose steps are drawn at random: `place(key, steps, size, low, high)`."""
+    """A window of random steps, drawn by `place(key, steps, size, low, high)`."""
 
     place: ClassVar[Callable[..., Collection[int]]]
     size: int
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
-        """Return the stochastic steps of samples, see `Window`."""
+        """Return the stochastic steps as a function of sample ids, see `Window`."""
         low, high = self.range(steps)
-        same = self.place(key, steps, self.size, low, high)
+        shared = self.place(key, steps, self.size, low, high)
         if self.draw == "rollout":
-            return lambda ids: same
+            return lambda ids: shared
 
         def place(key: Key, number: int) -> list[int]:
             return list(self.place(fold_in(key, number), steps, self.size, low, high))
@@ -169,19 +169,19 @@ class AllSteps(_Range):
         return high - low
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
-        """Return the stochastic steps of samples, see `Window`."""
+        """Return the stochastic steps as a function of sample ids, see `Window`."""
         every = range(*self.range(steps))
         return lambda ids: every
 
 
 @dataclass(frozen=True)
 class RandomWindow(_Drawn):
-    """Contiguous steps at a random place take noise (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802); the others are ODE steps.
+    """Contiguous steps from a random start take noise (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802); the others are ODE steps.
 
     Args:
-        draw: Scope of one draw of the place: rollout (all samples), call (the `micro_batch` samples that are generated
-            together, as in Flow-GRPO-Fast's code), group (Flash-GRPO), sample (verl-omni) or run (once per group, and kept
-            for the whole run; an older Flow-GRPO-Fast draws it once per GPU).
+        draw: Scope of one draw of the start: rollout (all samples), call (the `micro_batch` samples that are generated
+            together, as in Flow-GRPO-Fast's code), group (Flash-GRPO), sample (verl-omni) or run (once per group, for the
+            whole run; an older Flow-GRPO-Fast draws once per GPU).
     """
 
     kind: ClassVar[str] = "random"
@@ -201,12 +201,12 @@ class RandomWindow(_Drawn):
 
 @dataclass(frozen=True)
 class ScatteredSteps(_Drawn):
-    """Steps drawn one by one take noise, contiguous or not (Flow-Factory, UniRL).
+    """Random steps, contiguous or not, take noise (Flow-Factory, UniRL).
 
     Args:
         low: Index of the first step that may be drawn.
         draw: Scope of one draw of the steps: rollout (all samples), call (the `micro_batch` samples that are generated
-            together), group, sample, or run (once per group, and kept for the whole run).
+            together), group, sample, or run (once per group, for the whole run).
     """
 
     kind: ClassVar[str] = "scattered"
@@ -219,16 +219,16 @@ class ScatteredSteps(_Drawn):
 
 @dataclass(frozen=True)
 class MovingWindow(_Range):
-    """Contiguous steps take noise that move from noise to data as training goes on (MixGRPO, arXiv 2507.21802).
+    """A window of contiguous steps takes noise, and moves from noise to data during training (MixGRPO, arXiv 2507.21802).
 
-    At start s the window stays for ceil(every exp(-decay max(0, s - decay_from))) rollouts.
+    A window that starts at step s stays for ceil(every exp(-decay max(0, s - decay_from))) rollouts.
 
     Args:
-        every: Number of rollouts that the window stays at its first position.
-        stride: Number of steps that it moves by.
-        repeat: Start over after the last position that fits in the range; otherwise the window stays there.
-        decay: Rate of the decay of that number, per step.
-        decay_from: Start from which on the decay acts.
+        every: Number of rollouts at a position, without decay.
+        stride: Number of steps that the window moves by.
+        repeat: Restart after the last position in the range; otherwise the window stays there.
+        decay: Exponential decay of the number of rollouts at a position, per step of s.
+        decay_from: First step s from which the number of rollouts decays.
     """
 
     kind: ClassVar[str] = "moving"
@@ -256,7 +256,7 @@ class MovingWindow(_Range):
             raise UsageError("sampling.window", self.kind, "all", "it covers its whole range and cannot move")
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
-        """Return the stochastic steps of samples, see `Window`."""
+        """Return the stochastic steps as a function of sample ids, see `Window`."""
         low, high = self.range(steps)
         moves = {"every": self.every, "stride": self.stride, "decay_from": self.decay_from}
         moved = moving_window(done, steps, self.size, low, high, repeat=self.repeat, decay=self.decay, **moves)
@@ -264,7 +264,7 @@ class MovingWindow(_Range):
 
 
 class _Tree(_Range):
-    """A window whose samples share the first steps of their paths: those of one trunk are the leaves of a tree."""
+    """A window whose samples share the first steps of their paths: the samples of a trunk are the leaves of a tree."""
 
     is_tree: ClassVar[bool] = True
     shares_start: ClassVar[bool] = True
@@ -289,13 +289,13 @@ class _Tree(_Range):
 
 @dataclass(frozen=True)
 class Branches(_Tree):
-    """Samples that differ in the noise of one window alone are compared with each other (TempFlow-GRPO, arXiv 2508.04324).
+    """Compares samples that differ only in the noise of one window (TempFlow-GRPO, arXiv 2508.04324).
 
-    A group consists of trunks, each with its own initial noise and `samples` samples at every place of the window.
+    A group consists of trunks, each with its own initial noise and `samples` samples per position of the window.
 
     Args:
         size: Number of stochastic steps of a sample.
-        samples: Number of samples that are compared: those of one trunk and one place of the window.
+        samples: Number of compared samples, which share a trunk and a position of the window.
     """
 
     kind: ClassVar[str] = "branches"
@@ -310,37 +310,37 @@ class Branches(_Tree):
         return self.samples * self.places(steps)
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
-        """Return the stochastic steps of samples, see `Window`."""
+        """Return the stochastic steps as a function of sample ids, see `Window`."""
         places, window = self.places(steps), torch.arange(self.low, self.low + self.size)
         return lambda ids: torch.tensor([i // self.samples % places for i in ids])[:, None] + window
 
 
 class _NoisyTree(_Tree):
-    """A tree whose every step before `high` takes noise."""
+    """A tree in which every step before `high` takes noise."""
 
     def count(self, steps: int) -> int:
         """Return the number of stochastic steps of a sample."""
         return self.range(steps)[1]
 
     def range(self, steps: int) -> tuple[int, int]:
-        """Return the first stochastic step, and the one after the last."""
+        """Return the range of the stochastic steps, [0, high)."""
         return 0, steps if self.high is None else self.high
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
-        """Return the stochastic steps of samples, see `Window`."""
+        """Return the stochastic steps as a function of sample ids, see `Window`."""
         every = range(*self.range(steps))
         return lambda ids: every
 
 
 @dataclass(frozen=True)
 class Splits(_NoisyTree):
-    """Every step takes noise, and paths split at some of them: the samples of a tree share the steps before their split.
+    """Every step takes noise, and paths split at some steps: the samples of a tree share the steps before their split.
 
-    Samples share an edge of the tree if they share its noise, and so its bits (BranchGRPO, arXiv 2509.06040).
+    Samples on the same edge of the tree share its noise, and so its bits (BranchGRPO, arXiv 2509.06040).
 
     Args:
-        splits: Indices of the steps at which each path splits, rising.
-        children: Number of paths that each splits into.
+        splits: Indices of the steps at which each path splits, in increasing order.
+        children: Number of paths after a split, per path.
         high: Index after the last stochastic step; None is the end of the schedule.
     """
 
@@ -372,12 +372,12 @@ class Splits(_NoisyTree):
         return self.leaves(0)
 
     def first_leaf(self, number: int, step: int) -> int:
-        """Return the first sample that takes the same step as a sample, whose edge of the tree that is."""
+        """Return the first sample on the same edge of the tree as a sample at a step."""
         below: int = self.children ** sum(split > step for split in self.splits)
         return number // below * below
 
     def noise_of(self) -> NoiseOf:
-        """Return whose noise samples take at each step: that of the first one that shares the edge."""
+        """Return the ids of the noise at each step: the first sample on the same edge."""
 
         def shared(ids: Sequence[int], step: int) -> NoiseIds:
             first = [self.first_leaf(i, step) for i in ids]
@@ -388,10 +388,10 @@ class Splits(_NoisyTree):
 
 @dataclass(frozen=True)
 class Candidates(_NoisyTree):
-    """Every step takes noise; from step `low` on there are several candidates for the next state, and one of them goes on.
+    """Every step takes noise; from step `low` on a state has several candidates for the next one, and continues with one.
 
-    The samples that are compared are at one state at every step, from which each records a candidate of its own. All go on
-    with that of the first of them, which is one at random because its noise is independent of everything else.
+    The compared samples share their state at every step, and each records its own candidate for the next. All continue with
+    the first sample's candidate, which is a random choice because its noise is independent of everything else.
 
     Args:
         samples: Number of candidates.
@@ -412,11 +412,11 @@ class Candidates(_NoisyTree):
             raise UsageError("sampling.window.low", self.low, f"below {end}")
 
     def leaves(self, steps: int) -> int:
-        """Return the number of consecutive samples that are at one state."""
+        """Return the number of consecutive samples that share their states."""
         return self.samples
 
     def noise_of(self) -> NoiseOf:
-        """Return whose noise samples take at each step."""
+        """Return the ids of the noise at each step."""
 
         def noise(ids: Sequence[int], step: int) -> NoiseIds:
             first = [i // self.samples * self.samples for i in ids]
@@ -425,10 +425,10 @@ class Candidates(_NoisyTree):
         return noise
 
 
-# `window.steps_of(key, run, done=, steps=, group=)` returns a function of the ids of samples that are generated together:
+# `window.steps_of(key, run, done=, steps=, group=)` returns the stochastic steps as a function of sample ids (`StepsOf`):
 #   key    key of the rollout's windows
-#   run    key of the run's windows, for those that are drawn once
-#   done   number of rollouts made so far
+#   run    key of windows that are drawn once per run
+#   done   number of rollouts so far
 #   steps  number of steps of the schedule
 #   group  number of samples per group
 Window = AllSteps | RandomWindow | ScatteredSteps | MovingWindow | Branches | Splits | Candidates
@@ -465,10 +465,10 @@ class _Fraction:
 
 @dataclass(frozen=True)
 class FirstRecorded(_Fraction):
-    """The first recorded steps are trained on, which are the noisiest (Flow-GRPO, whose last step is not trained on).
+    """The first recorded steps, the noisiest, are trained on (Flow-GRPO, which does not train on the last step).
 
     Args:
-        fraction: Fraction of the recorded steps that is trained on, rounded down, and at least 1 step.
+        fraction: Fraction of the recorded steps that is trained on, rounded down, but at least 1 step.
     """
 
     kind: ClassVar[str] = "first"
@@ -480,10 +480,10 @@ class FirstRecorded(_Fraction):
 
 @dataclass(frozen=True)
 class RandomRecorded(_Fraction):
-    """Recorded steps drawn for each sample and rollout are trained on (DanceGRPO, arXiv 2505.07818).
+    """Random recorded steps are trained on, drawn per sample and rollout (DanceGRPO, arXiv 2505.07818).
 
     Args:
-        fraction: Fraction of the recorded steps that is trained on, rounded down, and at least 1 step.
+        fraction: Fraction of the recorded steps that is trained on, rounded down, but at least 1 step.
     """
 
     kind: ClassVar[str] = "random"
@@ -497,12 +497,12 @@ class RandomRecorded(_Fraction):
 
 @dataclass(frozen=True)
 class StratifiedRecorded:
-    """Recorded steps drawn for each sample, some from the first part of them and some from the rest, are trained on.
+    """Random recorded steps are trained on, drawn per sample: some from the first part of the steps, some from the rest.
 
     Args:
-        fraction: Fraction of the recorded steps that the first part is, rounded up.
+        fraction: Length of the first part as a fraction of the recorded steps, rounded up.
         first: Number of steps from the first part.
-        rest: Number of steps from the others.
+        rest: Number of steps from the rest.
     """
 
     kind: ClassVar[str] = "stratified"
@@ -528,11 +528,11 @@ class StratifiedRecorded:
 
 @dataclass(frozen=True)
 class OneRecorded:
-    """One recorded step of each sample is trained on.
+    """One random recorded step per sample is trained on.
 
     Args:
         draw: Scope of one draw of the step: sample (each sample has its own) or rollout (all samples have the same).
-        odds: Odds of the steps: even, or late (1, 2, 3, ... from the first to the last, as TDM-R1 draws).
+        odds: Odds of the steps: even, or late (1, 2, 3, ... from the first to the last, as in TDM-R1).
     """
 
     kind: ClassVar[str] = "one"

@@ -1,7 +1,7 @@
-"""Items of an update: (sample, noise level) pairs, of steps or of clean samples.
+"""Items of an update: (sample, noise level) pairs, from recorded steps or noised clean samples.
 
-Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are samples that noise is put on. Flattened, any
-slice of them is a micro-batch.
+Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are noised samples. So any slice of the flattened
+items can be a micro-batch.
 """
 
 from fluvial.engines.sampling.items.noised import (

@@ -1,4 +1,4 @@
-"""Clean samples with noise, alone or in pairs: the items of objectives that need no recorded steps."""
+"""Noised clean samples, single or in pairs: the items of methods that need no recorded steps."""
 
 from typing import NamedTuple
 
@@ -18,70 +18,70 @@ TENTHS = 10
 
 
 class NoisedSamples(NamedTuple):
-    """P clean samples with noise, each field `[P, ...]`."""
+    """P noised clean samples, each field `[P, ...]`."""
 
-    x: Tensor  # sample with noise, at which the model is evaluated
-    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model; [P, R] of R rows
-    timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
-    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
-    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    x: Tensor  # noised sample, input of the model
+    level: Tensor  # its noise level: sigma (flow) or alpha_bar (epsilon prediction); [P, R] if its R rows have their own
+    timestep: Tensor | None  # timestep for the model; None if the model derives it from the level
+    sample: Tensor  # int64, index of the conditioning, which all items of a sample share
+    signal: Tensor  # number per sample from the method, e.g. the advantage
+    weight: Tensor  # weight in the loss: 1, or 0 for padding
     x0: Tensor  # clean sample
-    target: Tensor  # what the model should predict: noise - x0, or the noise for an epsilon-prediction model
-    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    target: Tensor  # regression target of the model: noise - x0, or the noise for epsilon prediction
+    predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
-    context: Tensor | None = None  # what the method looked up of the other items
+    context: Tensor | None = None  # values that the method computed from all items
 
     def parts(self, levels: Tensor) -> Tensor:
-        """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        """Return which tenth of the noise levels from 0 to 1 each item is in, bool `[P, 10]`."""
         return in_tenth(self.level)
 
 
 class RenoisedSamples(NamedTuple):
-    """P samples of a flow that noise was put on, clean or at a level of their own, each field `[P, ...]`."""
+    """P samples x_s of a flow with noise up to a higher level t, each field `[P, ...]`."""
 
-    x: Tensor  # sample with noise, at which the model is evaluated
+    x: Tensor  # renoised sample x_t, input of the model
     level: Tensor  # its noise level t
     timestep: Tensor | None  # None: the model derives it from the level
-    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
-    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
-    start: Tensor  # sample x_s that noise was put on
-    start_level: Tensor  # its noise level s
+    sample: Tensor  # int64, index of the conditioning, which all items of a sample share
+    signal: Tensor  # number per sample from the method, e.g. the advantage
+    weight: Tensor  # weight in the loss: 1, or 0 for padding
+    start: Tensor  # sample x_s
+    start_level: Tensor  # its noise level s, 0 for a clean sample
     noise: Tensor
-    predictions: dict[str, Tensor]  # of other networks at x, by name, and what the method computed of each item
+    predictions: dict[str, Tensor]  # predictions of other networks at x, and further tensors of the method, by name
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
-    context: Tensor | None = None  # what the method looked up of the other items
+    context: Tensor | None = None  # values that the method computed from all items
 
     @property
     def target(self) -> Tensor:
-        """Velocity that the model of the samples should predict, `core.distill.ambient_velocity`."""
+        """Regression target of a model of the samples, `core.distill.ambient_velocity`."""
         return ambient_velocity(self.start, self.noise, self.start_level, self.level)
 
     def parts(self, levels: Tensor) -> Tensor:
-        """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        """Return which tenth of the noise levels from 0 to 1 each item is in, bool `[P, 10]`."""
         return in_tenth(self.level)
 
 
 class Pairs(NamedTuple):
-    """P pairs of two clean samples at the same level with the same noise, the preferred sample first."""
+    """P pairs of clean samples, noised to the same level with the same noise, the preferred sample first."""
 
-    x: Tensor  # [P, 2, *event], samples with noise, at which the model is evaluated
+    x: Tensor  # [P, 2, *event], noised samples, input of the model
     level: Tensor  # [P], their noise level
-    timestep: Tensor | None  # [P], timestep that the model is given; None if the model derives it from the level
-    sample: Tensor  # [P] int64, row of the conditioning
-    weight: Tensor  # [P], weight in the loss: 1, or 0 for pairs that only fill up
-    target: Tensor  # [P, 2, *event], what the model should predict
-    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    timestep: Tensor | None  # [P], timestep for the model; None if the model derives it from the level
+    sample: Tensor  # [P] int64, index of the conditioning
+    weight: Tensor  # [P], weight in the loss: 1, or 0 for padding
+    target: Tensor  # [P, 2, *event], regression target of the model
+    predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
     def parts(self, levels: Tensor) -> Tensor:
-        """Return the tenth of the noise levels from 0 to 1 that each pair belongs to, bool `[P, 10]`."""
+        """Return which tenth of the noise levels from 0 to 1 each pair is in, bool `[P, 10]`."""
         return in_tenth(self.level)
 
 
 def in_tenth(level: Tensor) -> Tensor:
-    """Return which tenth of [0, 1] each level lies in, of the first row, bool `[P, 10]`."""
+    """Return which tenth of [0, 1] each level is in, bool `[P, 10]`; with levels per row, the first row counts."""
     tenth = (first_row(level) * TENTHS).long().clamp(0, TENTHS - 1)
     return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
 
@@ -97,20 +97,20 @@ def noised_samples(
     *,
     level_keys: Key | None = None,
 ) -> NoisedSamples:
-    """Return each sample at `config.each` noise levels: item m * B + i is sample i at its m-th level.
+    """Noise each sample to `config.each` levels: item m * B + i is sample i at its m-th level.
 
         x_t = (1 - sigma) x0 + sigma noise, target = noise - x0                        flow
         x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, target = noise           epsilon prediction
 
     Args:
         x0: clean samples `[B, *event]`.
-        keys: key of each sample; its levels and its noise depend on nothing else.
-        signal: number of each sample that the method gave, `[B]`.
+        keys: key per sample, which determines its levels and its noise.
+        signal: number per sample from the method, `[B]`.
         weight: weight in the loss, `[B]`.
         schedule: the model's schedule.
         config: number and distribution of the levels.
         prediction: what the model predicts.
-        level_keys: key of each sample's levels; by default that of its noise.
+        level_keys: key per sample for the levels alone; by default `keys`.
     """
     batch, each = len(x0), config.each
     levels, timesteps = draw_levels(level_keys or keys, schedule, config)
@@ -141,14 +141,14 @@ def renoised_samples(
     schedule: Schedule,
     levels: Levels,
 ) -> RenoisedSamples:
-    """Return samples of a flow behind recorded steps, with noise up to a higher level: item i belongs to row i.
+    """Noise one flow sample per recorded step to a higher level: item i belongs to row i.
 
     Args:
         rows: recorded steps, `[P, ...]`.
-        start: a sample of each, `[P, *event]`, e.g. the next one, or the clean sample that is predicted.
-        level: its noise level s, `[P]`.
-        bounds: levels that draws of 0 and 1 stand for, `[P]` each; a draw u is the level t = low + (high - low) u.
-        keys: key of each row, `[P]`.
+        start: sample per step, `[P, *event]`, e.g. the step's end, or the predicted clean sample.
+        level: noise level s of these samples, `[P]`.
+        bounds: levels (low, high), `[P]` each; a draw u in [0, 1] is the level t = low + (high - low) u.
+        keys: key per row, `[P]`.
         schedule: the model's schedule.
         levels: distribution of u.
     """
@@ -182,11 +182,11 @@ def noised_pairs(
     *,
     level_keys: Key | None = None,
 ) -> Pairs:
-    """Return each pair at `config.each` noise levels: item m * B + i is pair i at its m-th level.
+    """Noise each pair to `config.each` levels: item m * B + i is pair i at its m-th level.
 
     Args:
         win, lose: preferred and rejected samples, `[B, *event]`.
-        keys, weight, schedule, config, prediction, level_keys: arguments of `noised_samples`.
+        keys, weight, schedule, config, prediction, level_keys: see `noised_samples`.
     """
     better, worse = (
         noised_samples(x0, keys, weight, weight, schedule, config, prediction, level_keys=level_keys) for x0 in (win, lose)

@@ -1,6 +1,6 @@
-"""Steps of a rollout: the items of objectives that compare them, or follow the gradient of a reward through them.
+"""Steps of a rollout: the items of methods with a ratio per step, or with a reward's gradient through steps.
 
-Each rank holds its share of a batch; items may change ranks (`rebalance`).
+Each rank has its share of a batch; `rebalance` moves items between ranks.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[
 
 
 class Share(NamedTuple):
-    """The samples of a batch that one rank holds: first, first + 1, ...; a slot past the end of the batch is a repeat."""
+    """One rank's samples of a batch: first, first + 1, ...; slots past the end of the batch are repeats."""
 
     first: int
     slots: int
@@ -32,21 +32,21 @@ class Share(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """Index in the batch of the sample in each slot."""
+        """Index of each slot's sample in the batch."""
         return [(self.first + slot) % self.batch for slot in range(self.slots)]
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a value per sample of the batch, `[B, ...]` -> `[slots, ...]`, 0 for repeats."""
-        spread = values.new_zeros((self.first + self.slots, *values.shape[1:]))
-        held = min(self.batch, len(spread))
-        spread[:held] = values[:held]
-        return spread[self.first :]
+        """Return this rank's part of a value per sample of the batch, `[B, ...] -> [slots, ...]`, 0 for repeats."""
+        padded = values.new_zeros((self.first + self.slots, *values.shape[1:]))
+        count = min(self.batch, len(padded))
+        padded[:count] = values[:count]
+        return padded[self.first :]
 
 
 def select(items: Kind, counted: Tensor) -> Kind:
-    """Return the items that add something to the loss, in order; the others need not be computed.
+    """Return the items that contribute to the loss, in order.
 
-    `counted` is 0 for items that add nothing, `[P]`, on the host, so that the device is not waited for.
+    `counted`, `[P]`, is 0 for items that contribute nothing; it is on the host, to avoid a device synchronisation.
     """
     index = to_device(torch.nonzero(counted).flatten(), items.level.device)
     chosen: Kind = optree.tree_map(lambda tensor: rows(tensor, index), items)
@@ -54,10 +54,10 @@ def select(items: Kind, counted: Tensor) -> Kind:
 
 
 def transfers(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many of its items each rank sends to each other rank, so that their numbers differ by at most one."""
+    """Return the number of items that each rank sends to each other rank, so that their counts differ by at most one."""
     ranks = range(len(counts))
-    share, more = divmod(sum(counts), len(counts))
-    surplus = [count - share - (rank < more) for rank, count in enumerate(counts)]
+    share, remainder = divmod(sum(counts), len(counts))
+    surplus = [count - share - (rank < remainder) for rank, count in enumerate(counts)]
     plan = [[0] * len(counts) for _ in ranks]
     for sender in ranks:
         for receiver in ranks:
@@ -69,12 +69,12 @@ def transfers(counts: Sequence[int]) -> list[list[int]]:
 
 @collective
 def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> tuple[Kind, Cond]:
-    """Return items and conditioning after moving items between ranks as `transfers` says.
+    """Move items and their conditioning between ranks to even out their numbers (`transfers`).
 
     Args:
         items: items of this rank; the last ones are sent.
         cond: conditioning, a pytree of tensors `[B, ...]` that `items.sample` indexes.
-        counts: number of items of each rank, the same on all ranks.
+        counts: number of items on each rank, the same list on all ranks.
         world: process group that the items are spread over.
     """
     plan, rank = transfers(counts), world.data_rank
@@ -89,36 +89,36 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
         )
     )
     received = [world.exchange(leaf, send, receive) for leaf in leaves]
-    if is_accelerator(sample.device):  # what the host knows is sent between hosts
-        everyone = world.gather_items([recall(leaf) for leaf in leaves])[:: world.sequence]
-        for leaf, *hosts in zip(received, *everyone, strict=True):
+    if is_accelerator(sample.device):  # host copies of values are exchanged, too
+        host_leaves = world.gather_items([recall(leaf) for leaf in leaves])[:: world.sequence]
+        for leaf, *hosts in zip(received, *host_leaves, strict=True):
             parts = [host[sum(row[:rank]) :][: row[rank]] for host, row in zip(hosts, plan, strict=True) if host is not None]
-            if parts and sum(map(len, parts)) == sum(receive):  # every sender knows its values
+            if parts and sum(map(len, parts)) == sum(receive):  # all senders have host copies
                 remember(leaf, torch.cat(parts))
     new_items, new_cond = optree.tree_unflatten(structure, received)
     first = len(optree.tree_leaves(cond)[0])
     new_items = new_items._replace(sample=to_device(first + torch.arange(sum(receive)), sample.device))
-    kept: Kind = optree.tree_map(lambda kept_rows, new: join(rows(kept_rows, slice(stay)), new), items, new_items)
-    return kept, optree.tree_map(join, cond, new_cond)
+    joined: Kind = optree.tree_map(lambda old, new: join(rows(old, slice(stay)), new), items, new_items)
+    return joined, optree.tree_map(join, cond, new_cond)
 
 
 class RecordedSteps(NamedTuple):
     """P recorded steps, each field `[P, ...]`."""
 
-    x: Tensor  # sample at which the model is evaluated
-    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model; [P, R] of R rows
-    timestep: Tensor  # timestep that the model is given
-    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    signal: Tensor  # number of the sample, or of the step, that the method gave, e.g. its advantage
-    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    x: Tensor  # sample before the step, input of the model
+    level: Tensor  # its noise level: sigma (flow) or alpha_bar (epsilon prediction); [P, R] if its R rows have their own
+    timestep: Tensor  # timestep for the model
+    sample: Tensor  # int64, index of the conditioning, which all items of a sample share
+    signal: Tensor  # number per sample or step from the method, e.g. the advantage
+    weight: Tensor  # weight in the loss: 1, or 0 for padding
     level_next: Tensor
     x_next: Tensor
     log_prob_old: Tensor
     transition: Transition  # coefficients of each step
-    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema; uncond with guidance
+    predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema, uncond
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
-    context: Tensor | None = None  # what the method looked up of the other items
-    guidance: Tensor | None = None  # guidance scale, of a loss that combines the halves (`Run.update(split_guidance=True)`)
+    context: Tensor | None = None  # values that the method computed from all items
+    guidance: Tensor | None = None  # guidance scale, if the loss combines the halves (`Run.update(split_guidance=True)`)
 
     @property
     def dt(self) -> Tensor:
@@ -126,36 +126,36 @@ class RecordedSteps(NamedTuple):
         return self.level_next - self.level
 
     def parts(self, levels: Tensor) -> Tensor:
-        """Return the step of the schedule that each item belongs to, bool `[P, T]`, given its `[T+1]` levels."""
+        """Return which step of the schedule each item is, bool `[P, T]`, given the schedule's levels, `[T+1]`."""
         return at_step(self.level, levels)
 
 
 class LastSteps(NamedTuple):
     """P samples before the last K steps of their rollout, each field `[P, ...]`."""
 
-    x: Tensor  # sample at which the model is evaluated
+    x: Tensor  # sample before the steps, input of the model
     level: Tensor  # its noise level
-    timestep: Tensor  # timestep that the model is given
-    sample: Tensor  # int64, row of the conditioning
-    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    timestep: Tensor  # timestep for the model
+    sample: Tensor  # int64, index of the conditioning
+    weight: Tensor  # weight in the loss: 1, or 0 for padding
     noise: Tensor  # [P, K, *event], noise of the last K steps
-    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    predictions: dict[str, Tensor]  # predictions of other networks at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
     def parts(self, levels: Tensor) -> Tensor:
-        """Return the step of the schedule that each item belongs to, bool `[P, T]`, given its `[T+1]` levels."""
+        """Return which step of the schedule each item is, bool `[P, T]`, given the schedule's levels, `[T+1]`."""
         return at_step(self.level, levels)
 
 
 def at_step(level: Tensor, levels: Tensor) -> Tensor:
-    """Return which of a schedule's steps begins at each level, of the first row, bool `[P, T]`."""
+    """Return which step of the schedule begins at each level, bool `[P, T]`; with levels per row, the first row counts."""
     return first_row(level)[:, None] == to_device(first_row(levels)[:-1], level.device)
 
 
 def recorded_steps(
     trajectory: Trajectory, schedule: Schedule, transitions: Transition, signal: Tensor, weight: Tensor
 ) -> RecordedSteps:
-    """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
+    """Return the B * S items of a trajectory, ordered by step: item s * B + i is sample i at recorded step s.
 
     The fields of the trajectory are not copied.
 
@@ -163,7 +163,7 @@ def recorded_steps(
         trajectory: B samples with S recorded steps.
         schedule: schedule of the trajectory.
         transitions: coefficients of each step of the schedule, see `core.table.step_coefficients`.
-        signal: number of each sample that the method gave, `[B]`, or of each step, `[B, S]`.
+        signal: number from the method per sample, `[B]`, or per step, `[B, S]`.
         weight: weight in the loss, `[B]`.
     """
     batch, count = trajectory.log_prob.shape
@@ -186,15 +186,15 @@ def recorded_steps(
 
 
 def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Key, count: int, weight: Tensor) -> LastSteps:
-    """Return one item per sample, before the last `count` steps, with the noise that these steps took.
+    """Return one item per sample: its state before the last `count` steps, and the noise of these steps.
 
     Args:
         trajectory: samples of this rank, with all of their steps.
         schedule: schedule of the trajectory.
-        share: which samples these are.
+        share: this rank's share of the batch.
         key: key of the rollout.
         count: number of steps.
-        weight: weight in the loss of each sample, `[B]`.
+        weight: weight of each sample in the loss, `[B]`.
     """
     x, device = trajectory.x[:, -count], weight.device
     first, batch = len(schedule.timesteps) - count, len(x)
@@ -212,14 +212,14 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
 
 
 def by_step(tensor: Tensor) -> Tensor:
-    """Return a value per sample and step as one per pair, `[B, S, ...]` -> `[S*B, ...]`."""
+    """Flatten values per sample and step to values per item, `[B, S, ...] -> [S * B, ...]`."""
     return tensor.transpose(0, 1).flatten(0, 1)
 
 
 def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Return trajectories with the same recorded steps, joined along the batch, `[B, S, ...]`.
+    """Concatenate trajectories with the same recorded steps along the batch, `[B, S, ...]`.
 
-    They are stored step by step, so that `recorded_steps` needs no other copy of them.
+    The result is stored step by step, so that `recorded_steps` does not copy it.
     """
 
     def join(parts: Sequence[Tensor]) -> Tensor:
