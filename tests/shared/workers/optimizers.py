@@ -11,12 +11,16 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 
 
-def updates(world: World, name: Any) -> dict[str, Any]:
-    """Return the state after three updates of items that are shared out unevenly."""
-    if name in ("adamw8bit", "adamw4bit"):
-        real_torchao.load("torchao.optim")
-    config = OptimizerConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, ema_decay=0.9, schedule="cosine", warmup=2)
-    return _updated(Engine(Wide(), config=config, world=world, updates=8), world)
+def updates(world: World, *names: Any) -> dict[str, Any]:
+    """Return the state by optimizer after three updates of items that are shared out unevenly."""
+    found = {}
+    for name in names:
+        if name in ("adamw8bit", "adamw4bit"):
+            real_torchao.load("torchao.optim")
+        rate = 1.0 if name == "prodigy" else 0.01
+        config = OptimizerConfig(name=name, lr=rate, ema_decay=0.9, schedule="cosine", warmup=2)
+        found[name] = _updated(Engine(Wide(), config=config, world=world, updates=8), world)
+    return found
 
 
 def updates_in_bfloat16(world: World) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fluvial.engines.errors import RunError
 ITEMS, MICRO_BATCH = 7, 1
 
 
-def updates(world: World, split: str = "") -> dict[str, Any]:
+def updates(world: World, split: bool = False) -> dict[str, Any]:
     """Return {name: {weights, counts, shard}} after an update of items that are shared out unevenly, whole or split."""
     result: dict[str, Any] = {}
     items, weight = data(ITEMS)
@@ -48,6 +48,14 @@ def updates(world: World, split: str = "") -> dict[str, Any]:
             "micro_batches": longest,
             "shard": sum(tensor.numel() for tensor in engine._local().values()),
         }
+    return result
+
+
+def measure(world: World) -> dict[str, Any]:
+    """Return {updates, split, passes}: the updates, those of two terms, and the rows of each rank's passes."""
+    result: dict[str, Any] = {"updates": updates(world)}
+    if world.size == 2:
+        result |= {"split": updates(world, split=True), "passes": world.gather_items(passes(world))}
     return result
 
 
