@@ -303,6 +303,8 @@ def test_values_and_views_that_pass() -> None:
     assert checks.per_sample(S[0], X).shape == ()
 
 
+# torch's table of forward-mode decompositions, imported at the first jvp, still scripts them.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_values_are_looked_at_where_they_are_known() -> None:
     """On the CPU, under grad and jvp too; not mapped over, traced, or under a dispatch mode, which could count the read."""
     seen = []

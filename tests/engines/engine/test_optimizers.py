@@ -156,7 +156,7 @@ QUICK = ("adafactor", "adamw8bit", "muon", "prodigy", "sgd")
 @cache
 def states_of_ranks(ranks: int, *names: str) -> dict[str, dict[str, Any]]:
     """Return the states that a number of ranks reach, by optimizer."""
-    found: dict[str, dict[str, Any]] = launch.on_ranks(ranks, "workers.optimizers:updates", *names)[0]
+    found: dict[str, dict[str, Any]] = launch.on_ranks(ranks, "workers.ranks:step_optimizers", *names)[0]
     return found
 
 
