@@ -269,22 +269,6 @@ def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "words"),
-    [
-        (lambda level, level_next, *, eta: level, "returns a Tensor, expected a Transition"),
-        (lambda level, level_next, *, eta: drift(level[:1], level_next[:1], eta=eta), r"has shape \[1\], expected"),
-        (lambda level, level_next, *, eta: level / None, "fails when called"),
-    ],
-)
-def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words: str) -> None:
-    """It is tried on the model's schedule before the first rollout."""
-    rollout = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
-    with pytest.raises(UsageError, match=words) as refused:
-        tiny.Run(tiny.config(tmp_path, sampling=rollout), one)
-    assert "\n" not in str(refused.value)
-
-
 @dataclass(frozen=True)
 class Returns(Method):
     """A method that does what it is told to."""

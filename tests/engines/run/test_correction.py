@@ -2,8 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,13 @@ from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
 from helpers.spied_runs import STEPS, Spied
 
-from fluvial.core import correction, gaussian, transitions
+from fluvial.core import correction
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.losses import StepKLConfig, correct
-from fluvial.engines.methods.table import Grpo, Guard
-from fluvial.engines.run.batch import Batch, Items
+from fluvial.engines.methods.table import Guard
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import Mask, Reject, SamplingConfig, Truncate
-from fluvial.engines.sampling.items import RecordedSteps
 
 KINDS = {"truncate": Truncate, "reject": Reject, "mask": Mask}
 
@@ -54,16 +50,6 @@ def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, 
         assert 0 < record["correction"]["limited"] < 1
 
 
-def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
-    """A gradient of untruncated weights is not that of truncated ones; where all pairs are masked there is none."""
-    free, held = (corrected(tmp_path, one, "truncate", threshold)[0] for threshold in (1e30, 1.0))
-    masked, _ = corrected(tmp_path, one, "mask", 1.0)
-    apart = torch.cat([(a - held.gradient()[name]).flatten() for name, a in free.gradient().items()])
-    assert float(apart.norm()) > 1e-7
-    assert free.infos[0].grad_norm != held.infos[0].grad_norm
-    assert masked.infos[0].grad_norm == 0.0 < held.infos[0].grad_norm
-
-
 def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     """Its old velocity is then the update's own too, so that the first ratio is 1."""
     changes = {"correction": Truncate(), "rollout.autocast": True}
@@ -95,32 +81,3 @@ def test_a_rollout_of_merged_adapters(
     far = record["first_pass_max_abs_log_ratio"]
     assert 0 < far < 1e-4 if compute == "float32" else far == 0.0
     assert compute == "float32" or record["correction"]["gap_mean"] > 1e-6
-
-
-def test_the_kl_has_no_weight() -> None:
-    """The correction scales the target weight alone, so that pairs which it masks keep their whole KL (verl-omni)."""
-    generator = torch.Generator().manual_seed(0)
-    x, v, x_next, v_ref = torch.randn(4, 6, 5, generator=generator)
-    level = torch.linspace(0.3, 0.9, 6)
-    transition = transitions.dance_sde(level, level / 2, eta=0.5)
-    known = gaussian.log_prob(transition, x, v, x_next)
-    known_then, ones, number = known + 5 * (torch.arange(6) % 2), torch.ones(6), torch.arange(6)
-    rows = RecordedSteps(
-        x, level, level, number, ones, ones, level / 2, x_next, known_then, transition, {"ref": v_ref}, place=number
-    )
-    found = dict[str, Any]()
-    run: Any = SimpleNamespace(
-        measure=lambda steps, function: function(v, steps.rows),
-        gather=lambda steps, values: values[:, None],
-        log=found.update,
-    )
-    steps = Items(rows, (), torch.ones(6, 1), 6, cast(Batch, None), 6, 6)
-    method = Grpo(kl=StepKLConfig(0.5, weight="exact"))
-    corrected = correct(run, steps, Mask(threshold=1.5), method.log_prob).rows
-    assert torch.equal(corrected.log_prob_old, known)
-    assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
-    assert float(found["correction"].limited) == 0.5
-    loss, info = method.loss(v, corrected)
-    kl = gaussian.kl(transition, v, v_ref)
-    torch.testing.assert_close(info.kl_ref, kl)
-    torch.testing.assert_close(loss, 0.5 * kl - corrected.signal)

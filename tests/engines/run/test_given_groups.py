@@ -78,9 +78,3 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     assert Captions(as_prompts(["a", "b"])).draw(1, key(0), 2) == [1, 1]
     with pytest.raises(UsageError, match=r"compare is caption, and no caption of data has two images"):
         Captions(given(1, 1))
-
-
-def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
-    """Data without a caption of two images."""
-    with pytest.raises(UsageError, match="no caption of data has two images"):
-        run(tmp_path, one, "caption", given(1, 1))

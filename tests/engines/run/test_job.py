@@ -87,33 +87,6 @@ def test_a_reward_of_ones_own_trains(tmp_path: Path) -> None:
     assert all(0 < record["reward"]["mean"] < 1 for record in records)
 
 
-def one(images: Tensor) -> Tensor:
-    """Score images without their prompts, which no reward may."""
-    return images
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"rewards": {"it": one}}, r"rewards 'it' has the signature .*, expected a function of \(images, prompts\)"),
-        ({"rewards": {"it": "bright"}}, "rewards 'it' is of type str, expected a function"),
-        ({"rewards": {}}, "grpo learns from rewards, and this job has none"),
-        ({"evaluators": {"it": one}}, "evaluator 'it' has the signature"),
-        ({"prompts": ("0", "7x")}, r"job: prompts\[1\]: prompt '7x' is no digit"),
-        ({"prompts": ()}, "job: prompts is empty, expected at least one prompt"),
-        ({"heldout": ("z",)}, r"job: heldout\[0\]: prompt 'z' is no digit"),
-    ],
-)
-def test_a_job_that_cannot_be_trained_is_refused_when_the_run_is_built(
-    tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    """In one line, before anything is computed; the process group is closed again."""
-    with pytest.raises(UsageError, match=says) as error:
-        Trainer(tiny.config(tmp_path), own(**changes))
-    assert "\n" not in str(error.value)
-    assert not torch.distributed.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("returned", "says"),
     [({"points": 1}, "a dict with the keys 'points'"), (None, "None"), (torch.ones(2, 1), r"shape \[2, 1\] for 2 images")],

@@ -11,9 +11,7 @@ from helpers.spied_runs import FAST, ODE, Spied
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Kto
-from fluvial.engines.sampling.config import ReadingConfig
 from fluvial.engines.sampling.noising import NoisingConfig
 
 LABELS = {"0": 1, "1": 0, "2": True, "3": False}
@@ -63,22 +61,3 @@ def test_rewards_are_labels(one: World, tmp_path: Path) -> None:
     scores = spied.scores[:, 0].view(3, 4)
     expected = (scores - scores.mean(1, keepdim=True)).sign().flatten()
     assert torch.equal(spied.updates[0].items.signal, expected)
-
-
-@pytest.mark.parametrize(
-    ("labels", "changes", "words"),
-    [
-        ({"0": 2}, {}, "the record of '0' has 2 there, expected 1 or 0"),
-        ({"0": "good"}, {}, "the record of '0' has 'good' there, expected 1 or 0"),
-    ],
-)
-def test_what_has_no_meaning(one: World, tmp_path: Path, labels: Any, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(one, tmp_path, labels, **changes).rollout()
-
-
-def test_images_without_labels_are_refused(one: World, tmp_path: Path) -> None:
-    """Before the first update."""
-    config = tiny.config(tmp_path, sampling=ReadingConfig(prompts=4), method=Kto())
-    with pytest.raises(UsageError, match="kto learns from images with a column label, and the record of '0' has none"):
-        Spied(config, one)

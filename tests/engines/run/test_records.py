@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt, as_prompts, split_scores, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.job import Job, handwriting
 from fluvial.engines.run.trainer import Trainer
@@ -90,25 +89,6 @@ def test_negative_prompts_of_records_take_part_in_guidance() -> None:
     guided = Guidance(scale=2.0, negative="3").encode(tiny.Tiny(), [Prompt("0", negative="2"), Prompt("1")])
     assert torch.equal(guided.uncond.rows, tiny.Tiny().encode(["2", "3"]).rows)
     assert torch.equal(NO_GUIDANCE.encode(tiny.Tiny(), [Prompt("1")]).rows, tiny.Tiny().encode(["1"]).rows)
-
-
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"prompts": [Prompt("0", negative="1")]}, "prompt '0' has a negative prompt, which is of no use without guidance"),
-    ({"data.order": "draws"}, {}, "data.order is draws, which draws all prompts alike, and some have a weight"),
-    ({"data.order": "distinct"}, {"prompts": [Prompt("0", weight=2.0), "1"]}, "data.order is distinct"),
-    ({}, {"rewards": lambda images, prompts, metadata, more: images}, "has the signature"),
-    ({}, {"rewards": lambda images, prompts, record: images}, "has the signature"),
-]
-
-
-@pytest.mark.parametrize(("settings", "changes", "says"), WRONG, ids=[f"{place}" for place in range(len(WRONG))])
-def test_what_has_no_meaning_is_refused(
-    tmp_path: Path, one: World, settings: dict[str, Any], changes: dict[str, Any], says: str
-) -> None:
-    """In one line, when the run is built."""
-    with pytest.raises(UsageError, match=says) as error:
-        Trainer(tiny.config(tmp_path, **settings), job(**{"prompts": PROMPTS, **changes}), one)
-    assert "\n" not in str(error.value)
 
 
 def test_a_signature_is_read_once_and_metadata_may_be_optional() -> None:

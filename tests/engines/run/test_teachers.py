@@ -165,9 +165,3 @@ def test_what_has_no_meaning(one: World, tmp_path: Path, changes: dict[str, Any]
     with pytest.raises(UsageError, match=words) as refused:
         run(one, tmp_path, **{**changes, "teacher": teacher})
     assert "\n" not in str(refused.value)
-
-
-def test_clean_samples_are_those_of_a_flow(one: World, tmp_path: Path) -> None:
-    """A model of epsilon has other ones."""
-    with pytest.raises(UsageError, match="method is 'distill', expected one for epsilon"):
-        run(one, tmp_path, tiny.job_of_sources(model=tiny.Tiny("epsilon")), match="clean_mse")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -260,21 +260,3 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
     assert torch.equal(apart.parts(columns), one.parts(plain.levels))
     with pytest.raises(ValueError, match="is 'continuous', expected schedule or stratified: the pieces"):
         noised(columns, NoisingConfig(2, ContinuousLevels()))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (lambda: cast(Any, ContinuousLevels)(skip=1), "unexpected keyword argument 'skip'"),
-        (lambda: cast(Any, LogitNormalLevels)(highest=1), "unexpected keyword argument 'highest'"),
-        (lambda: ScheduleLevels(3, skip=3), "noising.levels.skip is 3, expected less than noising.levels.highest 3"),
-        (lambda: StratifiedLevels(3, skip=4), "noising.levels.skip is 4, expected less than noising.levels.highest 3"),
-        (lambda: NoisingConfig(4, ScheduleLevels(5, skip=2)), "noising.each is 4, expected at most 3"),
-        (lambda: cast(Any, NoisingConfig)(levels="schedule"), "noising.levels is 'schedule', expected one of Schedule"),
-        (lambda: cast(Any, NoisingConfig)(draw="group"), "noising.draw is 'group', expected one of 'sample', 'call'"),
-    ],
-)
-def test_levels_that_cannot_be_drawn(settings: Callable[[], Any], says: str) -> None:
-    """They are errors, or cannot be written at all."""
-    with pytest.raises((ValueError, TypeError), match=says):
-        settings()

@@ -1,6 +1,6 @@
 """The steps after the window: fewer, and of second order, as MixGRPO-Flash takes them."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from torch.testing import assert_close
 
 from fluvial.core.sigmas import shifted, shifted_twice
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.validate import check_model
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.solvers import Estimate, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
-from fluvial.engines.sampling.window import AllSteps, Branches, RandomWindow, ScatteredSteps
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models import Schedule
 
 X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -118,17 +116,3 @@ def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path)
     assert calls == {"euler": 12, "flash": last + int((12 - last + 1) * 0.4) - 1}
     assert torch.equal(found["euler"].x_next, found["flash"].x_next)
     assert not torch.equal(found["euler"].final, found["flash"].final)
-
-
-def test_steps_after_a_window_that_there_are_not(tmp_path: Path) -> None:
-    """Deterministic samplers and windows of each sample are errors, as are models with levels of their own."""
-    with pytest.raises(ValueError, match=r"sampling.window is 'random', expected all: ode has no stochastic steps"):
-        replace(STEPS, window=RandomWindow(2, tail=FLASH), sampler=Ode())
-    with pytest.raises(ValueError, match=r"sampling.window.draw is 'sample', expected rollout: the tail needs one window"):
-        RandomWindow(1, draw="sample", tail=FLASH)
-    for kind in (AllSteps, ScatteredSteps, Branches):
-        assert "tail" not in {field.name for field in fields(kind)}
-    config = tiny.config(tmp_path, sampling=replace(STEPS, window=RandomWindow(1, tail=FLASH)))
-    for prediction, recorded in (("epsilon", False), ("velocity", True)):
-        with pytest.raises(ValueError, match=r"sampling.(window.tail|sampler) is"):
-            check_model(config, prediction, recorded=recorded)  # type: ignore[arg-type]

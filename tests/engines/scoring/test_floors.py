@@ -10,7 +10,6 @@ from helpers import tiny_jobs as tiny
 from helpers.spied_runs import FAST, STEPS
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.scoring.advantages import (
     AdvantageConfig,
@@ -47,17 +46,8 @@ def test_weights_of_what_is_learnt_from_and_of_what_is_maximised() -> None:
 
 
 def test_a_floor_is_a_name_and_a_number() -> None:
-    """In one line; a name may hold a colon, and an equals sign. Settings without a floor, or with a history, do nothing."""
-    for text in ("ocr", "ocr=", "=0.5", "ocr=high", "ocr=nan", "ocr=inf"):
-        with pytest.raises(ValueError, match=r"advantage.floors holds '.*', expected the name of a reward and a number"):
-            AdvantageConfig(floors=(text,))
+    """A name may hold a colon."""
     assert parse_floors(["mine:score=-1", "b=2"], field="x") == {"mine:score": -1.0, "b": 2.0}
-    with pytest.raises(ValueError, match="names 'b' twice"):
-        parse_floors(["b=1", "b=2"], field="x")
-    with pytest.raises(ValueError, match=r"advantage.floor_lr has no effect without advantage.floors"):
-        AdvantageConfig(floor_lr=0.5)
-    with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
-        AdvantageConfig(floors=("a=1",), history=32)
 
 
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
@@ -81,19 +71,3 @@ def test_a_floor_is_a_weight_that_is_found(one: World, tmp_path: Path, combine: 
     weighted.rollout()
     assert all(torch.equal(tensor, weighted.gradient()[name]) for name, tensor in floored.gradient().items())
     assert floored.rollout()["multipliers"] != record["multipliers"]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "floors", "says"),
-    [
-        (("brightness",), ("contrast=1",), "names 'contrast', expected one of the rewards of the run, brightness"),
-        (("brightness",), ("brightness=1",), "names every reward of the run: add one to learn from"),
-        (("brightness", "contrast=2"), ("contrast=1",), "rewards gives it the weight 2: remove the weight"),
-    ],
-)
-def test_floors_that_have_no_meaning(
-    one: World, tmp_path: Path, rewards: tuple[str, ...], floors: tuple[str, ...], says: str
-) -> None:
-    """In one line, before anything is computed."""
-    with pytest.raises(UsageError, match=says):
-        tiny.Run(config(tmp_path, rewards, floors=floors), one)

@@ -124,10 +124,6 @@ def test_auto_is_on_for_gpus_alone() -> None:
     ):
         config = EngineConfig(**options)
         assert (config.compiles(CUDA), config.compiles(CPU)) == (on_cuda, on_cpu)
-    with pytest.raises(
-        ValueError, match=r"engine\.compile is 'on', expected one of 'auto', 'reduce-overhead', True or False"
-    ):
-        EngineConfig(compile="on")  # type: ignore[arg-type]
 
 
 def test_programs_are_kept_in_a_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
