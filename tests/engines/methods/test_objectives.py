@@ -1,8 +1,8 @@
-"""Methods: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
+"""Methods: their own settings, their kernels, and the formulas of single ones."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fluvial.engines.methods import ChunkGrpo, grpo
 from fluvial.engines.methods.table import (
     METHODS,
     D3po,
+    Dgpo,
     Grpo,
 )
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -170,3 +171,24 @@ def test_the_ratio_of_a_chunk_is_that_of_its_steps(one: World, tmp_path: Path) -
     firsts, seconds = zip(*(norms for _, norms in runs.values()), strict=True)
     assert firsts == pytest.approx([firsts[0]] * 4, rel=1e-5)
     assert len({round(norm / seconds[0], 4) for norm in seconds}) == 3  # GRPO's and that of chunks of one are the same
+
+
+@pytest.mark.parametrize(("reference", "policy"), [("base", "ref"), ("old", "old")])
+def test_the_error_of_the_reference_is_that_of_its_policy(reference: Literal["base", "old"], policy: str) -> None:
+    """What an item adds to its group's sigmoid is beta A (error - error of the reference's prediction)."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, target, ref, old = torch.randn(5, 3, 4, generator=generator)
+    advantage = torch.tensor([1.0, -2.0, 0.5])
+    items = NoisedSamples(
+        x=x,
+        level=torch.full((3,), 0.5),
+        timestep=None,
+        sample=torch.arange(3),
+        signal=advantage,
+        weight=torch.ones(3),
+        x0=x,
+        target=target,
+        predictions={"ref": ref, "old": old},
+    )
+    expected = 3.0 * advantage * ((v - target).square().mean(1) - (items.predictions[policy] - target).square().mean(1))
+    torch.testing.assert_close(Dgpo(beta=3.0, reference=reference).margin(v, items), expected)

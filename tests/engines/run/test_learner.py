@@ -10,18 +10,23 @@ import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
 from helpers.spied_runs import FAST, ODE, STEPS, Spied
+from helpers.tiny_jobs import Run, config
 from torch import Tensor
 
+from fluvial.bench.counting import HostReads
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import StepKLConfig
-from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Nft, Raft
+from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Dppo, Grpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.samplers import sampler_rule
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.samplers import Stochastic, sampler_rule
 from fluvial.engines.sampling.window import FirstRecorded, OneRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.gather import Scoring
@@ -260,3 +265,40 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
     for each, other in zip(alone, together, strict=True):
         assert all(torch.equal(tensor, other[name]) for name, tensor in each.items())
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("sampler", "objective"), [("flow_sde", Grpo()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Grpo())]
+)
+def test_no_read_a_micro_batch(
+    tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch, 2 or 8: as many reads, one of which is the engine's read-back."""
+    reads = []
+    for micro_batch in (16, 8, 2):
+        rollout = SamplingConfig(
+            prompts=2,
+            group=4,
+            steps=4,
+            sampler=Stochastic(sampler),
+            window=RandomWindow(2, high=3),
+            guidance=Guidance(guidance),
+        )
+        run = Run(
+            with_values(config(tmp_path, sampling=rollout, method=objective), {"engine.micro_batch": micro_batch}), one
+        )
+        engine, counters = run.trainer.engine, list[int]()
+
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = engine.update, **kwargs: Any) -> Any:
+            with HostReads() as counter:
+                info = optimize(*args, **kwargs)
+            counters.append(counter.total)
+            return info
+
+        monkeypatch.setattr(engine, "update", counted)
+        run.rollout()
+        run.trainer.close()
+        reads.append(counters)
+        assert torch.isfinite(next(iter(run.weights().values()))).all()
+    assert reads == [[1], [1], [1]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import launch
+from helpers import handwriting_jobs, launch
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
 from rich.console import Console
@@ -28,7 +28,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.prefetch import PushOrder, RolloutPrefetcher
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig, Truncate
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter
@@ -328,23 +328,36 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
     assert pushed == [0, 1]
 
 
+def config(out: Path, train: str = "full") -> TrainConfig:
+    """Return a run of three rollouts, made one ahead."""
+    return handwriting_jobs.config(out, updates=3, train=train, correction=Truncate(threshold=2.0), **{"rollout.ahead": 1})
+
+
+def numbers(trainer: Trainer) -> list[list[object]]:
+    """Return what a run's records say of samples, weights and their age."""
+    return [[record[name] for name in ("reward", "loss", "staleness", "correction")] for record in trainer]
+
+
 @pytest.mark.long
-def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
-    """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
-    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction", "truncate", "--correction.threshold", "2"]
-    straight, out = tmp_path / "straight", tmp_path / "out"
-    launch.train(straight, *flags)
-    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
-        while not (out / "checkpoints" / "000002").exists():
-            assert process.poll() is None, process.stderr
-            time.sleep(0.01)
-        process.kill()
-    launch.train(out, *flags, "--resume")
-    names = ("update", "loss", "reward", "staleness", "correction", "first_pass_max_abs_log_ratio")
-    known, found = (
-        [[record.get(name) for name in names] for record in launch.records(folder) if "loss" in record]
-        for folder in (straight, out)
-    )
-    assert len(known) == 5
-    assert found == known
-    assert launch.weights(out) == launch.weights(straight)
+def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World, tmp_path: Path) -> None:
+    """All weights, and adapters, of the version that belongs to each rollout; then the server is killed."""
+    own = config(tmp_path)
+    size = str(own.samples_per_pass)
+    args = ["serve", "handwriting", "--port", "0", "--micro-batch", size, "--weights-root", str(tmp_path)]
+    with launch.start(*args) as server:
+        quick = ServersConfig(weights_folder=tmp_path, patience=2)
+        there = replace(own.rollout, source=server.address(), servers=quick)
+        for train in ("full", "lora"):
+            with Trainer(config(tmp_path, train), handwriting_jobs.job(), one) as trainer:
+                expected, last = numbers(trainer), trainer.engine.sharded.shards()
+            served = with_values(config(tmp_path, train), {"rollout": there})
+            with Trainer(served, handwriting_jobs.job(), one) as trainer:
+                assert numbers(trainer) == expected
+                for name, shard in trainer.engine.sharded.shards().items():
+                    assert torch.equal(shard, last[name])
+            assert [row[2] for row in expected] == [{"0": 8}, *[{"1": 8}] * 2]
+        with Trainer(served, handwriting_jobs.job(), one) as trainer:
+            trainer.update()
+            server.kill()
+            with pytest.raises(RunError, match=r"127\.0\.0\.1"):
+                list(trainer)

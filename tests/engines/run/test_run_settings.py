@@ -13,6 +13,7 @@ from helpers import tiny_jobs as tiny
 from helpers.graphs import Graphs
 
 from fluvial.core.random import key
+from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
