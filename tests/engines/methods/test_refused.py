@@ -1,7 +1,5 @@
 """Settings without a meaning: tables of runs that are refused, by the field that the message names, and of jobs."""
 
-import ast
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,50 +7,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
-from helpers.objective_rows import GIVEN, TEACHER
 from helpers.refusals import refuses
+from helpers.settings import settings_of
 
 from fluvial.core.transitions import Transition
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import HeadGan
-from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ScoutedGroups
-from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
-from fluvial.engines.sampling.window import Branches, Candidates, RandomWindow, Splits
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models.lora import Dora, Lokr, LoraConfig
 
-SDE = Stochastic(eta=0.5)
-# Words of the tables below, and what they set.
-WORDS: dict[str, dict[str, Any]] = {
-    **{kind: {"sampling.sampler": kind} for kind in ("ode", "cps", "ddim")},
-    "dpm": {"sampling.sampler": Ode("dpmpp_2m")},
-    "noisy_solver": {"sampling.sampler": SaSolver(0.4)},
-    "lora": {"train": "lora"},
-    "window": {"sampling.window": RandomWindow(2)},
-    "cut": {"sampling.steps": 6, "sampling.window": RandomWindow(2, low=2, high=4)},
-    "branches": {"sampling.window": Branches(1, 2), "sampling.group": 8},
-    "tree": {"sampling": SamplingConfig(prompts=2, group=8, steps=6, sampler=SDE, window=Splits((0, 1, 2), high=5))},
-    "states": {"sampling": SamplingConfig(prompts=2, group=4, steps=6, sampler=SDE, window=Candidates(4))},
-    "reading": {"sampling": ReadingConfig(prompts=4)},
-    "preferences": {"preferences": GIVEN},
-    "photos": {"data.images": ("photos",)},
-    "prompts": {"prompts": ("a.txt",)},
-    "refilled": {"sampling.groups": "refilled"},
-    "scouted": {"sampling.groups": ScoutedGroups(8), "sampling.group": 4, "train": "lora"},
-    "truncated": {"correction": "truncate"},
-    "taught": {"teacher": (TEACHER,), "match": "velocity_mse"},
-    "opposed": {"fake_updates": 1, "gan": HeadGan()},
-    "cached": {"rollout.step_cache": "first_block", "sampling.steps": 6},
-    "served": {"rollout": RolloutConfig(source="http://127.0.0.1:1")},
-    "graphs": {"engine.compile": "reduce-overhead", "correction": "truncate"},
-    "keys": {"rollout.reuse": "keys", "correction": "truncate"},
-    "merged": {"rollout.reuse": "merged", "correction": "truncate", "train": "lora"},
-    "ahead": {"rollout.ahead": 1, "correction": "truncate"},
-    "auto": {"engine.micro_batch": "auto"},
-    "watched": {"evaluation.stop_when_gamed": 2},
-}
 # By the field that is named, what is refused when it is built: a method, and words or field=value.
 REFUSED: dict[str, tuple[str, ...]] = {
     "sampling.sampler": (
@@ -191,22 +156,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
 ROWS = [(field, line) for field, lines in REFUSED.items() for line in lines]
 
 
-def read(text: str) -> Any:
-    """Return the Python value that a text is, or the text."""
-    try:
-        return math.nan if text == "nan" else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def build(line: str, **others: Any) -> TrainConfig:
     """Return the run of a method with the settings of its words, and others by dotted names."""
-    name, *words = line.split()
-    changes: dict[str, Any] = {"sampling": SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=SDE)}
-    for word in words:
-        field, typed, value = word.partition("=")
-        changes |= {field: read(value)} if typed else WORDS[field]
-    return tiny.config(Path("out"), **{"method": METHODS[name](), **changes, **others})
+    sampling = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+    changes = {"sampling": sampling, **settings_of(line)}
+    return tiny.config(Path("out"), **{**changes, **others})
 
 
 @pytest.mark.parametrize(("field", "line"), ROWS, ids=[line for _, line in ROWS])

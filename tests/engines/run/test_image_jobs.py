@@ -156,6 +156,7 @@ def test_images_of_several_sizes(home: Path, tmp_path: Path, recipe: str, train:
         "dpo": ["--preferences", home / "two-sized-prefs"],
         "raft": ["--data", home / "two-sizes", "--compare", "data", "--sampling.prompts", 1, "--sampling.group", 4],
     }[recipe]
+    given += ["--pipeline.heldout", home / "heldout.txt"]
     train("sd3", recipe, *given, *SIZES)
     found = sized(tmp_path / "run")
     assert sorted({record["size"] for record in found}) == ["16x16", "16x24"]

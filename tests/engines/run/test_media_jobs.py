@@ -88,13 +88,6 @@ def written(file: Path, *records: dict[str, Any]) -> Path:
     return file
 
 
-def test_an_image_that_nothing_uses_is_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """A pipeline that takes text only, with a reward of the samples alone."""
-    pipeline = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
-    line = train(pipeline, prompts(folder / "a.jsonl"), tmp_path / "run", code=2)
-    assert "prompt 'owls' has a column image, which nothing uses" in line
-
-
 def columns(name: str, folder: Path) -> Path:
     """Write a file of prompts with the images of a row, each in a column of its argument's name."""
     row = tiny_conditioned.ROWS[name]
@@ -164,66 +157,47 @@ def test_a_column_of_another_name(folder: Path, tmp_path: Path, train: Train, fl
     assert "an argument of FluxControlPipeline, which takes control_image" in line
 
 
-def test_columns_that_are_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """A text that the pipeline has another argument for, an image that some prompts lack, and one whose file is missing."""
-    pipeline, first = tiny_conditioned.save("kontext", folder / "kontext"), {"prompt": "a fox", "image": "0.png"}
-    for file, says in (
-        (prompts(folder / "b.jsonl", prompt_2="x"), "has a column prompt_2, which FluxKontextPipeline takes"),
-        (written(folder / "some.jsonl", first, {"prompt": "owls"}), "prompt 'owls' has no column image, which"),
-        (
-            written(folder / "missing.jsonl", first, {"prompt": "owls", "image": "nowhere.png"}),
-            "line 2, column image names nowhere.png, and there is no such file",
-        ),
-    ):
-        assert says in train(pipeline, file, tmp_path / "run", code=2)
+FOX = {"prompt": "a fox", "image": "0.png"}
+# Pipelines, the records of their prompts and further flags, and what the one line names: the prompt and the column.
+REFUSED: dict[str, list[tuple[list[dict[str, Any]], str, str]]] = {
+    "sd3": [([{"prompt": "owls", kind: name}], "", f"'owls' has a column {kind}, which nothing uses") for kind, name in
+            (("image", "0.png"), ("video", "long.npy"), ("audio", "tone.wav"))],
+    "kontext": [
+        ([{**FOX, "prompt_2": "x"}], "", "has a column prompt_2, which FluxKontextPipeline takes"),
+        ([FOX, {"prompt": "owls"}], "", "prompt 'owls' has no column image"),
+        ([FOX, {"prompt": "owls", "image": "nowhere.png"}], "", "line 2, column image names nowhere.png"),
+    ],
+    "lucy": [
+        ([{"prompt": "a fox", "video": "long.npy"}, {"prompt": "owls", "video": column}], "", message)
+        for column, message in (
+            ("short.npy", "column video of prompt .* frames, and that of prompt .* has ."),
+            ("words.mp4", "prompt 'owls', column video: .*words.mp4 cannot be read as a video"),
+            ("0.png", "prompt 'owls', column video: .*0.png cannot be read as a video: it is a still image"),
+            ("none.mp4", "line 2, column video names none.mp4"),
+            ([], "line 2, column video is an empty list"),
+        )
+    ],
+    "wan-video": [
+        ([{"prompt": "a fox", "video": "long.npy"}], "--pipeline.frames 1", "5 frames, .*frames is 1"),
+        ([{"prompt": "a fox", "video": "long.npy"}], "--pipeline.call strength=1.0", "its video has no effect"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.long
-def test_videos_that_cannot_be_in_a_batch_are_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """Before anything is computed, in one line with the prompt and the column; and media that nothing uses."""
-    pipeline = tiny_conditioned.save("lucy", folder / "lucy")
+@pytest.mark.parametrize("name", ["sd3", "kontext", *map(long, ("lucy", "wan-video"))])
+def test_media_that_are_refused(folder: Path, tmp_path: Path, name: str, train: Train) -> None:
+    """Before anything is computed: a missing file, what nothing uses, and videos that cannot be in a batch."""
+    if name == "sd3":
+        pipeline, call = tiny_pipelines.save(tiny_pipelines.ROWS[name], tmp_path / name), list[str]()
+    else:
+        pipeline, call = tiny_conditioned.save(name, folder / name), called(name)
     tiny_conditioned.draw(folder, "long", "video", 0, tiny_conditioned.ROWS["lucy"])
     (folder / "short.npy").write_bytes(VIDEO.write(read_video(folder / "long.npy")[:3]))
     (folder / "words.mp4").write_text("no video")
     (folder / "tone.wav").write_bytes(SOUND.write(Sound(torch.zeros(1, 4), 400)))
-    cases: list[tuple[object, str]] = [
-        (
-            "short.npy",
-            "column video of prompt .* frames, and that of prompt .* has .: give all prompts videos of one",
-        ),
-        ("words.mp4", "prompt 'owls', column video: .*words.mp4 cannot be read as a video"),
-        ("0.png", "prompt 'owls', column video: .*0.png cannot be read as a video: it is a still image"),
-        ("none.mp4", "line 2, column video names none.mp4, and there is no such file"),
-        ([], "line 2, column video is an empty list"),
-    ]
-    for column, message in cases:
-        records: list[dict[str, Any]] = [{"prompt": "a fox", "video": "long.npy"}, {"prompt": "owls", "video": column}]
-        line = train(pipeline, written(folder / "clips.jsonl", *records), tmp_path / "run", *called("lucy"), code=2)
+    for records, more, message in REFUSED[name]:
+        line = train(pipeline, written(folder / "wrong.jsonl", *records), tmp_path / "run", *call, *more.split(), code=2)
         assert re.search(message, line), line
-    plain = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
-    for column, name in (("video", "long.npy"), ("audio", "tone.wav")):
-        line = train(plain, written(folder / "c.jsonl", {"prompt": "owls", column: name}), tmp_path / "run", code=2)
-        assert f"prompt 'owls' has a column {column}, which nothing uses" in line
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("more", "code", "message"),
-    [
-        (
-            ("--pipeline.frames", "1"),
-            2,
-            "5 frames, of which WanVideoToVideoPipeline makes as many, and .*frames is 1",
-        ),
-        (("--pipeline.call", "strength=1.0"), 2, "its video has no effect on the samples; leave it out"),
-    ],
-)
-def test_a_video_to_video_run_without_its_length_or_an_effect_is_refused(
-    folder: Path, tmp_path: Path, more: tuple[str, str], code: int, message: str, train: Train
-) -> None:
-    """The frames are those of the clips; at a strength of 1 the clip is replaced by noise."""
-    pipeline, file = tiny_conditioned.save("wan-video", folder / "wan-video"), columns("wan-video", folder)
-    assert re.search(message, train(pipeline, file, tmp_path / "run", *called("wan-video"), *more, code=code))
 
 
 @pytest.mark.long

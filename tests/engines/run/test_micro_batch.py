@@ -12,6 +12,7 @@ import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
+from helpers.spied_runs import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -94,15 +95,6 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["auto"][0] == found[4][0]
     assert found["auto"][1].keys() == found[4][1].keys()
     assert all(torch.equal(tensor, found[4][1][name]) for name, tensor in found["auto"][1].items())
-
-
-def rows_of(trainer: Trainer) -> list[tuple[bool, int]]:
-    """Return a list that each pass is added to: whether it has a gradient, and its number of rows."""
-    passed = list[tuple[bool, int]]()
-    trainer.engine.module.register_forward_pre_hook(
-        lambda _, inputs: passed.append((torch.is_grad_enabled(), len(inputs[0])))
-    )
-    return passed
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Rollouts ahead of the trainer: which weights make them, that timing changes nothing, what a killed run goes on with."""
 
 import threading
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -135,29 +134,6 @@ def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
     assert [record["staleness"] for record in found] == [{str(min(j, ahead) * each): 4} for j in range(ROLLOUTS)]
     # Else the test could not fail.
     assert untimed(found) != untimed(run(of(tmp_path, ahead - 1, **changes), one)[0])
-
-
-def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow source and a slow trainer: the same bits."""
-    found = []
-    for slow in ("source", "trainer"):
-        with Trainer(clipped(tmp_path, 2), tiny.job(), one) as trainer:
-            generate, update = trainer.sampler.source.generate, trainer.engine.update
-
-            def late(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
-                time.sleep(0.02 if slow == "source" else 0)  # noqa: B023
-                yield from generate(*args, **options)  # noqa: B023
-
-            def dragged(*args: Any, **options: Any) -> Any:
-                time.sleep(0.02 if slow == "trainer" else 0)  # noqa: B023
-                return update(*args, **options)  # noqa: B023
-
-            monkeypatch.setattr(trainer.sampler.source, "generate", late)
-            monkeypatch.setattr(trainer.engine, "update", dragged)
-            found.append((untimed(list(trainer)), weights(trainer)))
-    for records, last in found[1:]:
-        assert records == found[0][0]
-        assert same(last, found[0][1])
 
 
 def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path) -> None:

@@ -38,25 +38,6 @@ def values(scores: Tensor) -> list[float | None]:
     return [None if math.isnan(score) else score for score in scores.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("returned", "kept", "says"),
-    [
-        ([0.0, math.nan, 2.0, 3.0], [0, None, 2, 3], r"is nan for prompt 'b', expected a finite number"),
-        ([0.0, 1.0, -math.inf, 3.0], [0, 1, None, 3], r"is -inf for prompt 'c'"),
-        ([1e30, 1.0, 2.0, -2e9], [None, 1, 2, None], r"is 1e\+30 for prompt 'a', expected a number of at most 1e\+09"),
-        ([0.0], [None] * 4, r"returned shape \[1\] for 4 images"),
-        ("<html>", [None] * 4, r"returned a str \('<html>'\), expected"),
-        ({"points": [1.0] * 4}, [None] * 4, r"a dict with the keys 'points', expected .*: name the one .* 'score'"),
-        ({"score": [1.0] * 4, "more": [1.0]}, [None] * 4, r"reward 'it', more, returned shape \[1\] for 4 images"),
-    ],
-)
-def test_what_no_number_costs(returned: Any, kept: list[float | None], says: str) -> None:
-    """A sample whose number is not valid, or all of a call that returned something else; the line says why."""
-    found = scored(lambda images, prompts: returned)
-    assert values(found.scores) == kept
-    assert re.search(says, found.problems[0])
-
-
 def test_several_numbers() -> None:
     """The score is learnt from; the others come along, finite or not."""
     parts = {"score": [1.0, 2.0, 3.0, 4.0], "layout": torch.tensor([1, 2, 3, 4]), "colour": [math.nan, 0, 0, 0]}

@@ -58,3 +58,14 @@ class Spied(tiny.Run):
         with self.trainer.engine.inference() as module:
             cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
             return self.trainer.job.model.predict(module, items.x, items.level, cond)
+
+
+def rows_of(trainer: Any) -> list[tuple[bool, int]]:
+    """Return a list that each pass of the network is added to: whether it has a gradient, and its number of rows."""
+    passed = list[tuple[bool, int]]()
+
+    def note(module: Any, inputs: Any, named: Any) -> None:
+        passed.append((torch.is_grad_enabled(), len(inputs[0] if inputs else named["hidden_states"])))
+
+    trainer.engine.module.register_forward_pre_hook(note, with_kwargs=True)
+    return passed

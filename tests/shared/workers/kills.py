@@ -220,17 +220,9 @@ def any_moment(root: Path, *, rounds: int, url: bool, background: bool) -> dict[
     return {"updates": updates}
 
 
-def explore(folder: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    results = {}
+def explore(folder: str, work: str, options: dict[str, Any]) -> dict[str, Any]:
     works: dict[str, Callable[..., dict[str, Any]]] = {"every": every_moment, "any": any_moment}
-    for i, (name, (work, options)) in enumerate(cases.items()):
-        root = Path(folder, str(i))
-        root.mkdir()
-        try:
-            results[name] = works[work](root, **options)
-        except AssertionError as error:
-            results[name] = {"error": str(error)}
-    return results
+    return works[work](Path(folder), **options)
 
 
 fsspec.register_implementation("bucket", Bucket)
