@@ -251,11 +251,3 @@ def test_recipes_choose_for_large_models_alone() -> None:
         fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
         assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
-
-
-def test_the_flag_takes_a_number_or_auto(fluvial: Any) -> None:
-    for value, held in (("auto", "auto"), ("3", 3)):
-        shown = fluvial("config", "handwriting", "--micro-batch", value, "--json")
-        assert json.loads(shown)["engine"]["micro_batch"] == held
-    line = fluvial("config", "handwriting", "--micro-batch", "many", code=2)
-    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in line

@@ -14,31 +14,18 @@ from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from workers.evaluations import TAGGED, found, three_seeds
 
-from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import metrics
-from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, draw_plan, evaluate, every
+from fluvial.engines.run.evaluation.evaluate import Scores, _of_all_ranks, draw_plan, evaluate, every
 from fluvial.engines.run.evaluation.folder import EvaluationFolder, contact_sheet, write_image
 from fluvial.engines.run.evaluation.table import format_tables, overall, read_scores, rows, write_scores
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
-
-TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
-
-
-def found(world: World, prompts: Any = TAGGED, **options: Any) -> Evaluation:
-    """Return an evaluation of the tiny job with two evaluators, one of which passes or fails."""
-    job = tiny.job(heldout=prompts, evaluators={"bright": tiny.brightness, "passes": passes})
-    values: dict[str, Any] = {"samples": None, "seeds": 2, "micro_batch": 2, "schedule": job.model.schedule(2, tiny.SHAPE)}
-    return evaluate(job, options.pop("module", job.model.build()), world=world, **{**values, **options})
-
-
-def passes(images: Tensor, prompts: Any) -> list[float]:
-    """Pass every image of the prompt 0, and no other."""
-    return [float(prompt == "0") for prompt in prompts]
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.one_of(st.none(), st.integers(1, 100)))
@@ -71,18 +58,13 @@ def test_more_seeds_and_further_prompts_leave_samples_as_they_are(one: World) ->
 
 
 def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
-    """To the bit, with an odd number of samples; every image is kept once, and a sheet shows the same ones."""
-    kept: list[str] = []
-    alone = found(one, TAGGED, seeds=3, keep=lambda names, images: kept.extend(names))
-    ranks = launch.on_ranks(2, "workers.evaluations:two")
-    for rank in ranks:
-        assert rank["values"] == alone.scores.values.tolist()
-        assert rank["score"] == alone.score
-        assert rank["split"] == json.loads(json.dumps(alone.split))
-        assert rank["rows"] == json.loads(json.dumps([vars(row) for row in rows(alone.scores)]))
-        assert rank["prompts"] == texts(alone.prompts) == texts(TAGGED) * 3
-        assert rank["images"] == (alone.images * 255).round().tolist()  # those of the other rank too
-    assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == sorted(kept) == sorted(alone.scores.names)
+    """To the bit, with an odd number of samples; every image is kept once, and a sheet shows those of the other rank too."""
+    alone = json.loads(json.dumps(three_seeds(one)))
+    ranks = launch.on_ranks(2, "workers.evaluations:three_seeds")
+    assert alone["prompts"] == texts(TAGGED) * 3
+    kept = [name for rank in ranks for name in rank.pop("kept")]
+    assert sorted(kept) == sorted(alone.pop("kept"))
+    assert ranks == [alone, alone]
 
 
 def test_the_rows_of_a_table(one: World) -> None:
