@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
 from helpers.spied_runs import FAST, ODE, Spied
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from fluvial.core.random import Key, key
 from fluvial.engines.data.order import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Kto
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.run.config import TrainConfig
@@ -78,8 +78,7 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
     assert len({tuple(places) for places in drawn}) == 6
     assert Captions(as_prompts(["a", "b"])).draw(1, key(0), 2) == [1, 1]
-    with pytest.raises(UsageError, match=r"compare is caption, and no caption of data has two images"):
-        Captions(given(1, 1))
+    refuses(r"compare is caption, and no caption of data has two images", Captions, given(1, 1))
 
 
 LABELS = {"0": 1, "1": 0, "2": True, "3": False}

@@ -14,12 +14,13 @@ import torch
 from helpers import fake_servers
 from helpers import tiny_jobs as tiny
 from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.refusals import fails, refuses
 from helpers.spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.methods.table import Refl, Rtdmd, TdmR1
@@ -127,10 +128,16 @@ def test_a_reward_is_tried_before_anything_is_computed(
         raise AssertionError("the network is built")
 
     monkeypatch.setattr(tiny.Tiny, "build", build)
-    with pytest.raises(RunError, match=rf"^{says}.*; it was tried on blank images before the run$"):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(rewards={"it": reward}))
-    with pytest.raises(RunError, match=r"^evaluator 'heldout'"):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(evaluators={"heldout": reward}))
+    fails(
+        rf"^{says}.*; it was tried on blank images before the run$",
+        tiny.Run,
+        config_of("clipped", tmp_path, 2),
+        one,
+        tiny.job(rewards={"it": reward}),
+    )
+    fails(
+        r"^evaluator 'heldout'", tiny.Run, config_of("clipped", tmp_path, 2), one, tiny.job(evaluators={"heldout": reward})
+    )
 
 
 def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
@@ -142,10 +149,13 @@ def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
     job = tiny.job(rewards={"preferred": preferred}, evaluators={})
     assert tiny.Run(config_of("clipped", tmp_path, 2), one, job).trainer.job.evaluators == {}
     job = tiny.job(evaluators={"preferred": preferred})
-    with pytest.raises(
-        RunError, match=r"^evaluator 'preferred': it compares the samples of a group, and there are no groups"
-    ):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, job)
+    fails(
+        r"^evaluator 'preferred': it compares the samples of a group, and there are no groups",
+        tiny.Run,
+        config_of("clipped", tmp_path, 2),
+        one,
+        job,
+    )
 
 
 def promised(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":
@@ -210,8 +220,13 @@ def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) ->
     with init_world() as world:
         ranks = replace(world, size=2)
         _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
-        with pytest.raises(UsageError, match=r"engine.timeout is 600, expected more than 3600: processes wait for each"):
-            _rewards(tiny.config(tmp_path), job, ranks)
+        refuses(
+            r"engine.timeout is 600, expected more than 3600: processes wait for each",
+            _rewards,
+            tiny.config(tmp_path),
+            job,
+            ranks,
+        )
 
 
 def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
@@ -246,10 +261,11 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     assert "connection refused" in (tmp_path / "run" / "warnings.txt").read_text()
     calls["rollout"], broken = 0, {4, 5, 6, 7}
     config = replace(config, resume=True, updates=6)
-    with pytest.raises(
-        RunError,
-        match=r"connection refused.*; 2 of the 2 groups of the .*above rollout.max_invalid 0.5\nin the phase reward$",
-    ):
-        train(config, tiny.job(rewards={"it": away}))
+    fails(
+        r"connection refused.*; 2 of the 2 groups of the .*above rollout.max_invalid 0.5\nin the phase reward$",
+        train,
+        config,
+        tiny.job(rewards={"it": away}),
+    )
     calls["rollout"] = 100
     assert train(config, tiny.job(rewards={"it": away}))["updates"] == 6

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import fails, refuses
 from torch import Tensor, nn
 
 from fluvial.engines.data.records import Prompt, as_prompts, split_scores, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.engines.run import recipes, train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
@@ -71,9 +72,7 @@ class Backwards(tiny.Tiny):
 def test_what_is_wrong_with_an_argument(changes: dict[str, Any], says: str) -> None:
     """One line that names the argument."""
     values: dict[str, Any] = {"model": tiny.Tiny(), "prompts": ["0", "1"], "rewards": bright, "shape": tiny.SHAPE}
-    with pytest.raises(UsageError, match=f"job: {says}") as error:
-        Job(**{**values, **changes})
-    assert "\n" not in str(error.value)
+    refuses(f"job: {says}", Job, **{**values, **changes})
 
 
 def own(**changes: Any) -> Job:
@@ -106,11 +105,8 @@ def test_a_reward_that_returns_something_else_ends_in_one_line(tmp_path: Path, r
         return returned if len(calls) > 1 else [0.0] * len(prompts)
 
     with Trainer(tiny.config(tmp_path), own(rewards={"it": changing})) as trainer:
-        with pytest.raises(RunError, match=f"reward 'it' returned {says}") as error:
-            trainer.update()
-        assert "\n" not in str(error.value)
-        with pytest.raises(RunError, match=f"evaluator 'it' returned {says}"):
-            trainer.evaluate(2)
+        fails(f"reward 'it' returned {says}", trainer.update)
+        fails(f"evaluator 'it' returned {says}", trainer.evaluate, 2)
 
 
 @pytest.mark.long
@@ -131,10 +127,12 @@ def test_what_a_job_should_have_been_given_is_said_in_a_line(tmp_path: Path) -> 
     config = with_values(recipes.grpo(), {"out": tmp_path / "run"})
     assert with_values(config, {"rewards": "characters", "prompts": ["a.txt"]}).prompts == ("a.txt",)
     for value in ((len,), len, ("characters", len)):
-        with pytest.raises(UsageError, match=r"^rewards has .*Job\(model, prompts=\[\.\.\.\]"):
-            with_values(config, {"rewards": value})
-    with pytest.raises(UsageError, match=r"prompts file a cat cannot be read.*Job\(model, prompts=\[\.\.\.\]\)"):
-        train(with_values(config, {"prompts": ("a cat",)}))
+        refuses(r"^rewards has .*Job\(model, prompts=\[\.\.\.\]", with_values, config, {"rewards": value})
+    refuses(
+        r"prompts file a cat cannot be read.*Job\(model, prompts=\[\.\.\.\]\)",
+        train,
+        with_values(config, {"prompts": ("a cat",)}),
+    )
     with pytest.raises(UsageError, match=r"job: model is owner/name, and the run is for handwriting: .*recipes\.grpo"):
         train(config, Job("owner/name", prompts=["a", "b"], rewards=len))  # type: ignore[arg-type]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
-from helpers.spied_runs import FAST, ODE, STEPS, Spied
-from helpers.tiny_jobs import Run, config
+from helpers.settings import settings_of
+from helpers.spied_runs import STEPS, spy
 from torch import Tensor
 
 from fluvial.bench.counting import HostReads
@@ -19,28 +19,17 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import StepKLConfig
-from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Dppo, Grpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
-from fluvial.engines.run.config import with_values
-from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.samplers import Stochastic, sampler_rule
-from fluvial.engines.sampling.window import FirstRecorded, OneRecorded, RandomRecorded, RandomWindow
-from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.engines.sampling.samplers import sampler_rule
+from fluvial.engines.sampling.window import OneRecorded
 from fluvial.engines.scoring.gather import Scoring
 
 
-@pytest.mark.parametrize("objective", ["clipped", "awm", "dpo"])
-def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective: str) -> None:
+@pytest.mark.parametrize("line", ["grpo sampling.prompts=4", "awm ode sampling.prompts=4", "dpo ode sampling.prompts=8"])
+def test_minibatches_partition_the_samples(one: World, line: str) -> None:
     """Every pair of a sample is in the same minibatch, and in one an epoch; each epoch has another order."""
-    kinds: dict[str, dict[str, Any]] = {
-        "clipped": {"sampling": replace(STEPS, prompts=4, group=2)},
-        "awm": {"sampling": replace(ODE, prompts=4, group=2), "method": Awm()},
-        "dpo": {"sampling": replace(ODE, prompts=8, group=2), "method": Dpo()},
-    }
-    run = Spied(tiny.config(tmp_path, updates=4, **kinds[objective], **{"passes.epochs": 2, "passes.minibatches": 2}), one)
+    run = spy(one, f"{line} sampling.group=2 updates=4 passes.epochs=2 passes.minibatches=2")
     run.rollout()
     assert len(run.updates) == 4
     parts = []
@@ -59,10 +48,10 @@ def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("passes", [{"passes.epochs": 2}, {"passes.minibatches": 2}], ids=["epochs", "minibatches"])
-def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, int]) -> None:
+@pytest.mark.parametrize("passes", ["epochs", "minibatches"])
+def test_the_old_velocity_of_awm(one: World, passes: str) -> None:
     """It is the policy's before the rollout's first update, in all of them; with one update there is none to keep."""
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm(), updates=2, optimizer=FAST, **passes), one)
+    run = spy(one, f"awm ode fast updates=2 passes.{passes}=2")
     start = run.weights()
     run.rollout()
     assert all(torch.equal(tensor, run.updates[0].policy[name]) for name, tensor in start.items())
@@ -72,38 +61,30 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, i
     for update in run.updates:
         torch.testing.assert_close(update.items.predictions["old"], run.velocity(update.items))
     assert float((now - run.updates[0].items.predictions["old"]).norm()) > 0.01
-    assert run.infos[0].max_abs["log_ratio"] == 0.0
-    assert run.infos[1].max_abs["log_ratio"] > 0.0
-
-    alone = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm()), one)
+    assert run.infos[0].max_abs["log_ratio"] == 0.0 < run.infos[1].max_abs["log_ratio"]
+    alone = spy(one, "awm ode")
     alone.rollout()
     assert "old" not in alone.updates[0].items.predictions
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
 
 
-def test_steps_are_weighted_by_their_noise(one: World, tmp_path: Path) -> None:
+def test_steps_are_weighted_by_their_noise(one: World) -> None:
     """Relative to the mean over those that are learnt from, in their advantages."""
-    rollout = replace(STEPS, prompts=4, group=2, window=RandomWindow(1, draw="group"))
-    plain, weighted = (
-        Spied(
-            tiny.config(tmp_path, sampling=rollout, method=Grpo(weighting=each), seed=3, **{"engine.micro_batch": 8}),
-            one,
-        )
-        for each in ("none", "std_over_b")
-    )
-    plain.rollout(), weighted.rollout()
-    before, after = plain.updates[0].items, weighted.updates[0].items
+    line = "grpo window sampling.window.size=1 sampling.window.draw=group sampling.prompts=4 sampling.group=2 seed=3"
+    found = []
+    for weighting in ("none", "std_over_b"):
+        run = spy(one, f"{line} weighting={weighting} engine.micro_batch=8")
+        run.rollout()
+        found.append(run.updates[0].items)
+    before, after = found
     scale = after.transition.std / after.transition.b.abs()
     torch.testing.assert_close(after.signal, before.signal * scale / scale.mean())
     assert len(scale.unique()) > 1
 
 
-def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
+def test_a_fraction_of_the_steps(one: World) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
-    run = Spied(
-        tiny.config(tmp_path, sampling=STEPS, trained=RandomRecorded(0.5), updates=2, **{"engine.micro_batch": 8}), one
-    )
-    drawn = []
+    run, drawn = spy(one, "grpo trained=random trained.fraction=0.5 updates=2 engine.micro_batch=8"), []
     for _ in range(2):
         record = run.rollout()
         update = run.updates[-1]
@@ -125,9 +106,9 @@ def test_one_step_of_each_sample_late_ones_more_often() -> None:
     torch.testing.assert_close(drawn[:, 0].mean(0), torch.tensor([1, 2, 3]) / 6, rtol=0, atol=0.03)
 
 
-def test_the_first_steps(one: World, tmp_path: Path) -> None:
+def test_the_first_steps(one: World) -> None:
     """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=FirstRecorded(0.99), **{"engine.micro_batch": 8}), one)
+    run = spy(one, "grpo trained=first trained.fraction=0.99 engine.micro_batch=8")
     record = run.rollout()
     update, levels = run.updates[-1], run.trainer.schedule.levels
     assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
@@ -138,20 +119,19 @@ def test_the_first_steps(one: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "items", "over"),
+    ("line", "items", "over"),
     [
-        ({}, 4, 8),  # they are not computed, and the loss is still a mean over all
-        ({"advantage": AdvantageConfig(drop_zero=True)}, 4, 4),
-        ({"advantage": AdvantageConfig(drop_zero=True), "kl.coef": 0.1}, 4, 4),
-        ({"kl.coef": 0.1}, 8, 8),
-        ({"method": Raft(best=0.25), "sampling": ODE}, 1, 1),  # which fits what it keeps
+        ("grpo", 4, 8),  # they are not computed, and the loss is still a mean over all
+        ("grpo advantage.drop_zero=True", 4, 4),
+        ("grpo advantage.drop_zero=True kl.coef=0.1", 4, 4),
+        ("grpo kl.coef=0.1", 8, 8),
+        ("raft ode best=0.25", 1, 1),  # which fits what it keeps
     ],
 )
-def test_samples_without_advantage(one: World, tmp_path: Path, changes: dict[str, Any], items: int, over: int) -> None:
+def test_samples_without_advantage(one: World, line: str, items: int, over: int) -> None:
     """They get neither loss nor KL and do not count where they are dropped; otherwise they get the KL, and count."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
-    config = tiny.config(tmp_path, **{"sampling": STEPS, "seed": 1, "engine.micro_batch": 8, **changes})
-    run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
+    run = spy(one, f"{line} seed=1 engine.micro_batch=8", tiny.job(rewards=rewards, prompts=("0", "1")))
     run.rollout()
     assert set(run.prompts) == {"0", "1"}
     assert (run.infos[0].items, run.updates[0].over) == (items * tiny.STEPS, over * tiny.STEPS)
@@ -163,22 +143,22 @@ def test_the_kl_has_the_published_weight_of_the_sampler() -> None:
     assert found == {"flow_sde": "rate", "dance_sde": "exact", "cps": "exact", "wan_sde": "exact"}
 
 
-def test_shared_noise(one: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_noise(one: World, shared: bool) -> None:
     """The samples of a group begin alike, and end apart."""
-    for shared in (False, True):
-        run = Spied(tiny.config(tmp_path, sampling=replace(STEPS, shared_noise=shared)), one)
-        run.rollout()
-        first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
-        assert torch.equal(first, first[:, :1].expand_as(first)) == shared
-        assert not torch.equal(first[0, 0], first[1, 0])
-        assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
+    run = spy(one, f"grpo sampling.shared_noise={shared}")
+    run.rollout()
+    first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
+    assert torch.equal(first, first[:, :1].expand_as(first)) == shared
+    assert not torch.equal(first[0, 0], first[1, 0])
+    assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
 
 
 @pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])
-def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
+def test_several_rewards(one: World, combine: str) -> None:
     """Their advantages are those of core/advantages.py, for the weights that were asked for."""
-    changes = {"rewards": ("contrast=0.5", "brightness=-2"), "advantage": AdvantageConfig(combine=combine, clip=1.2)}
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes, **{"engine.micro_batch": 8}), one)
+    line = f"grpo rewards=('contrast=0.5','brightness=-2') advantage.combine={combine} advantage.clip=1.2"
+    run = spy(one, f"{line} engine.micro_batch=8")
     record = run.rollout()
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
@@ -191,9 +171,8 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     }
     torch.testing.assert_close(run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
-    assert record["rewards"] == pytest.approx(
-        {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
-    )
+    means = {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
+    assert record["rewards"] == pytest.approx(means)
     assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
 
 
@@ -223,11 +202,11 @@ def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("objective", [Grpo(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
-def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
+@pytest.mark.parametrize("line", ["grpo", "nft old=none ode", "dpo ode", "alignprop ode last=2"])
+def test_batches_of_two_schedules_can_be_collected_before_either_update(one: World, line: str) -> None:
     """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
-    rollout = ODE if objective.recorded is None else STEPS
-    run = tiny.config(tmp_path, sampling=rollout, method=objective, rewards=("scaled",))
+    run = tiny.config(Path("out"), **{"sampling": STEPS, **settings_of(line), "rewards": ("scaled",)})
+    rollout = run.method.sampling
 
     def trained() -> Trainer:
         return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)
@@ -268,37 +247,22 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-@pytest.mark.parametrize(
-    ("sampler", "objective"), [("flow_sde", Grpo()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Grpo())]
-)
-def test_no_read_a_micro_batch(
-    tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One micro-batch, 2 or 8: as many reads, one of which is the engine's read-back."""
-    reads = []
+@pytest.mark.parametrize("line", ["grpo", "guard", "dppo", "grpo cps"])
+def test_no_read_a_micro_batch(one: World, line: str, guidance: float) -> None:
+    """The host waits for the device as often whatever the number of micro-batches, once: to read the results back."""
     for micro_batch in (16, 8, 2):
-        rollout = SamplingConfig(
-            prompts=2,
-            group=4,
-            steps=4,
-            sampler=Stochastic(sampler),
-            window=RandomWindow(2, high=3),
-            guidance=Guidance(guidance),
-        )
-        run = Run(
-            with_values(config(tmp_path, sampling=rollout, method=objective), {"engine.micro_batch": micro_batch}), one
-        )
-        engine, counters = run.trainer.engine, list[int]()
+        words = f"{line} window sampling.window.high=3 engine.micro_batch={micro_batch} sampling.guidance.scale={guidance}"
+        run, counters = spy(one, words), list[int]()
+        optimize = run.trainer.engine.update
 
-        def counted(*args: Any, counters: list[int] = counters, optimize: Any = engine.update, **kwargs: Any) -> Any:
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
             with HostReads() as counter:
                 info = optimize(*args, **kwargs)
             counters.append(counter.total)
             return info
 
-        monkeypatch.setattr(engine, "update", counted)
+        run.trainer.engine.update = counted  # type: ignore[method-assign]
         run.rollout()
         run.trainer.close()
-        reads.append(counters)
+        assert counters == [1]
         assert torch.isfinite(next(iter(run.weights().values()))).all()
-    assert reads == [[1], [1], [1]]

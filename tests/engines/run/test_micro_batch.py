@@ -12,13 +12,13 @@ import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
+from helpers.refusals import refuses
 from helpers.spied_runs import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.table import Dpo
@@ -214,8 +214,12 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     train(with_values(config, {"checkpoint.resume_from": first}), tiny.job())
     assert held() == 2
     assert launch.weights(config.out) == finished
-    with pytest.raises(UsageError, match=r"engine\.micro_batch 2 there, 4 here"):
-        train(with_values(config, {"checkpoint.resume_from": first, "engine.micro_batch": 4}), tiny.job())
+    refuses(
+        r"engine\.micro_batch 2 there, 4 here",
+        train,
+        with_values(config, {"checkpoint.resume_from": first, "engine.micro_batch": 4}),
+        tiny.job(),
+    )
 
 
 def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(

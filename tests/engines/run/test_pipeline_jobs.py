@@ -12,11 +12,11 @@ import pytest
 from helpers import fake_servers, launch, pipeline_runs, tiny_pipelines, tiny_replayed, tiny_rewards
 from helpers.marks import Patch, long
 from helpers.pipeline_runs import expect_on_policy, size, updates
+from helpers.refusals import refuses
 from helpers.tiny_replayed import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
 
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import to_train
@@ -217,5 +217,4 @@ def test_a_job_in_python_says_the_size_of_the_run(home: Path, tmp_path: Path, na
         several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)
         job = to_train(model, several, steps=3, guidance=guided, prompts=prompts)
         assert with_size_of(job, PipelineConfig()).sizes == several.sizes
-        with pytest.raises(UsageError, match="shape is"):
-            with_size_of(replace(job, shape=(16, 9, 9)), PipelineConfig())
+        refuses("shape is", with_size_of, replace(job, shape=(16, 9, 9)), PipelineConfig())

@@ -14,6 +14,7 @@ import torch
 from helpers import handwriting_jobs, launch
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
+from helpers.refusals import fails
 from rich.console import Console
 from torch import Tensor, nn
 from workers import ahead_ranks
@@ -245,8 +246,7 @@ def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path
         trainer.sampler.source.generate = failing  # type: ignore[method-assign]
         trainer.update()
         trainer.update()
-        with pytest.raises(RunError, match="the server is gone"):
-            trainer.update()
+        fails("the server is gone", trainer.update)
 
 
 def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> None:
@@ -256,10 +256,7 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
         source.push = lambda engine, version: None
         trainer.update()
         trainer.update()
-        with pytest.raises(
-            RunError, match="rollout 2: the source made samples with the weights of update 0, expected those"
-        ):
-            trainer.update()
+        fails("rollout 2: the source made samples with the weights of update 0, expected those", trainer.update)
 
 
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
@@ -335,5 +332,4 @@ def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World,
         with Trainer(served, handwriting_jobs.job(), one) as trainer:
             trainer.update()
             server.kill()
-            with pytest.raises(RunError, match=r"127\.0\.0\.1"):
-                list(trainer)
+            fails(r"127\.0\.0\.1", list, trainer)

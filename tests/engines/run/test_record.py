@@ -9,12 +9,12 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import pytest
 from helpers import handwriting_jobs
+from helpers.refusals import refuses
 from helpers.settings import leaves
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.cli.train import configure
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
@@ -153,8 +153,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = configure("train", ["grpo", *words])
     assert (found.model, found.out, found.checkpoint.folder) == (f"{tmp_path}/m", tmp_path / "run", f"{tmp_path}/c")
     assert (found.prompts, found.rewards) == ((f"{tmp_path}/a.txt=2", "b~.txt"), (f"x:weights={tmp_path}/w",))
-    with pytest.raises(UsageError, match=r"checkpoint\.folder is '', expected a folder or a URL"):
-        configure("train", ["grpo", "--checkpoint.folder", ""])
+    refuses(r"checkpoint\.folder is '', expected a folder or a URL", configure, "train", ["grpo", "--checkpoint.folder", ""])
 
 
 def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +263,7 @@ def test_a_warm_up_was_a_number_or_a_fraction(number: int, share: float, now: fl
 
 def test_an_unknown_field_of_an_old_record_is_said() -> None:
     """Nothing of a run is passed over."""
-    with pytest.raises(UsageError, match="unknown fields novel @ run"):
-        read_record({**OLD["grpo"], "novel": 1})
+    refuses("unknown fields novel @ run", read_record, {**OLD["grpo"], "novel": 1})
 
 
 @pytest.mark.parametrize(

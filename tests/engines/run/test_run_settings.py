@@ -11,12 +11,12 @@ import torch
 from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
 from helpers.graphs import Graphs
+from helpers.refusals import refuses
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Awm, Nft
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
@@ -129,8 +129,7 @@ def test_stochastic_steps_one_by_one() -> None:
     """They are distinct, in order, within the range, and every set of them is drawn."""
     drawn = {tuple(sde_steps(key(seed), 9, 3, 1, 6)) for seed in range(300)}
     assert drawn == {*itertools.combinations(range(1, 6), 3)}
-    with pytest.raises(ValueError, match="size is 6"):
-        sde_steps(key(0), 9, 6, 1, 6)
+    refuses("size is 6", sde_steps, key(0), 9, 6, 1, 6)
 
 
 def test_windows_that_are_apart_and_windows_that_move(one: World, tmp_path: Path) -> None:
@@ -289,7 +288,10 @@ def test_more_updates_never_change_a_planned_learning_rate(
     for updates in (3, 8):
         with Trainer(replace(config, updates=updates), tiny.job(), one) as trainer:
             if refused and updates == 8:
-                with pytest.raises(UsageError, match="updates is 8, expected at most 4: the learning rate was planned"):
-                    trainer.resume(tmp_path / "checkpoints" / "000002")
+                refuses(
+                    "updates is 8, expected at most 4: the learning rate was planned",
+                    trainer.resume,
+                    tmp_path / "checkpoints" / "000002",
+                )
             else:
                 trainer.resume(tmp_path / "checkpoints" / "000002")

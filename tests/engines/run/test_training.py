@@ -18,6 +18,7 @@ from helpers import launch, short_runs
 from helpers import tiny_jobs as tiny
 from helpers.handwriting_jobs import config, job, trained, updates
 from helpers.marks import long
+from helpers.refusals import fails, refuses
 from helpers.resumed import untimed
 from PIL import Image
 from rich.console import Console
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.report import charts as drawing
 from fluvial.engines.methods.table import Guard
 from fluvial.engines.run import train
@@ -252,8 +252,7 @@ def test_a_background_checkpoint_that_fails(tmp_path: Path, monkeypatch: pytest.
     console = Console(file=io.StringIO(), width=500)
     run = config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1, "checkpoint.keep": 3})
     if always:
-        with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
-            train(run, job(), console=console)
+        fails(r"checkpoint .*000002 could not be saved: the disk is full", train, run, job(), console=console)
         return
     train(run, job(), console=console)
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
@@ -282,8 +281,12 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
         return real(self, module, *args, **kwargs) * (1.01 if torch.is_grad_enabled() else 1.0)
 
     monkeypatch.setattr(type(broken.model), "predict", velocity)
-    with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
-        train(config(tmp_path / "run", **{"rollout.max_log_ratio": 1e-7}), broken)
+    fails(
+        "rollout and update do not compute the same policy",
+        train,
+        config(tmp_path / "run", **{"rollout.max_log_ratio": 1e-7}),
+        broken,
+    )
 
 
 @pytest.mark.slow
@@ -480,12 +483,12 @@ def test_the_world_is_the_callers_where_there_is_one(tmp_path: Path) -> None:
             trainer.update()
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.distributed.is_initialized()
-        with pytest.raises(UsageError, match=r"a process group is open already: pass the world of init_world\(\)"):
-            Trainer(tiny.config(tmp_path), tiny.job())
+        refuses(
+            r"a process group is open already: pass the world of init_world\(\)", Trainer, tiny.config(tmp_path), tiny.job()
+        )
         assert torch.distributed.is_initialized()
     with Trainer(tiny.config(tmp_path), tiny.job()):
         assert torch.distributed.is_initialized()
     assert not torch.distributed.is_initialized()
-    with pytest.raises(UsageError, match="prompts is empty"):
-        Trainer(tiny.config(tmp_path), tiny.job(prompts=()))
+    refuses("prompts is empty", Trainer, tiny.config(tmp_path), tiny.job(prompts=()))
     assert not torch.distributed.is_initialized()

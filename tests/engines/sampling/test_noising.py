@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -261,8 +262,9 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
         assert torch.equal(apart.level[:, row], columns[(plain.levels == one.level[:, None]).long().argmax(1), row])
         torch.testing.assert_close(apart.x[:, row], (1 - level) * x0.repeat(2, 1, 1, 1)[:, row] + level * noise[:, row])
     assert torch.equal(apart.parts(columns), one.parts(plain.levels))
-    with pytest.raises(ValueError, match="is 'continuous', expected schedule or stratified: the pieces"):
-        noised(columns, NoisingConfig(2, ContinuousLevels()))
+    refuses(
+        "is 'continuous', expected schedule or stratified: the pieces", noised, columns, NoisingConfig(2, ContinuousLevels())
+    )
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9))

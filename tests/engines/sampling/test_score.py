@@ -6,6 +6,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from helpers.refusals import refuses
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
@@ -85,5 +86,4 @@ def test_a_trajectory_that_does_not_fit_is_one_line() -> None:
         (trajectory._replace(steps=torch.tensor([0])), cond, "score: steps has shape [1], expected [3, 2]"),
         (trajectory._replace(x_next=trajectory.x_next[:, :1]), cond, "score: x has shape [3, 2, 1, 8, 32] and x_next"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            score(wrong, module, model=MODEL, cond=given, schedule=SCHEDULE, sampler=SAMPLER)
+        refuses(re.escape(message), score, wrong, module, model=MODEL, cond=given, schedule=SCHEDULE, sampler=SAMPLER)

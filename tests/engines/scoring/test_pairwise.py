@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
 from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.scoring.pairwise import Pairwise, bradley_terry, win_rates
 from fluvial.engines.scoring.registry import select
@@ -77,17 +78,23 @@ def test_a_judge_by_name(one: World, tmp_path: Path) -> None:
     values = images(0.1, 0.9, 0.3, 0.2, 0.0)
     found: Any = by_score[0](values, PROMPTS, group=0)
     assert torch.equal(found, Pairwise(brighter)(values, PROMPTS, 0))
-    with pytest.raises(UsageError, match=r"judge 'helpers\.tiny_jobs:brightness' has the signature"):
-        select({}, ["pairwise:judge=helpers.tiny_jobs:brightness"])
-    with pytest.raises(UsageError, match="a reward of images and prompts alone: told needs metadata"):
-        select({"told": lambda images, prompts, metadata: images.mean((1, 2, 3))}, ["pairwise:judge=told"])
-    with pytest.raises(UsageError, match="told needs condition_videos and model_inputs"):
-        select({"told": shown}, ["pairwise:judge=told"])
+    refuses(
+        r"judge 'helpers\.tiny_jobs:brightness' has the signature",
+        select,
+        {},
+        ["pairwise:judge=helpers.tiny_jobs:brightness"],
+    )
+    refuses(
+        "a reward of images and prompts alone: told needs metadata",
+        select,
+        {"told": lambda images, prompts, metadata: images.mean((1, 2, 3))},
+        ["pairwise:judge=told"],
+    )
+    refuses("told needs condition_videos and model_inputs", select, {"told": shown}, ["pairwise:judge=told"])
     mapped = {"mapped": lambda images, prompts: {"score": tiny.brightness(images, prompts)}}
     judged: Any = select(mapped, ["pairwise:judge=mapped"])["pairwise"][0]
     assert torch.equal(judged(values, PROMPTS, group=0), found)
-    with pytest.raises(UsageError, match="needs the option judge"):
-        select({}, ["pairwise"])
+    refuses("needs the option judge", select, {}, ["pairwise"])
     with pytest.raises(RunError, match=r"set sampling.group to 2 or more"):
         Pairwise(brighter)(values[:1], PROMPTS[:1], 0)
     sampling = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS)
@@ -155,5 +162,4 @@ def test_known_answers() -> None:
     ],
 )
 def test_what_is_no_count_is_refused(wins: Tensor, prior: float, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        bradley_terry(wins, prior=prior)
+    refuses(says, bradley_terry, wins, prior=prior)

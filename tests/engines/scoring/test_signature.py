@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from PIL import Image
 
 from fluvial.engines.data.records import Prompt, texts
@@ -113,10 +114,19 @@ def test_conditions_are_those_of_the_records(tmp_path: Path) -> None:
     torch.testing.assert_close(sound.wave, torch.tensor([[0.5, -1.0]]), rtol=0, atol=1e-4)
     check_records({"compared": compared}, [prompt])
     check_records({"swapped": swapped}, [prompt, Prompt("b")])
-    with pytest.raises(UsageError, match="evaluator 'compared' takes condition_images, and prompt 'b' has none"):
-        check_records({"compared": compared}, [prompt, Prompt("b")], label="evaluator")
-    with pytest.raises(UsageError, match="condition_audios, and prompt 'b' has none: give its record a column audio"):
-        check_records({"compared": compared}, [prompt, Prompt("b", image=tmp_path / "red.png", video=tmp_path / "clip.npy")])
+    refuses(
+        "evaluator 'compared' takes condition_images, and prompt 'b' has none",
+        check_records,
+        {"compared": compared},
+        [prompt, Prompt("b")],
+        label="evaluator",
+    )
+    refuses(
+        "condition_audios, and prompt 'b' has none: give its record a column audio",
+        check_records,
+        {"compared": compared},
+        [prompt, Prompt("b", image=tmp_path / "red.png", video=tmp_path / "clip.npy")],
+    )
     broken = Prompt("b", image=tmp_path / "red.png", video=b"no video", audio=b"RIFF no sound")
     with pytest.raises(UsageError, match=r"a video of 8 bytes cannot be read as a video"):
         signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [broken]))

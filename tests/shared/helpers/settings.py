@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from helpers.objective_rows import GIVEN, TEACHER
 
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods import HeadGan
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ScoutedGroups
@@ -20,6 +21,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "dpm": {"sampling.sampler": Ode("dpmpp_2m")},
     "noisy_solver": {"sampling.sampler": SaSolver(0.4)},
     "lora": {"train": "lora"},
+    "fast": {"optimizer": OptimizerConfig(lr=0.05)},
     "window": {"sampling.window": RandomWindow(2)},
     "cut": {"sampling.steps": 6, "sampling.window": RandomWindow(2, low=2, high=4)},
     "branches": {"sampling.window": Branches(1, 2), "sampling.group": 8},

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from helpers.refusals import fails
 from helpers.saved_checkpoints import found, options, save, state
 
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 
 
@@ -52,20 +52,26 @@ def test_a_service_that_refuses_is_a_run_error(one: World, monkeypatch: pytest.M
         raise NoCredentialsError("Unable to locate credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
-    with pytest.raises(RunError, match="could not be saved: memory://refused/: Unable to locate credentials; earlier"):
-        save("memory://refused", one, update=1)
+    fails(
+        "could not be saved: memory://refused/: Unable to locate credentials; earlier",
+        save,
+        "memory://refused",
+        one,
+        update=1,
+    )
 
 
 def test_ranks_on_different_disks_are_noticed(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that a rank wrote and rank 0 does not see: better now than when it is needed."""
     elsewhere = [{"shard-00002-model-00001-of-00001.safetensors": {"bytes": 8, "sha256": "0"}}]
     monkeypatch.setattr(World, "gather_items", lambda self, item: [item, *elsewhere] if isinstance(item, dict) else [item])
-    with pytest.raises(RunError, match=r"shard-00002.* is not there: all ranks must write to the same disk"):
-        save(tmp_path, one, update=1)
+    fails(r"shard-00002.* is not there: all ranks must write to the same disk", save, tmp_path, one, update=1)
     assert found(tmp_path) == []
 
 
-def test_every_byte_is_synced_before_the_checkpoint_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_is_synced_before_the_checkpoint_gets_its_name(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file is synced after its last write, then their folder, then it is renamed, then the folder above is synced."""
     synced: list[tuple[int, int]] = []  # inode, and its size then
     renamed: list[tuple[list[tuple[int, int]], dict[str, tuple[int, int]], int]] = []
@@ -84,9 +90,7 @@ def test_every_byte_is_synced_before_the_checkpoint_gets_its_name(tmp_path: Path
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    with init_world() as world:
-        state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
-        checkpoint.save(tmp_path, state, {}, update=1, fingerprint={}, keep=1, world=world)
+    save(tmp_path, one, update=1)
     ((before, files, folder),) = renamed
     assert len(files) >= 2  # tensors and the manifest
     assert {*files.values()} <= {*before}
