@@ -242,13 +242,13 @@ def test_a_background_checkpoint_that_fails(tmp_path: Path, monkeypatch: pytest.
     """Once: the present state is saved instead, at once, and the person is told. Again at the next save: the run ends."""
     write, calls = HuggingFaceStorageWriter.write_data, []
 
-    def fails(*args: Any, **kwargs: Any) -> Any:
+    def full(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if always or len(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
     console = Console(file=io.StringIO(), width=500)
     run = config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1, "checkpoint.keep": 3})
     if always:
