@@ -334,7 +334,8 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     assert 'pipeline.transformer_2.load_lora_adapter("path/to/this/folder/transformer_2", weight_name=' in text
 
 
-@pytest.mark.parametrize("form", [Dora(), long(Lokr())], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
 def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path, form: Any) -> None:
     """The file of a run begins another one, whose reference it is; the export of a checkpoint is that of the run."""
     config = handwriting_jobs.config(tmp_path / "first", train="lora", lora=LoraConfig(rank=4, form=form))

@@ -366,7 +366,7 @@ def test_a_storage_that_fails_later_loses_nothing(
     ("phase", "error", "says"),
     [
         ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "(CUDA out of memory. Tried"),
-        ("rollout", MemoryError(), "in the phase rollout"),
+        long("rollout", MemoryError(), "in the phase rollout"),
     ],
 )
 def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_change(

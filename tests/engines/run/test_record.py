@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 import pytest
 from helpers import handwriting_jobs
+from helpers.marks import long
 from helpers.refusals import refuses
 from helpers.settings import leaves
 from hypothesis import assume, given, settings
@@ -203,7 +204,7 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert as_record(moved)["pipeline"]["weights"] == "moved/weights"
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("old", [long(False), True])
 def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
     """Checkpoints hold its settings: those of a run with absolute paths, and with paths as they were typed."""
     for name in ("a", "b"):

@@ -28,12 +28,7 @@ RANDOM = {
     name: ("any", {"rounds": 16, "url": "url" in name, "background": "background" in name})
     for name in ("disk", "disk, background", "url")
 }
-SHORT = (
-    "a new update, disk, killed",
-    "an update again, disk, full",
-    "an update again, url, full, background",
-    "disk, background",
-)
+SHORT = ("a new update, disk, killed", "an update again, disk, full", "an update again, url, full, background")
 
 
 def some(names: Iterable[str]) -> list[Any]:
