@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
 from helpers.spied_runs import rows_of
@@ -22,12 +21,9 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
-from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import AcDmd, Awm, Dpo
 from fluvial.engines.run import build, saving
-from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.probe import RunPasses
 from fluvial.engines.run.trainer import Trainer
@@ -35,8 +31,6 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
-from fluvial.models import LoraConfig
-from fluvial.models.lora import LowRank
 
 CHOOSE = micro_batch.choose
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
@@ -145,36 +139,6 @@ def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, trai
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     for name, shard in found["auto"][3].items():
         torch.testing.assert_close(shard, found["rollout"][3][name], rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.bits
-@pytest.mark.long
-@pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("model", ["handwriting", "handwriting-unet"])
-def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) -> None:
-    """A transformer and a UNet, with a merged product of LoRA."""
-    rollout = SamplingConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
-    if model != "handwriting":
-        rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
-    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
-    config = TrainConfig(
-        tmp_path,
-        Grpo(sampling=rollout),
-        model=model,
-        updates=2,
-        train="lora",
-        lora=lora,
-        optimizer=OptimizerConfig(lr=1e-2),
-        engine=MachineConfig(micro_batch=16),
-    )
-    job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
-    with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
-        rows = rows_of(run)
-        first, second = list(run)
-        sizes = {size for graph, size in rows if graph}
-        assert sizes <= set(run.pairs)
-        assert max(sizes) == run.pairs[0]
-    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
 
 
 class Recording(tiny.Tiny):

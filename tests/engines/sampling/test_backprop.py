@@ -12,11 +12,9 @@ from helpers.refusals import refuses
 from torch import Tensor
 
 from fluvial.core.random import key
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import AlignProp
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.backprop import number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -54,38 +52,6 @@ def test_the_last_steps_lead_to_the_samples_of_the_rollout(one: World, tmp_path:
     assert run.infos[0].loss == pytest.approx(-record["reward"]["mean"], abs=1e-6)
     assert run.infos[0].items == 4
     assert run.infos[0].grad_norm > 0
-
-
-def test_more_steps_have_another_gradient(one: World, tmp_path: Path) -> None:
-    """The gradient through two steps is not that through one."""
-    norms = []
-    for last in (1, 2):
-        config = configured(tmp_path, AlignProp(last=last), sampler=Ode())
-        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
-        run.rollout()
-        norms.append(run.infos[0].grad_norm)
-    assert abs(norms[1] - norms[0]) > 0.05 * norms[0]
-
-
-def test_the_reward_rises(one: World, tmp_path: Path) -> None:
-    """In ten updates, and comes near a target."""
-    for target in (None, 0.45):
-        config = TrainConfig(
-            tmp_path,
-            train="lora",
-            updates=10,
-            optimizer=OptimizerConfig(lr=0.01),
-            method=AlignProp(
-                last=2, target=target, sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode())
-            ),
-            engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
-        )
-        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
-        rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]
-        if target is None:
-            assert rewards[-1] > rewards[0] + 0.05
-        else:
-            assert abs(rewards[-1] - target) < abs(rewards[0] - target)
 
 
 def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_path: Path) -> None:
