@@ -13,7 +13,6 @@ from helpers import tiny_jobs as tiny
 from helpers.addresses import misplaced, placed
 from helpers.spied_runs import STEPS, Spied
 from helpers.tiny_token_job import Toy, ToyCond
-from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.core import correction
@@ -22,9 +21,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import Guard
-from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import Mask, Reject, SamplingConfig, Truncate
@@ -47,7 +44,7 @@ class Telling(Toy):
 
 
 @pytest.mark.bits
-def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int) -> None:
+def test_the_first_ratio_is_one_however_inputs_lie(one: World, tmp_path: Path, threads: int) -> None:
     """Samples of an odd number of values, so that a micro-batch of an update begins at an odd address of all of them."""
     job = tiny_token_job.job()
     job = replace(job, model=Telling(), shape=(7, job.shape[1]))
@@ -58,10 +55,9 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
         optimizer=OptimizerConfig(lr=1e-3),
         method=Grpo(sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5))),
         engine=MachineConfig(micro_batch=1),
-        evaluation=EvaluationConfig(final_samples=2),
     )
-    summary = train(config, job, console=Console(quiet=True))
-    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    with Trainer(config, job, one) as trainer:
+        assert trainer.update()["first_pass_max_abs_log_ratio"] == 0.0
 
 
 KINDS = {"truncate": Truncate, "reject": Reject, "mask": Mask}

@@ -13,7 +13,7 @@ from helpers.refusals import fails, refuses
 from torch import Tensor, nn
 
 from fluvial.engines.data.records import Prompt, as_prompts, split_scores, texts
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import recipes, train
 from fluvial.engines.run.config import with_values
@@ -154,9 +154,9 @@ def job(**changes: Any) -> Job:
     return tiny.job(**{"prompts": PROMPTS, "rewards": goals, "source_weights": {"a": 3.0}, **changes})
 
 
-def test_metadata_reaches_the_reward_and_metrics_are_split(tmp_path: Path, one: World) -> None:
+def test_metadata_reaches_the_reward_and_metrics_are_split(tmp_path: Path) -> None:
     """Each image is scored with the record of its own prompt; means are per source and per tag."""
-    with Trainer(tiny.config(tmp_path, sampling=ODE), job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=ODE), job()) as trainer:
         record = trainer.update()
     sources, tags = record["sources"], record["tags"]
     assert {name: part["samples"] for name, part in sources.items()} == {"a": 6, "b": 2}
@@ -167,13 +167,13 @@ def test_metadata_reaches_the_reward_and_metrics_are_split(tmp_path: Path, one: 
     assert record["reward"]["mean"] == pytest.approx(whole, rel=1e-5)
 
 
-def test_an_evaluation_is_split_too(one: World) -> None:
+def test_an_evaluation_is_split_too() -> None:
     """By the held-out prompts' own tags, with the records for evaluators."""
     held = [Prompt("4", tag="even", metadata={"goal": 2}), Prompt("5", tag="odd", metadata={"goal": 7})]
     made = job(heldout=held, evaluators={"goal": goals})
-    result = evaluate(
-        made, made.model.build(), schedule=made.model.schedule(2, tiny.SHAPE), samples=16, micro_batch=4, world=one
-    )
+    options: dict[str, Any] = {"schedule": made.model.schedule(2, tiny.SHAPE), "samples": 16, "micro_batch": 4}
+    with init_world() as world:
+        result = evaluate(made, made.model.build(), world=world, **options)
     assert set(result.split) == {"tags"}
     assert result.split["tags"]["odd"]["goal"] == pytest.approx(7, abs=0.01)
     assert result.split["tags"]["even"]["goal"] == pytest.approx(2, abs=0.01)
@@ -188,11 +188,11 @@ def test_a_mean_is_over_the_samples_of_its_label() -> None:
     assert split_scores(scores, as_prompts(["x", "y", "z"]), ["s", "l"]) == {}
 
 
-def test_prompts_come_in_epochs(tmp_path: Path, one: World) -> None:
+def test_prompts_come_in_epochs(tmp_path: Path) -> None:
     """However many are asked for at once."""
     config, seen = tiny.config(tmp_path, sampling=replace(ODE, prompts=2), updates=6), []
     plain = tiny.job(prompts=("0", "1", "2", "3"))
-    with Trainer(config, plain, one) as trainer:
+    with Trainer(config, plain) as trainer:
         for _ in range(6):
             seen.append(trainer.sampler.prompts(torch.empty(0), trainer.engine.updates))  # type: ignore[arg-type]
             trainer.update()

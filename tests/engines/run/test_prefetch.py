@@ -23,10 +23,9 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft
-from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.prefetch import PushOrder, RolloutPrefetcher
+from fluvial.engines.run.prefetch import PushOrder
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
@@ -97,23 +96,6 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
 
         source.behaviour = behaviour
         return list(trainer), weights(trainer)
-
-
-@pytest.mark.parametrize("of", [clipped, long(nft)])
-def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of: Any) -> None:
-    """With the thread and the copy, too: they make each rollout with the current weights."""
-    config = of(tmp_path, 0)
-    expected, last = run(config, one)
-    with Trainer(config, tiny.job(), one) as trainer:
-        copy = _copy(config, trainer.job, trainer.run.networks, one)
-        source: Any = trainer.sampler.source
-        source.behaviour = copy.behaviour
-        trainer.ahead = RolloutPrefetcher(trainer.run, copy)
-        found = list(trainer)
-        assert same(weights(trainer), last)
-        trainer.ahead.close()
-    assert untimed(found) == untimed(expected)
-    assert all(record["staleness"] == {"0": 4} for record in found)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

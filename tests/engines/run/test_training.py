@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -446,6 +447,66 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     train(config(out, resume=True), job())
     assert launch.weights(out) == before
     assert launch.records(out) == records
+
+
+def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
+    """With its weights, a report, and the checkpoint of the best evaluation, however few are kept; resumed it watches on."""
+    calls = [0]
+
+    def rising(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls[0] += 1
+        return images.mean((1, 2, 3)) + calls[0]
+
+    def falling(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return torch.full((len(prompts),), -float(calls[0]))
+
+    settings: Any = {
+        "updates": 6,
+        "evaluation.every": 1,
+        "evaluation.samples": 2,
+        "evaluation.final_samples": 2,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 1,
+        "tracker": "none",
+        "evaluation.stop_when_gamed": 2,
+    }
+    job, out = tiny.job(rewards={"rising": rising}, evaluators={"heldout": falling}), tmp_path / "run"
+    summary = train(tiny.config(out, **settings), job)
+    assert summary["updates"] == 3
+    said = summary["stopped_when_gamed"]
+    assert said.startswith("stopped after update 3: the score of the heldout evaluator fell at 2 evaluations in a row (")
+    assert said.endswith(f"best evaluation after update 1: checkpoint {out / 'checkpoints' / '000001'}")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["000001", "000003"]
+    assert (out / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    assert json.loads((out / "summary.json").read_text())["stopped_when_gamed"] == said
+    manifest = json.loads((out / "checkpoints" / "000003" / "manifest.json").read_text())
+    assert [update for update, _, _ in manifest["meta"]["evaluations"]] == [1, 2, 3]
+
+
+def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
+    """What fails is counted and kept for the report, what is too much ends the run, and the checkpoint goes on."""
+    calls = {"rollout": 0}
+
+    def away(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls["rollout"] += 1
+        if calls["rollout"] in broken:
+            raise ConnectionError("connection refused")
+        return images.mean((1, 2, 3))
+
+    broken: set[int] = {4}  # the first call is the trial; a rollout of two groups is two
+    few = {"evaluation.final_samples": 2, "evaluation.samples": 2, "evaluation.every": 0, "checkpoint.every": 1}
+    groups = {"sampling": STEPS, "engine.micro_batch": 4, "rollout.max_invalid": 0.5}
+    asked, it = tiny.config(tmp_path / "run", updates=3, tracker="none", **few, **groups), tiny.job(rewards={"it": away})
+    with pytest.warns(UserWarning, match=r"^reward 'it' raised ConnectionError \(connection refused\) for prompt"):
+        train(asked, it)
+    records = launch.records(tmp_path / "run")
+    assert [record["invalid"]["groups"] for record in records if "invalid" in record] == [0, 1, 0]
+    assert "connection refused" in (tmp_path / "run" / "warnings.txt").read_text()
+    calls["rollout"], broken = 0, {4, 5, 6, 7}
+    asked = replace(asked, resume=True, updates=6)
+    fails(r"connection refused.*; 2 of the 2 groups .*above rollout.max_invalid 0.5\nin the phase reward$", train, asked, it)
+    calls["rollout"] = 100
+    assert train(asked, it)["updates"] == 6
 
 
 def test_update_by_update_is_the_run(tmp_path: Path) -> None:
