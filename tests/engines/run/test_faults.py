@@ -70,8 +70,7 @@ class Launched:
     def lines(self) -> list[str]:
         """Return our lines on stderr; the agent has more of its own."""
         said = (line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
-        waits = re.compile(r"fluvial: [^:]*, \d+ s")  # of a busy machine
-        return sorted(line for line in said if not waits.fullmatch(line))
+        return sorted(line for line in said if not launch.WAITS.fullmatch(line))
 
     def _wait(self, condition: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
