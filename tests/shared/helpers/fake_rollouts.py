@@ -16,8 +16,8 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.servers.rollout.service import GENERATE
 from fluvial.engines.extensions.wire.request import RolloutRequest, write_request
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response, write_response
-from fluvial.engines.run.batch import RolloutSpec
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig
 
 MICRO_BATCH = 4
