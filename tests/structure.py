@@ -38,7 +38,7 @@ BOUNDS = {
     "functions that take the configuration": 93,
     "names of several classes": 0,
     "files of engines/engine": 9,
-    "lines of engines/engine": 2387,
+    "lines of engines/engine": 2384,
     "lines of the product": 77144,
 }
 

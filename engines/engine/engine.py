@@ -119,11 +119,11 @@ class Engine:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint needs them.
         self.carried = {} if shared else {n: p for n, p in named.items() if is_adapter(n) and not p.requires_grad}
-        self._row = OPTIMIZERS[self.config.name]
-        self._check_row()
-        self.optimizer = self._row.build(self.trainable.values(), self.config)
-        for parameter in self.trainable.values():
-            self.optimizer.state[parameter] = self._row.start(parameter, self.config)
+        self._rule = OPTIMIZERS[self.config.name]
+        self._check_optimizer()
+        self.optimizer = self._rule.build(self.trainable.values(), self.config)
+        for parameter in self.trainable.values():  # now, so that checkpoints and offload see it
+            self.optimizer.state[parameter] = self._rule.start(parameter, self.config)
         self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
         self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
@@ -159,8 +159,8 @@ class Engine:
             count: divisor of the sum, the same on all ranks; by default the number of items of all ranks.
             micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Several
                 sizes are in descending order: each is used as often as it fits, and the last one for the remainder.
-            pad_to: largest P over the ranks. Every rank pads its items to it with weight 0, so that all run the same
-                micro-batches and collectives match. With several ranks, omitting it or `count` costs one small gather.
+            pad_to: largest P over the ranks. Every rank pads to it with repeated items, masked out, so that all run the
+                same micro-batches and collectives match. With several ranks, omitting it or `count` costs one small gather.
             inputs: tensors `[B, ...]` besides the items from which `loss_fn` reads rows; their shapes determine its FLOPs.
             parts: whether an item belongs to a part of the update, bool `[P, S]`; diagnostics are also averaged per part.
 
@@ -171,10 +171,10 @@ class Engine:
         options = {"count": count, "micro_batch": micro_batch, "pad_to": pad_to, "inputs": inputs, "parts": parts}
         passes, diagnostics = self._passes(items, loss_fn, weight, **options)
         self._run(passes)
-        norm = self._gradient_norm()
-        row = diagnostics.row(self.world.peak_memory())[None]
-        # The one read-back of the update.
-        table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
+        norm = self._unscale_gradients()
+        packed = diagnostics.pack(self.world.peak_memory())[None]
+        # One copy to the host per update, since each waits for the device; the norm is its last line.
+        table = torch.cat([self.world.gather_data(packed), norm.to(packed).expand(1, packed.shape[1])]).tolist()
         info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
         return info._replace(flops=diagnostics.flops)
 
@@ -211,7 +211,7 @@ class Engine:
         passes = split(pad_to, sizes or (pad_to,))
         weight = torch.ones(item_count, device=device) if weight is None else weight
         row_shapes = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))
-        real = torch.zeros(sum(passes), device=device)
+        real = torch.zeros(sum(passes), device=device)  # 0 for padding, which has the weight of the items that it repeats
         real[:item_count] = weight != 0
         batches = micro_batches((items, weight), micro_batch=sizes or (pad_to,), pad_to=pad_to, device=device)
         diagnostics = Diagnostics(real, parts)
@@ -245,8 +245,8 @@ class Engine:
         self._check_onloaded()
         with self.sharded.train():
             for i, run in enumerate(count_parts("passes", passes, 1, len(passes), unit=""), start=1):
-                self.sharded.set_last(last and i == len(passes))
-                self.sharded.last_backward.begin(last and i == len(passes))
+                self.sharded.set_last(last and i == len(passes))  # whether it reduces gradients
+                self.sharded.last_backward.begin(last and i == len(passes))  # whether blocks are freed behind it
                 run()
         self.sharded.last_backward.end()
 
@@ -254,10 +254,10 @@ class Engine:
     def step(self) -> UpdateInfo:
         """Take an optimizer step with the gradients that `backward` added, and clear them."""
         self._check_onloaded()
-        norm = self._gradient_norm()
+        norm = self._unscale_gradients()
         return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
 
-    def _gradient_norm(self) -> Tensor:
+    def _unscale_gradients(self) -> Tensor:
         """Divide the gradients by the loss scale, and return their norm over all parameters and ranks."""
         self.sharded.reshard()  # gives the parameters their gradients
         for parameter in self.trainable.values() if self.scale != 1 else ():
@@ -282,7 +282,7 @@ class Engine:
         self.flops[shapes] = counter.model
 
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
-        """Step the optimizer if the gradient is finite, and return the diagnostics of the update."""
+        """Step the optimizer if the gradient is finite. `norm` clips on the device; `grad_norm` is its value on the host."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
         self.stepping = True
         if skip:
@@ -294,7 +294,7 @@ class Engine:
                 warnings.warn(problem, stacklevel=3)
             self._warned = self._warned or problem is not None
             set_lr(self.optimizer, lr)
-            self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
+            self._rule.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
             self.skipped_in_a_row = 0
             self._update_average()
         self.optimizer.zero_grad()
@@ -329,10 +329,10 @@ class Engine:
                     self.average, self._local(torch.float32), decay**self.config.ema_repeats
                 )  # equals this many updates
 
-    def _check_row(self) -> None:
+    def _check_optimizer(self) -> None:
         """Raise UsageError if the optimizer does not support the dtype of the masters."""
         names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
-        if self.sharding.masters != "float32" and not self._row.elementwise:
+        if self.sharding.masters != "float32" and not self._rule.elementwise:
             hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
             raise UsageError("optimizer.name", self.config.name, names, hint)
 
@@ -455,7 +455,7 @@ class Engine:
     def _moments(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
-        return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
+        return list_saved(self.optimizer.state[parameter], self._rule.buffers(tuple(parameter.shape), self.config))
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters, cast to `dtype` if it is set."""

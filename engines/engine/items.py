@@ -101,7 +101,7 @@ class Diagnostics:
         if self.parts is not None:
             self._leaves.append(leaves)
 
-    def row(self, memory: Sequence[float]) -> Tensor:
+    def pack(self, memory: Sequence[float]) -> Tensor:
         """Return this rank's diagnostics as one row, with the sum of its losses and its memory in bytes."""
         assert self.sums is not None
         assert self.peaks is not None

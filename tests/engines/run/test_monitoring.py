@@ -74,7 +74,7 @@ def row(values: Tensor, parts: Tensor | None, *, pad: int = 0, micro_batch: int 
     for start in range(0, held + pad, micro_batch):
         rows = slice(start, start + micro_batch)
         found.add(Info(*filled[:, rows]), rows, torch.tensor(0.5 * (start == 0)), 0)
-    return found, found.row([100.0, 200.0]).tolist()
+    return found, found.pack([100.0, 200.0]).tolist()
 
 
 def test_diagnostics_by_part_are_those_of_the_loop_one_would_write() -> None:
