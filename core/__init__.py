@@ -1,6 +1,6 @@
 """The mathematics: pure functions over tensors, one concept per file.
 
-The modules are the public surface. The names that research code types most are re-exported here.
+The modules are the public surface. The names that research code uses most are re-exported.
 """
 
 from fluvial.core.advantages import group_advantages

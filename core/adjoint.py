@@ -1,4 +1,4 @@
-"""Adjoint Matching: a regression that makes a sampler's step the best one for the gradient of a reward at its end."""
+"""Adjoint Matching: regression of a sampler's steps to the gradient of a reward at the clean sample."""
 
 from einops import reduce
 
@@ -9,19 +9,19 @@ from fluvial.core.types import PerSample, Samples
 
 
 def lean_adjoint(transition: Transition, adjoint: Samples, product: Samples) -> Samples:
-    """Return the adjoint before a step from that after it, `[B, *event]`.
+    """Return the adjoint before a step from the adjoint after it, `[B, *event]`.
 
         adj_k = a adj_{k+1} + b J(x_k)^T adj_{k+1}
 
-    J is the Jacobian of the base model's output at x_k. It begins at the clean sample x_T with adj_T = -lambda grad r(x_T),
-    and is the gradient of -lambda r(x_T) with respect to x_k along the base's steps with their noise held.
+    J is the Jacobian of the base model's output at x_k. The recursion starts at the clean sample x_T with
+    adj_T = -lambda grad r(x_T). adj_k is the gradient of -lambda r(x_T) in x_k along the base's steps with fixed noise.
 
     Args:
         transition: coefficients of the step, `[B]`, 0-d or `[B, R]`.
         adjoint: adj_{k+1}, `[B, *event]`.
         product: J(x_k)^T adj_{k+1}, `[B, *event]`.
 
-    Source: arXiv 2409.08861, here for a step in discrete time.
+    Source: arXiv 2409.08861, for a step in discrete time.
     """
     adjoint, product = match_tensors("lean_adjoint", adjoint=adjoint, product=product)
     check_per_sample("lean_adjoint", adjoint.shape, a=transition.a, b=transition.b)
@@ -36,7 +36,7 @@ def adjoint_loss(transition: Transition, v: Samples, v_base: Samples, adjoint: S
 
     Its minimum b (v - v_base) = -std^2 adj shifts the step's mean along the gradient of the reward. If the sampler is
     memoryless (`flow_sde` with eta sqrt(2), `ddim` with eta 1), a policy at the minimum of all steps samples from
-    p_base exp(lambda r); with other noise x_T depends on x_0, and the samples are biased. Exactly, adj is adj_{k+1}, that of
+    p_base exp(lambda r); with other noise x_T depends on x_0, and the samples are biased. adj is adj_{k+1}, the adjoint at
     the end of the step. Gradients flow to v only.
 
     Args:

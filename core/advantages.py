@@ -1,4 +1,4 @@
-"""Advantages: rewards centred in their group and scaled, without a Python loop over samples or a read from a device."""
+"""Advantages: rewards centred in their group and scaled, without Python loops over samples or reads from the device."""
 
 from typing import Literal, NamedTuple
 
@@ -26,7 +26,7 @@ def group_advantages(
     Args:
         reward: `[B]`.
         group: group of each sample, `[B]` integers of any value and in any order; the samples of a prompt share one.
-        scale: standard deviation that the centred reward is divided by, see above.
+        scale: standard deviation that centred rewards are divided by, see above.
         eps: added to the standard deviation, in the reward's unit, > 0.
         ddof: 1 for unbiased standard deviations, 0 for those of the population (numpy's default).
 
@@ -52,17 +52,17 @@ def group_advantages(
 def multi_reward_advantages(
     rewards: Tensor, weights: Tensor, group: Ids, *, scale: Scale = "group", eps: float = 1e-4, ddof: int = 1
 ) -> PerSample:
-    """Return the advantages of several rewards, `[B]`: each normalised in its group, their sum over the batch.
+    """Return the advantages of several rewards, `[B]`: each is normalised in its group, their sum over the batch.
 
         A = (S - mean(S)) / (std(S) + eps),  S = sum_k w_k A_k,  A_k = group_advantages(r_k)
 
-    Normalising each reward before the sum keeps one of large spread from dominating the others (GDPO, arXiv 2601.05242).
+    Normalising each reward before the sum keeps a reward with a large spread from dominating (GDPO, arXiv 2601.05242).
 
     Args:
         rewards: `[B, K]`.
         weights: weight of each reward, `[K]`.
         group: group of each sample, `[B]` integers.
-        scale, eps, ddof: as in `group_advantages`, which also says what raises; eps and ddof hold for the sum, too.
+        scale, eps, ddof: as in `group_advantages`, errors included; eps and ddof also apply to the sum.
     """
     dtype = check_rewards("multi_reward_advantages", rewards, group)
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
@@ -78,7 +78,7 @@ def multi_reward_advantages(
 
 
 class EdgeAdvantages(NamedTuple):
-    """Advantages of the edges of trees with B leaves and S steps, `[B, S]`; the leaves below an edge have the same."""
+    """Advantages of the edges of trees with B leaves and S steps, `[B, S]`; the leaves below an edge share its value."""
 
     advantage: Tensor
     first: Tensor  # bool, whether the leaf is the first in the batch below its edge
@@ -87,7 +87,7 @@ class EdgeAdvantages(NamedTuple):
 def edge_advantages(
     reward: PerSample, edge: Tensor, tree: Ids, *, eps: float = 1e-8, least: float = 1e-6, ddof: int = 1
 ) -> EdgeAdvantages:
-    """Return the advantage of each edge of trees, compared with the edges of the same step in its tree, `[B, S]`.
+    """Return the advantage of each edge relative to the edges of the same step in its tree, `[B, S]`.
 
         R_e = mean of the rewards of the leaves below e
         A_e = (R_e - mean R) / (std R + eps) over the tree's edges of the step, 0 if std R < least
@@ -96,7 +96,7 @@ def edge_advantages(
         reward: reward of each leaf, `[B]`.
         edge: edge that each leaf takes at each step, integers `[B, S]`; leaves with the same number share it.
         tree: tree of each leaf, `[B]` integers.
-        eps, least: in the unit of the reward.
+        eps, least: constants of the equation, in the unit of the reward.
         ddof: 1 for unbiased standard deviations, 0 for those of the population.
 
     Raises:
@@ -107,17 +107,17 @@ def edge_advantages(
     dtype = check_rewards("edge_advantages", reward, tree)
     if edge.ndim != 2 or len(edge) != len(reward) or reward.ndim != 1:
         raise ValueError(f"edge_advantages: edge has shape {list(edge.shape)}, expected [{len(reward)}, S]")
-    place = torch.arange(len(reward), device=reward.device)
-    apart = place[:, None] - place > 0  # whether a leaf comes after another
+    index = torch.arange(len(reward), device=reward.device)
+    is_later = index[:, None] - index > 0  # whether a leaf comes after another
     advantages, firsts = [], []
     for edges in edge.unbind(1):
         same = ((edges[:, None] == edges) & (tree[:, None] == tree)).to(torch.float64)
         mean = same @ reward.to(torch.float64) / same.sum(1)
-        first = ~((same > 0) & apart).any(1)
-        others = (tree[:, None] == tree).to(torch.float64) * first.to(torch.float64)  # edges of the tree, once each
-        count = others.sum(1)
-        centred = mean - others @ mean / count
-        variance = others @ centred**2 / (count - ddof).clamp(min=1)
+        first = ~((same > 0) & is_later).any(1)
+        siblings = (tree[:, None] == tree).to(torch.float64) * first.to(torch.float64)  # edges of the tree, once each
+        count = siblings.sum(1)
+        centred = mean - siblings @ mean / count
+        variance = siblings @ centred**2 / (count - ddof).clamp(min=1)
         equal = variance < least**2
         std = torch.sqrt(torch.where(equal, 1.0, variance))  # the gradient of a root at 0 is infinite
         advantages.append(torch.where(equal, 0.0, centred / (std + eps)))
@@ -129,23 +129,23 @@ class TurningPoints(NamedTuple):
     """Rewards of the steps of B samples, `[B, S]`."""
 
     gain: Tensor
-    turning: Tensor  # bool, whether the step is a turning point whose gain is that of all that follows
+    turning: Tensor  # bool, whether the gain is that of all remaining steps
 
 
 def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoints:
-    """Return the gain of each step, that of all that follows at turning points, `[B, S]`.
+    """Return the reward gain of each step; at turning points that of all remaining steps, `[B, S]`.
 
         r_k = R_{k+1} - R_k, D = R_S - R_0
         turning point    sign(r_k) = sign(D) = sign(R_S - R_{k+1}), and for k > 0 sign(r_{k-1}) = -sign(D)
         gain             R_S - R_k at turning points, else r_k
 
-    R_k is the reward of what deterministic steps make of the sample before step k. At a turning point the path begins to go
-    the way that it goes in the end. Balanced, equally many turning points of each sign of D are taken, those of the largest
-    |D|; the others keep r_k. If all are of one sign, all are taken, as in its code.
+    R_k is the reward after completing the sample before step k with deterministic steps. At a turning point the reward
+    starts to change in its final direction. If balanced, equally many turning points count per sign of D, those with the
+    largest |D|; the others keep r_k. If all have one sign, all of them count, as in the published code.
 
     Args:
         rewards: R_0 to R_S, `[B, S+1]`.
-        balanced: whether as many are taken of one sign as of the other, where there are both.
+        balanced: use equally many turning points per sign of D, if both signs occur.
 
     Raises:
         ValueError: rewards are not finite, or not `[B, S+1]`.
@@ -157,20 +157,20 @@ def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoi
         raise ValueError(f"turning_point_gains: rewards has shape {list(rewards.shape)}, expected [B, S+1] with S > 0")
     check_rewards("turning_point_gains", rewards, torch.zeros_like(rewards[:, 0], dtype=torch.int64))
     rewards = rewards.to(torch.float64)
-    gain, total, rest = rewards.diff(dim=1), rewards[:, -1:] - rewards[:, :1], rewards[:, -1:] - rewards[:, 1:]
-    way = torch.sign(total)
-    ahead = (torch.sign(gain) * torch.sign(rest) > 0) & (torch.sign(gain) * way > 0)
-    turned = torch.cat([torch.ones_like(way), -torch.sign(gain[:, :-1]) * way], dim=1) > 0
-    turning = ahead & turned
+    gain, total, remaining = rewards.diff(dim=1), rewards[:, -1:] - rewards[:, :1], rewards[:, -1:] - rewards[:, 1:]
+    direction = torch.sign(total)
+    is_final_direction = (torch.sign(gain) * torch.sign(remaining) > 0) & (torch.sign(gain) * direction > 0)
+    turned = torch.cat([torch.ones_like(direction), -torch.sign(gain[:, :-1]) * direction], dim=1) > 0
+    turning = is_final_direction & turned
     if balanced:
-        signs = [turning & (way * sign > 0) for sign in (1, -1)]
-        counts = torch.stack([each.sum() for each in signs])
+        signs = [turning & (direction * sign > 0) for sign in (1, -1)]
+        counts = torch.stack([candidates.sum() for candidates in signs])
         least = torch.where(counts.amin() > 0, counts.amin(), counts.amax())
         turning = torch.zeros_like(turning)
-        for each in signs:
-            size = torch.where(each, total.abs(), -1.0).flatten()
-            rank = torch.argsort(torch.argsort(size, descending=True, stable=True), stable=True).view_as(each)
-            turning = turning | (each & (rank < least))
+        for candidates in signs:
+            size = torch.where(candidates, total.abs(), -1.0).flatten()
+            rank = torch.argsort(torch.argsort(size, descending=True, stable=True), stable=True).view_as(candidates)
+            turning = turning | (candidates & (rank < least))
     return TurningPoints(torch.where(turning, rewards[:, -1:] - rewards[:, :-1], gain).to(dtype), turning)
 
 
@@ -188,7 +188,7 @@ def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
 
 def _group_moments(reward: Tensor, group: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     """Return each sample's reward minus its group's mean, and its group's standard deviation, both `[B]`."""
-    # A group's id is its first index in sorted order: below B, and found without counting the groups on the host.
+    # A group's id is its first index in sorted order: below B, and computed without counting the groups on the host.
     ids = torch.searchsorted(torch.sort(group).values, group.contiguous())
     zeros = torch.zeros_like(reward)
     count = zeros.index_add(0, ids, torch.ones_like(reward))[ids]

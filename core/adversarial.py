@@ -1,4 +1,4 @@
-"""Adversarial losses: a discriminator's logit tells generated samples from real ones, and a generator learns from it."""
+"""Adversarial losses of a discriminator, which tells generated samples from real ones, and of its generator."""
 
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -8,18 +8,18 @@ from fluvial.core.types import PerSample
 
 
 def generator_loss(logit: PerSample) -> PerSample:
-    """Return how surely a discriminator takes generated samples for such, in nats, `[B]`.
+    """Return the non-saturating loss of a generator, in nats, `[B]`.
 
         loss = softplus(-logit) = -log sigmoid(logit)
 
-    Its gradient is -sigmoid(-logit), which does not vanish where the discriminator is sure (the non-saturating loss). Where
-    it cannot tell, at a logit of 0, the loss is log 2.
+    Its gradient, -sigmoid(-logit), does not vanish where the discriminator is confident. At a logit of 0, where it cannot
+    tell, the loss is log 2.
 
     Args:
-        logit: log-odds that a generated sample is real, `[B]`; float32 or wider is kept, others become float32.
+        logit: log-odds that a generated sample is real, `[B]`; computed in float32, or in float64 if it is.
 
     Raises:
-        TypeError, ValueError: the logit is no floating-point tensor, or not `[B]`.
+        TypeError, ValueError: the logit is not a floating-point tensor, or not `[B]`.
 
     Source: arXiv 1406.2661, as in the code of DMD2, arXiv 2405.14867.
     """
@@ -27,19 +27,19 @@ def generator_loss(logit: PerSample) -> PerSample:
 
 
 def discriminator_loss(logit: PerSample, logit_real: PerSample) -> PerSample:
-    """Return how badly a discriminator tells generated samples from real ones, in nats, `[B]`.
+    """Return the logistic loss of a discriminator, in nats, `[B]`.
 
         loss = softplus(logit) + softplus(-logit_real)
 
-    It is 2 log 2 where both logits are 0. Gradients flow to both. In expectation it is least for the log-ratio of the two
+    It is 2 log 2 where both logits are 0. Gradients flow to both. Its expectation is minimised by the log-ratio of the two
     densities, logit = log p_real - log p_generated.
 
     Args:
         logit: log-odds that a generated sample is real, `[B]`.
-        logit_real: those of a real sample, `[B]`.
+        logit_real: log-odds that a real sample is real, `[B]`.
 
     Raises:
-        TypeError, ValueError: a logit is no floating-point tensor, or they are not both `[B]`.
+        TypeError, ValueError: a logit is not a floating-point tensor, or they are not both `[B]`.
 
     Source: as `generator_loss`.
     """

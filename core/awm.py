@@ -24,19 +24,19 @@ def awm_log_prob(
         ghuber    -t ((error + delta^2)^power - delta^(2 power)) / power
 
     Pass it to `policy.clipped_surrogate`, with the old policy's value at the same noise and time; on policy, the old value
-    is this one without gradient. It involves no sampler, so samples may come from any. The two Huber forms grow slower
-    than the error, which keeps one bad sample from dominating a batch; delta rounds their corner at 0. ghuber equals t at
-    power = 1, and twice huber at power = 1/2.
+    is this one, detached. It does not depend on the sampler of the samples. The two Huber forms grow more slowly than the
+    error, which keeps one bad sample from dominating a batch; delta rounds their corner at 0. ghuber equals t at power = 1,
+    and twice huber at power = 1/2.
 
     Args:
         error: `flow_matching.velocity_error` at (x_t, t), `[B]`, >= 0.
-        t: noise level in [0, 1], `[B]`, 0-d or float, of `[B, R]` that of the first row (not the timestep 0 to
-            1000 that models are given).
+        t: noise level in [0, 1], `[B]`, 0-d or float; the first row's is used of `[B, R]`. It is not a model's timestep
+            of 0 to 1000.
         weighting: see above.
         delta: width of the corner of the two Huber forms, > 0.
         power: exponent of ghuber, in (0, 1].
 
-    Source: AWM, arXiv 2509.25050. The five formulas and the two defaults are those of its published code, whose default
+    Source: AWM, arXiv 2509.25050. The five formulas and the two defaults are from its published code, whose default
     weighting is ghuber.
     """
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
@@ -57,6 +57,6 @@ def awm_log_prob(
 
 
 def _root(error: Tensor, delta: Scalar, power: Scalar) -> Tensor:
-    # Both powers are of tensors, so that they round alike and an error of 0 gives exactly 0.
+    # Both powers are computed on tensors, so that they round alike and an error of 0 gives exactly 0.
     corner = (delta**2).expand_as(error) if isinstance(delta, Tensor) else torch.full_like(error, delta**2)
     return (error + delta**2) ** power - corner**power

@@ -1,4 +1,4 @@
-"""Argument checks. They always run, and raise one line that says what is wrong and what was expected."""
+"""Argument checks. They always run; an error is one line with the wrong value and what was expected."""
 
 import dataclasses
 import difflib
@@ -13,24 +13,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Intervals of settings for `check_fields`. Beyond them no run makes sense, and some would fill the memory of the machine.
-COUNT, INDEX = (1, 2**31), (0, 2**31)  # of updates, and of what is counted in them
+# Intervals of settings for `check_fields`. Values beyond them make no sense, and some would exhaust the machine's memory.
+COUNT, INDEX = (1, 2**31), (0, 2**31)  # updates, and other counts
 BATCH = (1, 2**20)  # samples of a rollout or of a pass, GPUs, prompts
-STEPS = (1, 10_000)  # of a schedule; that of DDPM has 1,000
+STEPS = (1, 10_000)  # steps of a schedule; DDPM's has 1,000
 PIXELS, FRAMES = (1, 2**14), (1, 2**14)  # height or width, and frames of a video
-SCALE = (0, 1e3)  # of guidance
-ETA = (0, 10)  # of a sampler's noise; published ones are 0.2 to 1.5
+SCALE = (0, 1e3)  # guidance scale
+ETA = (0, 10)  # noise scale of a sampler; published values are 0.2 to 1.5
 RATE = (0, 100)  # learning rate; prodigy's is about 1
-RANK = (1, 2**14)  # of an adapter
+RANK = (1, 2**14)  # rank of an adapter
 GIBIBYTES = (0, 1e6)
 
 
 class FieldError(ValueError):
-    """A field of a configuration has a value that is not accepted.
+    """A field of a configuration has an invalid value.
 
     Args:
         field: dotted name of the field, e.g. "rollout.eta".
-        problem: what is wrong, as the rest of a sentence that begins with the field.
+        problem: what is wrong; it completes a sentence that begins with the field.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -91,8 +91,8 @@ def check_same_device(function: str, **tensors: Tensor) -> None:
 def check_per_sample(function: str, batch: int | torch.Size, **scalars: Tensor) -> None:
     """Raise ValueError unless every tensor is 0-d or `[B]`, or `[B, R]` where samples have R rows.
 
-    `batch` is B, or the shape `[B, R, ...]` of samples whose rows may have numbers of their own; then those that are not 0-d
-    have one shape.
+    `batch` is B, or the shape `[B, R, ...]` of samples whose rows may have separate numbers; then all tensors that are not
+    0-d need the same shape.
     """
     size, shapes = (batch, ()) if isinstance(batch, int) else (batch[0], (batch[:2],) if len(batch) > 1 else ())
     by_row = next((scalar.shape for scalar in scalars.values() if scalar.shape in shapes), (size,))
@@ -118,7 +118,7 @@ def check_group(function: str, group: Tensor, batch: int) -> None:
 
 
 def check_choice(function: str, name: str, value: object, choices: Collection[object]) -> None:
-    """Raise ValueError unless the argument `name` of `function` is one of `choices`; the message has the nearest match."""
+    """Raise ValueError unless the argument `name` of `function` is one of `choices`; the message suggests the nearest."""
     if not _is_among(value, choices):
         raise ValueError(f"{function}: {name} is {value!r}, expected {_list_accepted(value, choices)}")
 
@@ -135,10 +135,10 @@ def check_number(
     """Raise unless the argument `name` of `function` is a finite number in [low, high].
 
     Args:
-        function, name, value: function, argument and its value.
+        function, name, value: names of the function and the argument, and its value.
         low, high: closed interval.
-        batch: also accept a floating-point tensor, 0-d or `[batch]`, learned or one number per sample; with a shape, as of
-            `check_per_sample`. Its values are checked if they are known (see `can_look`). None accepts Python numbers alone.
+        batch: also accept a floating-point tensor, 0-d or `[batch]`, or as in `check_per_sample` if it is a shape. Values
+            are checked if they are known (see `can_look`). None accepts only Python numbers.
 
     Raises:
         TypeError: `value` is not an int or a float. A bool is not a number.
@@ -160,7 +160,7 @@ def check_number(
 def number(
     function: str, name: str, value: Tensor | float, like: Tensor, *, low: float = -math.inf, high: float = math.inf
 ) -> Tensor | float:
-    """Return a hyper-parameter after `check_number`: a float as it is, a tensor in the dtype of `like`, `[B, *event]`."""
+    """Return a hyper-parameter after `check_number`; a tensor is cast to the dtype of `like`, `[B, *event]`."""
     check_number(function, name, value, low=low, high=high, batch=like.shape[0])
     return value.to(like.dtype) if isinstance(value, Tensor) else value
 
@@ -168,14 +168,14 @@ def number(
 def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
     """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
 
-    `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in a config's `__post_init__` is all that its numbers need.
+    A config calls `check_fields(self, steps=(1, 1000), eta=(0, math.inf))` in its `__post_init__`.
     A bool or a string is not a number, a number is not a bool, an int may stand for a float, and None passes where the
-    type allows it. `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are understood.
+    type allows it. `Literal[...] | None`, a Literal beside other types, and `tuple[Literal[...], ...]` are supported.
 
     Args:
         config: dataclass instance.
-        owner: name of the config in messages, by default that of its class: "rollout" for RolloutConfig; "" for none.
-        bounds: closed interval of each numeric field that has one; without one, any finite number passes.
+        owner: name of the config in messages, by default from its class ("rollout" for RolloutConfig); "" for none.
+        bounds: closed interval per numeric field; without one, any finite number passes.
 
     Raises:
         TypeError: a field has a value of another type.
@@ -183,12 +183,12 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
     """
     owner = type(config).__name__.removesuffix("Config").lower() if owner is None else owner
     kind: Any = type(config)
-    for field, members in _field_types(kind):
+    for field, members in _list_field_types(kind):
         name, value = f"{owner}.{field}" if owner else field, getattr(config, field)
         _check_literal_field(name, value, members)
         numbers = {member for member in members if get_origin(member) is not Literal}
         if numbers & {int, float} and numbers <= {int, float, NoneType}:
-            worded = isinstance(value, str) and len(numbers) < len(members)  # one of the Literals, as was checked above
+            worded = isinstance(value, str) and len(numbers) < len(members)  # one of the Literals, checked above
             if not worded and (value is not None or NoneType not in members):
                 low, high = bounds.get(field, (-math.inf, math.inf))
                 if problem := _out_of_range(name, value, low, high, whole=float not in members):
@@ -198,11 +198,11 @@ def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, f
 
 
 @functools.cache
-def _field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return the name of each field of a dataclass, and the members of its type where that is a union."""
+def _list_field_types(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Return the name of each field of a dataclass, and the members of its type, one unless it is a union."""
     types = get_type_hints(kind)
     typed_fields = ((field.name, types[field.name]) for field in dataclasses.fields(kind))
-    return tuple((name, get_args(of) if get_origin(of) in (Union, UnionType) else (of,)) for name, of in typed_fields)
+    return tuple((name, get_args(t) if get_origin(t) in (Union, UnionType) else (t,)) for name, t in typed_fields)
 
 
 def _check_literal_field(name: str, value: object, members: tuple[Any, ...]) -> None:
@@ -221,12 +221,12 @@ def _check_literal_field(name: str, value: object, members: tuple[Any, ...]) -> 
 
 
 def _is_among(value: object, accepted: Collection[object]) -> bool:
-    """Return whether a value is one of those accepted; True is not 1."""
+    """Return whether a value is accepted; types must match, so True is not 1."""
     return any(type(value) is type(choice) and value == choice for choice in accepted)
 
 
 def _list_accepted(value: object, accepted: Collection[object]) -> str:
-    """Return the accepted values for a message, with the one that a wrong string was probably meant to be."""
+    """Format the accepted values for a message, with the nearest match of a wrong string."""
     words = {choice.lower(): choice for choice in accepted if isinstance(choice, str)}
     near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
     suggestion = f" (did you mean {words[near[0]]!r}?)" if near else ""
@@ -235,18 +235,18 @@ def _list_accepted(value: object, accepted: Collection[object]) -> str:
 
 
 def _out_of_range(where: str, value: object, low: float, high: float, *, whole: bool) -> str | None:
-    """Return what is wrong with the value of a number, None if nothing is; raise TypeError if it is no number."""
+    """Describe why a number is out of range, None if it is not; raise TypeError if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         raise TypeError(f"{where} is {type_of(value)}, expected {'an integer' if whole else 'a number'}")
     if low <= value <= high and value not in (math.inf, -math.inf):
         return None
-    bottom, top = _bound(low), _bound(high)
+    bottom, top = _format_bound(low), _format_bound(high)
     bounds = f"in [{bottom}, {top}]" if high < math.inf else f">= {bottom}" if low > -math.inf else "of any size"
     return f"is {value}, expected {'an integer' if whole else 'a finite number'} {bounds}"
 
 
-def _bound(value: float) -> str:
-    """Return a bound for a message: an integer with all its digits."""
+def _format_bound(value: float) -> str:
+    """Format a bound for a message; an integer keeps all its digits."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
@@ -257,11 +257,11 @@ def type_of(value: object) -> str:
 
 
 def can_look(*tensors: Tensor) -> bool:
-    """Return whether the tensors' values are known: on the CPU, and neither compiled nor traced nor mapped over.
+    """Return whether the tensors' values can be read: on the CPU, outside compilation, tracing and vmap.
 
-    Values are read under `func.grad` and `func.jvp`, but not of a tensor that `func.vmap` maps over, nor under a dispatch
-    mode, which may have none (`FakeTensorMode`), record the read (`make_fx`) or count it. What is unknown is the caller's
-    to assert.
+    Values can be read under `func.grad` and `func.jvp`, but not of a tensor that `func.vmap` maps over, nor under a dispatch
+    mode, which may have none (`FakeTensorMode`), record the read (`make_fx`) or count it. The caller must ensure that values
+    that are not known are valid.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -278,20 +278,17 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def clip(values: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Return the values clipped to [low, high]; `torch.clamp` whose bounds may be a number and a tensor."""
+    """Return the values clipped to [low, high]; unlike `torch.clamp`, one bound may be a number and the other a tensor."""
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         low, high = (torch.as_tensor(bound, dtype=values.dtype, device=values.device) for bound in (low, high))
     return torch.clamp(values, low, high)  # type: ignore[arg-type]
 
 
 def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:
-    """View a `[B]` or `[B, R]` tensor as `[B, 1, ...]` or `[B, R, 1, ...]` against `samples`; 0-d stays as it is."""
+    """View a `[B]` or `[B, R]` tensor as `[B, 1, ...]` or `[B, R, 1, ...]` against `samples`; 0-d is unchanged."""
     return scalar if scalar.ndim == 0 else scalar.reshape(*scalar.shape, *[1] * (samples.ndim - scalar.ndim))
 
 
 def first_row(number: Tensor) -> Tensor:
-    """Return a number `[..., R]` of samples with R rows as that of the first row, `[...]`; one per sample as it is.
-
-    The number is 2-dimensional where rows have their own.
-    """
+    """Return the first row's numbers of a tensor `[B, R]`; other shapes are returned unchanged."""
     return number[:, 0] if number.ndim == 2 else number

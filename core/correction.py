@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights for samples of a program, or of weights, that differ from the trainer's."""
+"""Rollout correction: importance weights for rollouts whose program or model weights differ from the trainer's."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,11 +16,11 @@ LEVELS: tuple[Level, ...] = ("step", "trajectory")
 
 
 class CorrectionInfo(NamedTuple):
-    """Diagnostics of a rollout, 0-d each: four of the steps' difference in log-prob d, and two of the weights."""
+    """Diagnostics of a rollout, 0-d each, of the steps' difference d in log-prob and of the weights."""
 
-    gap_mean: Tensor  # mean |d|, 0 for two programs that agree
-    gap_p99: Tensor  # its 99th percentile
-    gap_max: Tensor  # its largest
+    gap_mean: Tensor  # mean |d|, 0 if both programs agree
+    gap_p99: Tensor  # 99th percentile of |d|
+    gap_max: Tensor  # largest |d|
     kl: Tensor  # mean rho - 1 - log rho >= 0 (k3), which estimates KL(rollout || old)
     chi2: Tensor  # mean rho^2 - 1, which estimates chi^2(old || rollout)
     effective: Tensor  # effective sample size divided by the number of weights, (sum w)^2 / (n sum w^2), in [0, 1]
@@ -37,10 +37,10 @@ def rollout_weights(
         reject     rho where 1/threshold <= rho <= threshold, else 0
         mask       1 where 1/threshold <= rho <= threshold, else 0
 
-    A rollout in another engine, precision or version of the weights has other log-probs than the trainer computes for the
-    same steps. The ratio rho corrects for that, and its bound keeps the variance finite. Weights carry no gradient. The
-    unit is that of the log-probs: with reduction="sum" rho is a ratio of joint densities. With "mean", the field's habit,
-    it is the N-th root of that ratio for N elements, and only a threshold near 1 (for example 1.001) has an effect.
+    A rollout with another engine, precision or version of the weights has other log-probs than the trainer computes for the
+    same steps. The ratio rho corrects for this, and its bound keeps the variance finite. Weights carry no gradient. With
+    reduction="sum", rho is a ratio of joint densities. With the usual "mean" it is the N-th root of that ratio for N
+    elements, so only a threshold near 1 (for example 1.001) has an effect.
 
     If d is +inf, the weight is the threshold (truncate) or 0; if it is -inf, the weight is 0. The loss stays finite. The
     diagnostics are then infinite, never NaN. An empty batch has diagnostics of 0.
@@ -53,11 +53,11 @@ def rollout_weights(
         level: "step", or "trajectory": all steps of a sample share the weight of their sum.
 
     Raises:
-        ValueError: d is NaN; the message has the indices. Where values are not known (see `checks.can_look`), the weight
+        ValueError: d is NaN; the message lists the indices. Where values are not known (see `checks.can_look`), the weight
             and the loss are NaN rather than a silent 0.
 
-    Source: truncated importance weights, IMPALA, arXiv 1802.01561; the modes and levels are those of trainers of language
-    models (verl).
+    Source: truncated importance weights, IMPALA, arXiv 1802.01561; the modes and levels follow trainers of language models
+    (verl).
     """
     check_choice("rollout_weights", "mode", mode, MODES)
     check_choice("rollout_weights", "level", level, LEVELS)
@@ -78,19 +78,19 @@ def rollout_weights(
         limited = difference.abs() > bound
         weight = torch.where(limited, 0.0, weight if mode == "reject" else torch.ones_like(weight))
         weight = torch.where(difference.isnan(), torch.nan, weight)
-    return weight, _info(gap, weight, limited)
+    return weight, _compute_info(gap, weight, limited)
 
 
-def _info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
+def _compute_info(gap: Tensor, weight: Tensor, limited: Tensor) -> CorrectionInfo:
     if gap.numel() == 0:
         return CorrectionInfo(*[gap.new_zeros(())] * len(CorrectionInfo._fields))
     size = gap.abs()
-    # Divided by the largest, so that squares cannot overflow; if all weights are 0, the size is 0, not 0 / 0.
+    # Dividing by the largest weight keeps squares from overflowing; if all weights are 0, the result is 0, not 0 / 0.
     scaled = weight / weight.max().clamp(min=torch.finfo(weight.dtype).tiny)
     effective = scaled.sum() ** 2 / (scaled.numel() * (scaled**2).sum().clamp(min=1))
     return CorrectionInfo(
         gap_mean=size.mean(),
-        # One of the entries: an interpolation between two, one of them infinite, may be NaN.
+        # An entry, because an interpolation with an infinite neighbour may be NaN.
         gap_p99=torch.sort(size.flatten()).values[math.ceil(0.99 * (size.numel() - 1))],
         gap_max=size.max(),
         kl=(torch.expm1(gap) - gap.clamp(max=80)).mean(),  # clamped, because it would be inf - inf at +inf

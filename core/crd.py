@@ -1,4 +1,4 @@
-"""Centred reward distillation (CRD): the model's implicit rewards are fitted to the given ones, both centred."""
+"""Centred reward distillation (CRD): fit the model's implicit rewards to the true rewards, both centred."""
 
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ class CrdInfo(NamedTuple):
     """Diagnostics of CRD, one number per item, without gradient."""
 
     implicit: Tensor  # implicit reward of the item
-    centred: Tensor  # it minus the mean of the update's items at the same index of their levels
+    centred: Tensor  # implicit reward minus the mean of the update's items with the same level index
     kl_ref: Tensor  # KL term to the reference, before its weight; 0 without one
 
 
@@ -35,7 +35,7 @@ def implicit_reward(
         v, v_old: velocities of the policy and of the old policy, `[B, *event]`.
         target: noise - x0, `[B, *event]`.
         adaptive: divide each error by its mean absolute error.
-        weight_min: lower bound of these, > 0.
+        weight_min: lower bound of the mean absolute error, > 0.
 
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port.
     """
@@ -65,7 +65,7 @@ def crd_loss(
         scale: bound that advantages were clipped to, > 0; it restores their scale in the loss.
         match: see above.
 
-    Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port, with uniform weights of the mean.
+    Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port, with a uniformly weighted mean.
     """
     check_choice("crd_loss", "match", match, ("mse", "bce"))
     implicit, centre, target = match_tensors("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)

@@ -1,4 +1,4 @@
-"""Direct group preference optimisation (DGPO): a preference between the good and the bad samples of a group."""
+"""Direct group preference optimisation (DGPO): preference of the good over the bad samples of a group."""
 
 from typing import NamedTuple
 
@@ -19,16 +19,16 @@ class DgpoInfo(NamedTuple):
 
 
 def group_weight(margin: Tensor, group: Ids, *, counts: Tensor | None = None) -> Tensor:
-    """Return the weight of each sample's group, `[B, M]`: how little the policy prefers the group's good samples so far.
+    """Return the weight of each sample's group, `[B, M]`; it falls as the policy prefers the good samples more.
 
         w_g = sigmoid(sum over the group of margin / G)
 
-    G is the number of samples of the group that count.
+    G is the number of counted samples of the group.
 
     Args:
         margin: `preference_margin` of each sample at each of its M noise levels, `[B, M]`.
         group: group of each sample, `[B]`.
-        counts: `[B, M]` bool, false for items that are left out; by default all count.
+        counts: whether an item counts, bool `[B, M]`; by default all do.
 
     Source: DGPO, arXiv 2510.08425, and its published code.
     """
@@ -42,7 +42,7 @@ def group_weight(margin: Tensor, group: Ids, *, counts: Tensor | None = None) ->
 
 
 def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSample, *, beta: Scalar) -> PerSample:
-    """Return beta A (error - error_ref), `[B]`: what a sample adds to the argument of its group's sigmoid.
+    """Return each sample's term in the sigmoid of its group, beta A (error - error_ref), `[B]`.
 
     Args:
         error, error_ref: `flow_matching.velocity_error` of the policy and of the reference, `[B]`.
@@ -66,9 +66,9 @@ def dgpo_loss(
 
     Args:
         error: `flow_matching.velocity_error` of the policy, `[B]`.
-        error_old: that of the old policy, a fast moving average, `[B]`.
+        error_old: `velocity_error` of the old policy, a fast moving average, `[B]`.
         advantage: advantage A, `[B]`.
-        weight: `group_weight` at the item's noise level, `[B]`, taken without gradient.
+        weight: `group_weight` at the item's noise level, `[B]`; it is detached.
         clip_low, clip_high: >= 0; the range of the ratio rho is [1 - clip_low, 1 + clip_high].
 
     Source: DGPO, arXiv 2510.08425, and its published code, which adds the clip.
@@ -80,6 +80,6 @@ def dgpo_loss(
     clip_high = number("dgpo_loss", "clip_high", clip_high, error, low=0)
     weight = weight.detach()
     ratio = torch.exp((error_old - error).detach().clamp(max=80))
-    held = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    loss = weight * advantage * torch.where(held, error.detach(), error)
-    return loss, DgpoInfo(error.detach(), held.to(loss.dtype), weight, torch.zeros_like(weight))
+    is_clipped = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    loss = weight * advantage * torch.where(is_clipped, error.detach(), error)
+    return loss, DgpoInfo(error.detach(), is_clipped.to(loss.dtype), weight, torch.zeros_like(weight))

@@ -29,10 +29,9 @@ def mean_kl(transition: Transition, v: Samples, v_teacher: Samples) -> PerSample
         v, v_teacher: model outputs of student and teacher at the samples of the student's rollout, `[B, *event]`.
 
     Raises:
-        ValueError: std is 0; use `velocity_mse` for deterministic steps. Values are checked as in `gaussian.kl`; where
-            they are not, the result is NaN.
+        ValueError: std is 0 and its value is known; otherwise the result is NaN. Use `velocity_mse` for deterministic steps.
 
-    Source: the idea for language models, arXiv 2306.13649; here over the Gaussians of `core.gaussian`.
+    Source: arXiv 2306.13649 for language models, applied to the Gaussians of `core.gaussian`.
     """
     v, v_teacher = match_tensors("mean_kl", v=v, v_teacher=v_teacher)
     return gaussian.kl(transition, v, v_teacher.detach())
@@ -56,21 +55,21 @@ def scaled_mse(v: Samples, v_teacher: Samples, scale: Level, *, relative: bool =
 
         relative    mean d^2 / (sg(mean |d|) + 1e-8), whose gradient does not grow with d
 
-    With the coefficient b of a step as the scale it is the squared distance of the two next samples (dt of an ODE step), and
-    with a flow's noise level that of the two clean samples that are predicted. Gradients flow to v and not to v_teacher.
+    With a step's coefficient b as the scale (dt for an ODE step) it is the squared distance of the two next samples. With a
+    flow's noise level it is that of the two predicted clean samples. Gradients flow to v and not to v_teacher.
 
     Args:
         v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
-        scale: `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
-        relative: whether it is divided by the mean distance.
+        scale: `[B]`, 0-d or float; `[B, R]` for a scale per row of samples `[B, R, ...]`.
+        relative: whether to divide by the mean absolute distance.
 
-    Source: DiffusionOPD, arXiv 2605.15055; the division is that of Flow-Factory's code.
+    Source: DiffusionOPD, arXiv 2605.15055; the division follows Flow-Factory's code.
     """
     v, v_teacher = match_tensors("scaled_mse", v=v, v_teacher=v_teacher)
     check_number("scaled_mse", "scale", scale, batch=v.shape)
     scale = scale.to(v.dtype) if isinstance(scale, Tensor) else scale
     d = (per_sample(scale, v) if isinstance(scale, Tensor) else scale) * (v - v_teacher.detach())
-    return _mean(d**2) / (_mean(d.detach().abs()) + 1e-8) if relative else _mean(d**2)
+    return _event_mean(d**2) / (_event_mean(d.detach().abs()) + 1e-8) if relative else _event_mean(d**2)
 
 
 def matching_loss(
@@ -78,36 +77,36 @@ def matching_loss(
 ) -> PerSample:
     """Return a loss whose gradient moves a clean sample x0 along a correction d, `[B]`.
 
-        W = mean |x0 - reference|, e = x0 - sg(x0 + d), of N elements each; sg takes no gradient
+        W = mean |x0 - reference|, e = x0 - sg(x0 + d), of N elements each; sg stops the gradient
         dmd      1/2 mean (x0 - sg(x0 + d / W))^2      gradient -d / (W N)
         square   mean e^2 / W                          gradient -2 d / (W N)
         huber    mean (sqrt(e^2 + c^2) - c) / W        gradient -d / (sqrt(d^2 + c^2) W N)
 
-    d is the clean sample that the teacher predicts minus the one that a model of the student's own distribution predicts,
-    both at the same noised version of x0; then d is proportional to the gradient of the KL between the two distributions.
-    The forms are those of published code, whose step sizes differ. Gradients flow to x0 only.
+    d is the clean sample predicted by the teacher minus the one predicted by a model of the student's distribution, both at
+    the same noised version of x0. It is then proportional to the gradient of the KL between the two distributions. The forms
+    are from published code and differ in their step sizes. Gradients flow to x0 only.
 
     Args:
         x0: sample of the student, with gradient, `[B, *event]`.
         correction: d, `[B, *event]`.
-        reference: what the teacher predicts as the clean sample, which sets the scale W, `[B, *event]`.
+        reference: clean sample predicted by the teacher, which sets the scale W, `[B, *event]`.
         form: see above.
         huber: c of form huber, > 0.
 
-    Source: dmd is that of DMD2, arXiv 2405.14867, and its code; square and huber are those of TDM's, arXiv 2503.06674.
+    Source: dmd from DMD2, arXiv 2405.14867, and its code; square and huber from the code of TDM, arXiv 2503.06674.
     """
     check_choice("matching_loss", "form", form, MATCH_FORMS)
     x0, d, reference = match_tensors("matching_loss", x0=x0, correction=correction, reference=reference)
     c = number("matching_loss", "huber", huber, x0, low=1e-12)
-    d, scale = d.detach(), per_sample(_mean((x0 - reference).detach().abs()).clamp(min=torch.finfo(x0.dtype).tiny), x0)
+    d, scale = d.detach(), per_sample(_event_mean((x0 - reference).detach().abs()).clamp(min=torch.finfo(x0.dtype).tiny), x0)
     move = x0 - x0.detach()  # 0, with gradient
     if form == "dmd":
-        return _mean((move - d / scale) ** 2) / 2
+        return _event_mean((move - d / scale) ** 2) / 2
     error = move - d
     if form == "square":
-        return _mean(error**2 / scale)
+        return _event_mean(error**2 / scale)
     c = per_sample(c, x0) if isinstance(c, Tensor) else c
-    return _mean((torch.sqrt(error**2 + c**2) - c) / scale)
+    return _event_mean((torch.sqrt(error**2 + c**2) - c) / scale)
 
 
 def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
@@ -126,16 +125,16 @@ def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> S
     Source: TDM, arXiv 2503.06674.
     """
     x, noise = match_tensors("renoise", x=x, noise=noise)
-    alpha, beta = _renoising("renoise", x, sigma, sigma_noisy)[2:]
+    alpha, beta = _renoise_factors("renoise", x, sigma, sigma_noisy)[2:]
     return per_sample(alpha, x) * x + per_sample(beta, x) * noise
 
 
 def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
-    """Return a regression target for the velocity at x_t = `renoise(x, noise, s, t)` that needs x_s alone, `[B, *event]`.
+    """Return a regression target for the velocity at x_t = `renoise(x, noise, s, t)` from x_s alone, `[B, *event]`.
 
         u = -x_s / (1 - s) + noise (t + s^2 alpha / (1 - s)) / beta
 
-    E[u | x_t] = E[noise_0 - x0 | x_t], so that a model fitted to u is one of the clean samples behind x_s. At s = 0 it is
+    E[u | x_t] = E[noise_0 - x0 | x_t], so that a model fitted to u models the clean samples behind x_s. At s = 0, u is
     noise - x0.
 
     Args:
@@ -144,17 +143,16 @@ def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Sca
     Source: the target of TDM-R1's surrogate, arXiv 2603.07700, and of AC-DMD, arXiv 2605.26108.
     """
     x, noise = match_tensors("ambient_velocity", x=x, noise=noise)
-    s, t, alpha, beta = _renoising("ambient_velocity", x, sigma, sigma_noisy)
+    s, t, alpha, beta = _renoise_factors("ambient_velocity", x, sigma, sigma_noisy)
     still = beta == 0  # at s = t = 0, where the factor is 1 in the limit
     factor = torch.where(still, 1.0, (t + s**2 * alpha / (1 - s)) / torch.where(still, 1.0, beta))
     return -x / per_sample(1 - s, x) + noise * per_sample(factor, x)
 
 
 def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0) -> Tensor:
-    """Return the weight of the error of a model that is fitted to `ambient_velocity`, min(1, largest beta^2).
+    """Return the weight of the error against `ambient_velocity`, min(1, largest beta^2), `[B]`, or 0-d if the levels are.
 
-    beta is that of `renoise`: where little noise is added, the target's own noise is large, and the weight falls. It is
-    `[B]`, or 0-d as the levels are.
+    beta is defined in `renoise`. Where little noise is added, the target is noisy, and the weight falls.
 
     Args:
         sigma, sigma_noisy: levels s and t, as in `renoise`.
@@ -165,18 +163,18 @@ def ambient_weight(sigma: Scalar, sigma_noisy: Scalar, *, largest: Scalar = 10.0
     s, t = torch.as_tensor(sigma), torch.as_tensor(sigma_noisy)
     t = t.expand_as(s) if t.ndim == 0 else t
     t = t if t.dtype == torch.float64 else t.float()
-    beta = _renoising("ambient_weight", t.reshape(-1), s, t)[3]
+    beta = _renoise_factors("ambient_weight", t.reshape(-1), s, t)[3]
     return (number("ambient_weight", "largest", largest, t.reshape(-1), low=1e-12) * beta**2).clamp(max=1)
 
 
 def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerSample:
-    """Return how far a model's clean sample is from the mean of its own clean samples at a lower level, `[B]`.
+    """Return the distance of a model's clean sample from the mean of its clean samples at a lower level, `[B]`.
 
         loss = mean (h_1 - h) (h_2 - h)
 
-    h is the clean sample that is predicted at a noisy one, h_1 and h_2 those after two steps of the model from there to the
-    same lower level with independent noise. The product has the expectation |E h_1 - h|^2 per element, which is 0 for the
-    mean of the clean samples behind a noisy one, so it may be negative. Gradients flow to all three.
+    h is the clean sample predicted at a noisy sample; h_1 and h_2 are predicted after two steps of the model from there to
+    the same lower level with independent noise. The product has the expectation |E h_1 - h|^2 per element, which is 0 if h
+    is the mean of the clean samples; a single value may be negative. Gradients flow to all three.
 
     Args:
         x0, x0_first, x0_second: h, h_1 and h_2, `[B, *event]`.
@@ -184,15 +182,15 @@ def consistency_loss(x0: Samples, x0_first: Samples, x0_second: Samples) -> PerS
     Source: AC-DMD, arXiv 2605.26108.
     """
     h, first, second = match_tensors("consistency_loss", x0=x0, x0_first=x0_first, x0_second=x0_second)
-    return _mean((first - h) * (second - h))
+    return _event_mean((first - h) * (second - h))
 
 
 def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:
-    """Return how likely the noise of a renoised sample is beside that of a noised clean one, `[B]`.
+    """Return the likelihood ratio of the noise in a renoised sample to the added noise, `[B]`.
 
         w = exp((mean noise^2 - mean e_t^2) / 2), e_t = (s alpha e + beta noise) / t
 
-    e_t is the noise in x_t if e is that in x_s. It is a ratio per dimension, and 1 at s = 0.
+    e_t is the noise in x_t if e is the noise in x_s. The ratio is per dimension, and 1 at s = 0.
 
     Args:
         e: noise that the model predicts in x_s, `[B, *event]`.
@@ -201,15 +199,15 @@ def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar)
     Source: TDM's code, arXiv 2503.06674, which takes the mean over the event, not the sum.
     """
     e, noise = match_tensors("noise_weight", e=e, noise=noise)
-    s, t, alpha, beta = _renoising("noise_weight", e, sigma, sigma_noisy)
+    s, t, alpha, beta = _renoise_factors("noise_weight", e, sigma, sigma_noisy)
     mixed = per_sample(s * alpha / t, e) * e + per_sample(beta / t, e) * noise
-    return torch.exp((_mean(noise**2) - _mean(mixed**2)) / 2)
+    return torch.exp((_event_mean(noise**2) - _event_mean(mixed**2)) / 2)
 
 
 def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
-    """Return the weight of a clean sample's squared error by its signal-to-noise ratio, min(((1 - t) / t)^2, largest).
+    """Return the signal-to-noise weight of a clean sample's squared error, min(((1 - t) / t)^2, largest).
 
-    It is `[B]`, or 0-d as the level is.
+    It is `[B]`, or 0-d if the level is.
 
     Args:
         sigma: noise level t of a flow, in [0, 1].
@@ -225,7 +223,7 @@ def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
     return torch.clamp(((1 - level) / level) ** 2, max=largest)
 
 
-def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _renoise_factors(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return s, t, alpha and beta, `[B]` or 0-d."""
     s, t = (torch.as_tensor(level, dtype=x.dtype, device=x.device) for level in (sigma, sigma_noisy))
     check_per_sample(function, x.shape[0], sigma=s, sigma_noisy=t)
@@ -233,5 +231,5 @@ def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> 
     return s, t, alpha, torch.sqrt((t**2 - (s * alpha) ** 2).clamp(min=0))
 
 
-def _mean(values: Tensor) -> Tensor:
+def _event_mean(values: Tensor) -> Tensor:
     return reduce(values, "b ... -> b", "mean")

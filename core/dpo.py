@@ -1,4 +1,4 @@
-"""Preferences: DPO on pairs of a preferred and another sample, MaPO on pairs without a reference, KTO without pairs."""
+"""Preference losses: DPO on pairs of a preferred and a rejected sample, MaPO without a reference, KTO without pairs."""
 
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ class DpoInfo(NamedTuple):
     """Diagnostics of the preference loss, one number per pair, without gradient."""
 
     reward_win: Tensor  # -beta/2 (err_win - err_win_ref), the implicit reward of the preferred sample
-    reward_lose: Tensor  # that of the other sample, times its weight; if both fall, the model is getting worse at both
+    reward_lose: Tensor  # of the rejected sample, times its weight; if both rewards fall, the model gets worse at both
     margin: Tensor  # reward_win - reward_lose
     accuracy: Tensor  # 1 where the margin is above 0, else 0
 
@@ -27,7 +27,7 @@ class D3poInfo(NamedTuple):
     """Diagnostics of D3PO, one number per item, without gradient."""
 
     implicit: Tensor  # beta log clip(rho), the implicit reward of the step
-    margin: Tensor  # that of the preferred step minus that of the other
+    margin: Tensor  # implicit reward of the preferred step minus the rejected step's
     accuracy: Tensor  # 1 where the margin is above 0, else 0
     clipped: Tensor  # 1 where the clip sets the gradient of this step to 0, else 0
 
@@ -36,14 +36,14 @@ class KtoInfo(NamedTuple):
     """Diagnostics of KTO, one number per item, without gradient."""
 
     gain: Tensor  # err_ref - err
-    baseline: Tensor  # gain that the item's is compared with
-    accuracy: Tensor  # 1 where a good sample's gain, or a bad one's loss, is above 0, else 0
+    baseline: Tensor  # z, which is subtracted from the gain
+    accuracy: Tensor  # 1 where the gain has the sign of the label, else 0
 
 
 class MapoInfo(NamedTuple):
     """Diagnostics of MaPO, one number per pair, without gradient."""
 
-    error: Tensor  # that of the preferred sample
+    error: Tensor  # err_win, the error on the preferred sample
     margin: Tensor  # T (phi(err_win) - phi(err_lose))
     accuracy: Tensor  # 1 where the margin is above 0, else 0
 
@@ -72,13 +72,13 @@ def dpo_loss(
     It is log 2 if the policy equals the reference policy. Gradients flow to err_win and err_lose only.
 
     Args:
-        err_win, err_lose: `flow_matching.velocity_error` of the policy on the preferred and on the other sample, `[P]`,
+        err_win, err_lose: `flow_matching.velocity_error` of the policy on the preferred and the rejected sample, `[P]`,
             with the same noise and time within a pair (for epsilon-prediction models: the error of epsilon).
         err_win_ref, err_lose_ref: the same errors of the reference policy, `[P]`.
         beta: strength of the implicit KL, > 0. It includes the number of steps that the bound sums over, so values in
             the thousands are usual.
         lose_weight: weight w of the rejected sample. Below 1 the policy gains less from getting worse at it, which is how
-            runs diverge; 0 fits the preferred sample alone.
+            runs diverge; 0 fits only the preferred sample.
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
@@ -96,7 +96,7 @@ def dpo_loss(
 def kto_loss(
     gain: PerSample, baseline: PerSample, label: PerSample, *, beta: Scalar, utility: Utility = "sigmoid"
 ) -> tuple[PerSample, KtoInfo]:
-    """Return the loss of samples that are good or bad, without pairs, `[P]`, and diagnostics.
+    """Return the loss of samples labelled good or bad, without pairs, `[P]`, and diagnostics.
 
         u = y beta (g - z)
         sigmoid        1 - sigmoid(u)
@@ -105,8 +105,8 @@ def kto_loss(
     Gradients flow to the gain only.
 
     Args:
-        gain: g = err_ref - err, the error of the reference minus that of the policy at the same noise, `[P]`.
-        baseline: z, the mean gain of the batch but at least 0, `[P]`.
+        gain: g = err_ref - err, the reference's error minus the policy's error at the same noise, `[P]`.
+        baseline: z, the mean gain of the batch, at least 0, `[P]`.
         label: y, 1 for a good sample and -1 for a bad one, `[P]`.
         beta: inverse temperature, > 0.
         utility: see above.
@@ -118,25 +118,25 @@ def kto_loss(
     beta = number("kto_loss", "beta", beta, gain, low=1e-12)
     label = label.detach()
     u = label * beta * (gain - baseline.detach())
-    right = (label * gain > 0).to(gain.dtype)
-    info = KtoInfo(*(tensor.detach() for tensor in (gain, baseline, right)))
+    correct = (label * gain > 0).to(gain.dtype)
+    info = KtoInfo(*(tensor.detach() for tensor in (gain, baseline, correct)))
     return torch.sigmoid(-u) if utility == "sigmoid" else -F.logsigmoid(u), info
 
 
 def mapo_loss(
     err_win: PerSample, err_lose: PerSample, *, beta: Scalar, temperature: Scalar = 1000.0, snr: Scalar = 0.5
 ) -> tuple[PerSample, MapoInfo]:
-    """Return the error on the preferred sample and a preference without reference, `[P]`, and diagnostics.
+    """Return the error on the preferred sample plus a reference-free preference loss, `[P]`, and diagnostics.
 
         loss = err_win - beta log sigmoid(T (phi(err_win) - phi(err_lose))),  phi(e) = c e / (exp(c e) - 1)
 
     phi falls from 1 at e = 0. With beta 0 it is supervised fine-tuning on the preferred samples.
 
     Args:
-        err_win, err_lose: errors of the policy on the preferred and on the other sample, with the same noise, `[P]`, >= 0.
+        err_win, err_lose: errors of the policy on the preferred and the rejected sample, with the same noise, `[P]`, >= 0.
         beta: weight of the preference, >= 0.
         temperature: T, > 0.
-        snr: c, > 0, which the published code has constant.
+        snr: c, > 0, a constant in the published code.
 
     Source: MaPO, arXiv 2406.06424, and its code.
     """
@@ -172,35 +172,35 @@ def clip_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scalar)
 
 
 def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSample, *, beta: Scalar) -> PerSample:
-    """Return each step's half of the loss of its pair, `[B]`; both halves together have its value and its gradient.
+    """Return each step's half of its pair's loss, `[B]`; the halves sum to the loss in value and gradient.
 
         loss of a pair = -log sigmoid(beta (l_win - l_lose)),  l = log clip(rho)
 
-    A pair's two steps are two items, so that they need not share a forward pass. Each item has half of the loss, and the
-    gradient of the whole loss in its own log-ratio, for which the other one is a constant.
+    The two steps of a pair are separate items, so they need not share a forward pass. Each item has half of the loss and the
+    full gradient in its own log-ratio; the other log-ratio is a constant.
 
     Args:
-        log_ratio: `clip_log_ratio` l of the item's own step, `[B]`.
-        log_ratio_other: that of the other step of its pair under the same policy, `[B]`, taken without gradient.
-        preferred: 1 for the step of the preferred sample, -1 for the other's, 0 for items without a pair, `[B]`.
+        log_ratio: `clip_log_ratio` l of the item's step, `[B]`.
+        log_ratio_other: `clip_log_ratio` of the pair's other step under the same policy, `[B]`; it is detached.
+        preferred: 1 for the step of the preferred sample, -1 for the rejected one's, 0 for items without a pair, `[B]`.
         beta: inverse temperature of the preference, > 0.
 
     Source: D3PO, arXiv 2311.13231.
     """
-    preferred_ratio, other, preferred = match_tensors(
+    preferred_ratio, other_ratio, preferred = match_tensors(
         "d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred
     )
     beta = number("d3po_loss", "beta", beta, preferred_ratio, low=1e-12)
-    margin = beta * preferred * (preferred_ratio - other.detach())
+    margin = beta * preferred * (preferred_ratio - other_ratio.detach())
     loss = -F.logsigmoid(margin)
     return preferred.abs() * (loss - loss.detach() / 2)
 
 
 def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
-    """Return the best and the worst sample of each group, for pairs made of a policy's own samples.
+    """Return the best and the worst sample of each group, to build pairs from a policy's own samples.
 
-    Among equal rewards, the first in the batch is taken. A group whose rewards are all equal, or a group of one, gives no
-    pair. The result has the length of the batch, so the number of groups is not read from a device.
+    Ties go to the first sample in the batch. A group whose rewards are all equal, or a group of one, yields no pair. The
+    result has the length of the batch, so the number of groups is not read from the device.
 
     Args:
         reward: `[B]`.
@@ -208,15 +208,15 @@ def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
 
     Raises:
         ValueError: shapes differ, or a reward is not finite. Where values are not known (see `checks.can_look`), a group
-            with a NaN gives no pair.
+            with a NaN yields no pair.
     """
     check_rewards("best_and_worst", reward, group)
     if reward.ndim != 1:
         raise ValueError(f"best_and_worst: reward has shape {list(reward.shape)}, expected [B]")
     reward, group = reward.detach(), group.contiguous()
     win, lose = _first_of_group(reward, group, descending=True), _first_of_group(reward, group, descending=False)
-    places = torch.arange(len(reward), device=reward.device)
-    return BestWorst(win, lose, (win == places) & (reward[win] > reward[lose]))
+    index = torch.arange(len(reward), device=reward.device)
+    return BestWorst(win, lose, (win == index) & (reward[win] > reward[lose]))
 
 
 def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tensor:

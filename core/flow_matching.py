@@ -12,7 +12,7 @@ def interpolate(x0: Samples, noise: Samples, sigma: Level) -> Samples:
 
     Args:
         x0, noise: clean samples and standard-normal noise, `[B, *event]`.
-        sigma: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
+        sigma: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per row of samples `[B, R, ...]`.
     """
     x0, noise = match_tensors("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=x0.dtype, device=x0.device)
@@ -22,7 +22,7 @@ def interpolate(x0: Samples, noise: Samples, sigma: Level) -> Samples:
 
 
 def recover(x: Samples, v: Samples, noise: Samples, sigma: Level, sigma_next: Level) -> Samples:
-    """Return the clean sample behind a step from a sample whose noise is known, `[B, *event]`.
+    """Return the clean sample implied by a step from a sample with known noise, `[B, *event]`.
 
         x0 = (x + (s' - s) v - s' noise) / (1 - s')
 
@@ -32,7 +32,7 @@ def recover(x: Samples, v: Samples, noise: Samples, sigma: Level, sigma_next: Le
     Args:
         x: sample at level s, (1 - s) x0 + s noise, `[B, *event]`.
         v: velocity at x, `[B, *event]`.
-        noise: its noise, `[B, *event]`.
+        noise: noise in x, `[B, *event]`.
         sigma, sigma_next: levels s in [0, 1] and s' in [0, 1), `[B]`, 0-d or float.
 
     Source: Direct-Align of SRPO, arXiv 2509.06942.
@@ -47,7 +47,7 @@ def recover(x: Samples, v: Samples, noise: Samples, sigma: Level, sigma_next: Le
 def velocity_error(v: Samples, target: Samples) -> PerSample:
     """Return the mean squared error of a velocity, mean over the event of (v - target)^2, `[B]`.
 
-    The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (float64 if given).
+    The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (in float64 if one is).
     """
     v, target = match_tensors("velocity_error", v=v, target=target)
     return reduce((v - target) ** 2, "b ... -> b", "mean")

@@ -1,4 +1,4 @@
-"""GARDO: advantages that favour diverse good samples, and a KL of the samples alone whose reward is doubted."""
+"""GARDO: advantages that favour diverse good samples, and a KL only for samples with a doubtful reward."""
 
 from typing import Literal
 
@@ -14,19 +14,19 @@ DOUBTED: tuple[Doubted, ...] = ("overrated", "underrated")
 
 
 def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSample:
-    """Return advantages that are larger for good samples unlike the others of their group, `[B]`.
+    """Return advantages that are larger for good samples that differ from the rest of their group, `[B]`.
 
         A_i = (r_i - mean_g) d_i / mean_g(d)  where r_i >= mean_g, else r_i - mean_g
-        d_i = min over the others j of the group of 1 - cos(f_i, f_j)
+        d_i = min over j != i in the group of 1 - cos(f_i, f_j)
 
-    d_i / mean_g(d) is 1 where all features of a group are the same, and in a group of one.
+    d_i / mean_g(d) is 1 if all features of a group are equal, and for a group of one.
 
     Args:
         reward: `[B]`.
         features: features f of each sample, `[B, D]`.
         group: group of each sample, `[B]` integers.
 
-    Source: GARDO, arXiv 2512.24138, and its code; no standard deviation divides.
+    Source: GARDO, arXiv 2512.24138, and its code, without division by a standard deviation.
     """
     centred = group_advantages(reward, group, scale="none")
     if features.ndim != 2 or len(features) != len(reward):
@@ -34,26 +34,26 @@ def diverse_advantages(reward: PerSample, features: Tensor, group: Ids) -> PerSa
     unit = torch.nn.functional.normalize(features.to(torch.float64), dim=1)
     same = group[:, None] == group
     others = same & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)
-    far = torch.where(others, 1 - unit @ unit.T, torch.inf).amin(1).clamp(min=0)
-    far = torch.where(others.any(1), far, torch.zeros_like(far))
-    mean = (same.to(far.dtype) @ far) / same.sum(1)
-    alike = mean < 1e-12  # rounding of a cosine of 1
-    factor = torch.where(alike, torch.ones_like(far), far / torch.where(alike, torch.ones_like(mean), mean))
-    return centred * torch.where(centred < 0, torch.ones_like(far), factor).to(centred.dtype)
+    distance = torch.where(others, 1 - unit @ unit.T, torch.inf).amin(1).clamp(min=0)
+    distance = torch.where(others.any(1), distance, torch.zeros_like(distance))
+    mean = (same.to(distance.dtype) @ distance) / same.sum(1)
+    equal = mean < 1e-12  # rounding of a cosine of 1
+    factor = torch.where(equal, torch.ones_like(distance), distance / torch.where(equal, torch.ones_like(mean), mean))
+    return centred * torch.where(centred < 0, torch.ones_like(distance), factor).to(centred.dtype)
 
 
 def rank_doubt(reward: PerSample, others: Tensor, *, doubted: Doubted = "overrated") -> PerSample:
-    """Return how far a reward's ranks of a batch disagree with those of other rewards, `[B]` in (-1, 1).
+    """Return the disagreement of a reward's ranks with the ranks of other rewards, `[B]` in (-1, 1).
 
-        u_i = (mean over the others k of rank_k(i) - rank(i)) / B        overrated; minus that: underrated
+        u_i = (mean over the other rewards k of rank_k(i) - rank(i)) / B        overrated; its negative: underrated
 
-    The best sample has rank 1, equal ones have the mean of theirs; u sums to 0. Overrated is above 0 for a sample that the
-    reward ranks better than the others do.
+    The best sample has rank 1, ties share their mean rank, and u sums to 0. With "overrated", u is above 0 for samples that
+    the reward ranks better than the others do.
 
     Args:
-        reward: the reward that is learnt from, `[B]`.
+        reward: the reward that is trained on, `[B]`.
         others: the other rewards, `[B, K]`, K at least 1.
-        doubted: which samples have u above 0, see above.
+        doubted: samples for which u is above 0.
 
     Source: GARDO, arXiv 2512.24138. Its text doubts overrated samples; in its code u is above 0 for underrated ones.
     """
@@ -71,13 +71,13 @@ def rank_doubt(reward: PerSample, others: Tensor, *, doubted: Doubted = "overrat
 def doubt_gate(doubt: PerSample, *, share: float) -> PerSample:
     """Return 1 for the samples whose doubt is among the largest, else 0, `[B]`.
 
-    A sample is among them if its doubt is not below the (1 - share) quantile of those that are 0 or more.
+    These are the samples whose doubt is at least the (1 - share) quantile of the non-negative doubts.
 
     Args:
         doubt: `rank_doubt`, `[B]`.
-        share: share of the samples of a doubt of 0 or more, in (0, 1]; 1 is all of these.
+        share: share of the samples with non-negative doubt, in (0, 1]; 1 selects all of them.
 
-    Source: GARDO, arXiv 2512.24138; its code has above in place of not below.
+    Source: GARDO, arXiv 2512.24138; its code uses > in place of >=.
     """
     check_number("doubt_gate", "share", share, low=1e-12, high=1)
     dtype = compute_dtype("doubt_gate", doubt=doubt)

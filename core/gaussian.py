@@ -1,9 +1,8 @@
 """The Gaussian of every sampler, x_next ~ N(a x + b v, std^2 I): its mean, a draw, its log-density, its KL.
 
-Samples are `[B, *event]`, coefficients `[B]`, 0-d, or `[B, R]` for samples `[B, R, ...]` whose R rows have noise levels of
-their own: then each row is a step, and the sample's log-probability and KL are those of its rows together. All functions
-compute in float32, or in float64 if an argument is float64, and raise a TypeError or ValueError of one line for any other
-dtype or shape.
+Samples are `[B, *event]`; coefficients are `[B]`, 0-d, or `[B, R]` for samples `[B, R, ...]` with a noise level per row.
+Then each row is a step of its own, and a sample's log-probability and KL are reduced over its rows. All functions compute in
+float32, or in float64 if an argument is float64. Any other dtype or shape raises a one-line TypeError or ValueError.
 """
 
 import math
@@ -31,7 +30,7 @@ def mean(transition: Transition, x: Samples, v: Samples) -> Samples:
 
 
 def sample(transition: Transition, x: Samples, v: Samples, noise: Samples | None) -> Samples:
-    """Return the next sample for given standard-normal noise, a x + b v + std noise, `[B, *event]`; None is no noise."""
+    """Return the next sample for given standard-normal noise, a x + b v + std noise, `[B, *event]`; None means no noise."""
     if noise is None:
         return mean(transition, x, v)
     transition, x, v, noise = _prepare("sample", transition, x=x, v=v, noise=noise)
@@ -47,14 +46,14 @@ def log_prob(
         no_const   -(x_next - a x - b v)^2 / (2 std^2)
         unscaled   -(x_next - a x - b v)^2             (published with Flow-CPS; not a density)
 
-    sglang's "no_const" is `form="unscaled"`; `form="no_const"` here is the density without its constants.
+    sglang's "no_const" is `form="unscaled"`. In this package, `form="no_const"` is the density without its constants.
 
-    Its gradient in v is (x_next - a x - b v) b / std^2, or 2 (x_next - a x - b v) b of unscaled; over N with "mean".
+    The gradient in v is (x_next - a x - b v) b / std^2, or 2 (x_next - a x - b v) b if unscaled. "mean" divides it by N.
 
     Args:
         transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
-        form: see above.
+        form: one of the equations above.
         reduction: "mean" over the event's N elements (nats per dimension, the usual one) or "sum" (the joint density).
 
     Raises:
@@ -70,16 +69,16 @@ def log_prob(
 def draw(
     transition: Transition, x: Samples, v: Samples, noise: Samples, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> tuple[Samples, PerSample]:
-    """Return `sample` and the `log_prob` of it, with the same bits as these two, from one mean.
+    """Return `sample` and its `log_prob` from one evaluation of the mean, bit-identical to the separate calls.
 
-    Gradients flow through the sample along the path. They flow through the log-probability with the sample held constant.
+    Gradients flow through the sample (reparameterised), and through the log-probability with the sample held constant.
 
     Args:
         transition, x, v, noise: as in `sample`.
         form, reduction: as in `log_prob`.
 
     Raises:
-        ValueError: as `log_prob` does.
+        ValueError: as in `log_prob`.
     """
     check_choice("draw", "form", form, FORMS)
     check_choice("draw", "reduction", reduction, REDUCTIONS)
@@ -106,8 +105,8 @@ def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: 
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
     """Return KL(N(a x + b v, std^2) || N(a x + b v_ref, std^2)) = b^2 |v - v_ref|^2 / (2 std^2), `[B]`.
 
-    It is in nats per dimension, their mean, or in nats with `sum`. The two means share a x, so the two velocities are all
-    that it needs. Flow-GRPO's published KL has a rate in place of the step's std; it equals this KL times |dt|.
+    In nats per dimension with "mean", in nats with "sum". Both means share the term a x, so only the velocities are needed.
+    Flow-GRPO's published KL has a rate in place of the step's std, and equals this KL times |dt|.
 
     Args:
         transition: coefficients `[B]`, 0-d or `[B, R]`.
@@ -115,7 +114,7 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
         reduction: "mean" over the event's elements or "sum".
 
     Raises:
-        ValueError: std is 0 (checked as in `log_prob`; where it is not, the result is NaN).
+        ValueError: std is 0 and its value is known; otherwise the result is NaN.
     """
     check_choice("kl", "reduction", reduction, REDUCTIONS)
     transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
@@ -124,12 +123,12 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
 
 
 def _reduce_event(values: Tensor, coefficient: Tensor, reduction: Reduction) -> Tensor:
-    """Return the mean or sum of each sample `[B]`, or of each row `[B, R]` where the coefficients are."""
+    """Reduce over each sample, `[B]`, or over each row, `[B, R]`, if the coefficients are per row."""
     return reduce(values, "b r ... -> b r" if coefficient.ndim == 2 else "b ... -> b", reduction)
 
 
 def _reduce_rows(values: Tensor, reduction: Reduction) -> Tensor:
-    """Return the mean or sum of the rows of each sample, `[B]`, which are of one size; a number per sample as it is."""
+    """Reduce equally sized rows to `[B]`; values that are already per sample are returned unchanged."""
     return values if values.ndim < 2 else reduce(values, "b r -> b", reduction)
 
 
@@ -144,19 +143,19 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
     check_same_shape(function, **samples)
     check_per_sample(function, next(iter(samples.values())).shape, **coefficients)
     cast = Transition(*(coefficient.to(dtype) for coefficient in transition))
-    if any(coefficient.ndim == 2 for coefficient in cast):  # a number for all rows beside those of each
+    if any(coefficient.ndim == 2 for coefficient in cast):  # mixed coefficients per sample and per row
         cast = Transition(*torch.broadcast_tensors(*cast))
     return cast, *(tensor.to(dtype) for tensor in samples.values())
 
 
 def check_stochastic(function: str, std: Tensor, *, way_out: str = NO_DENSITY_HINT) -> None:
-    """Raise ValueError if a std is not positive, where it is known (see `checks.can_look`)."""
+    """Raise ValueError if a known std is not positive (see `checks.can_look`)."""
     if can_look(std) and not (std > 0).all():
         where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~(std > 0)).flatten().tolist()}"
         raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
 
 
 def _nan_unless_positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
-    """Return std with NaN where it is not positive, after raising where it is known."""
+    """Return std with NaN where it is not positive; a known std raises instead."""
     check_stochastic(function, std, way_out=way_out)
     return torch.where(std > 0, std, torch.nan)

@@ -45,7 +45,7 @@ def nft_loss(
     Args:
         v, v_old: velocities of the policy and of the old policy at (xt, t), `[B, *event]`.
         x0, xt: clean sample and its noised version, `[B, *event]`.
-        t: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for samples `[B, R, ...]` whose rows have their own.
+        t: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per row of samples `[B, R, ...]`.
         reward_prob: probability r that a sample is good, in [0, 1], `[B]`; see `reward_prob`.
         beta: distance of the implicit policies from the old one, > 0.
         adv_clip: bound that advantages were clipped to, > 0; it restores their scale in the loss.
@@ -81,7 +81,7 @@ def reward_prob(advantage: PerSample, *, adv_clip: Scalar, mode: Mode = "all") -
         adv_clip: bound c of the advantages, > 0.
         mode: see above.
 
-    Source: DiffusionNFT, arXiv 2509.16117; the modes are its published code's.
+    Source: DiffusionNFT, arXiv 2509.16117; the modes are from its published code.
     """
     check_choice("reward_prob", "mode", mode, MODES)
     dtype = compute_dtype("reward_prob", advantage=advantage)

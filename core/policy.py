@@ -23,8 +23,8 @@ from fluvial.core.types import PerSample, PerStep, Samples, Scalar
 class PolicyInfo(NamedTuple):
     """Diagnostics of a surrogate, one number per pair, without gradient."""
 
-    ratio: Tensor  # rho, as the loss takes it
-    log_ratio: Tensor  # log_prob - log_prob_old; GRPO-Guard corrects it in rho, but not in kl_old
+    ratio: Tensor  # rho, as used in the loss
+    log_ratio: Tensor  # log_prob - log_prob_old; GRPO-Guard's correction is in rho only, not in kl_old
     clipped: Tensor  # 1 where the clip (or the KL threshold) sets the gradient to 0, else 0
     kl_old: Tensor  # rho - 1 - log rho >= 0, the k3 estimate of KL(old || current)
     kl_ref: Tensor  # KL to the reference policy's step if the loss has that term, else 0
@@ -59,21 +59,21 @@ def clipped_surrogate(
 
 
 def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size: int | None = None) -> PerStep:
-    """Return surrogate old log-probs, `[B, S]`: with them, each step's ratio equals the ratio of its chunk of steps.
+    """Return surrogate old log-probs that give each step the ratio of its chunk of steps, `[B, S]`.
 
         log rho_c = mean over the used steps k of chunk c of log_prob_k - log_prob_old_k
         old_k = log_prob_k - log rho_c
 
-    With them the mean of `clipped_surrogate` over a chunk's steps has the value and the gradient of that of rho_c, though
-    each step computes its own log-prob alone: rho_c is measured before the pass, and each step carries its share of it.
+    The mean of `clipped_surrogate` over a chunk's steps then has the value and gradient of the surrogate of rho_c, although
+    each step computes only its own log-prob: rho_c is measured before the pass, and each step carries its share of it.
 
     Args:
         log_prob, log_prob_old: log-probs of the recorded steps under the current and the old policy, `[B, S]`.
-        used: 1 for the steps that are learnt from, else 0, `[B, S]`; a chunk without one has the ratio 1.
-        size: number of consecutive recorded steps per chunk, >= 1, the last one of what is left; None takes all of a sample.
+        used: 1 for steps that are trained on, else 0, `[B, S]`. A chunk without any has the ratio 1.
+        size: number of consecutive recorded steps per chunk, >= 1; the last chunk takes the remainder. None is one chunk.
 
-    Source: ours; GSPO (arXiv 2507.18071) has such a ratio of a sequence of tokens, and Chunk-GRPO (2510.21583) of chunks of
-    steps, whose equations were not read.
+    Source: ours. GSPO (arXiv 2507.18071) uses such a ratio over a sequence of tokens, Chunk-GRPO (2510.21583) over chunks of
+    steps; the latter's equations were not consulted.
     """
     new, old, used = match_tensors("share_ratio", log_prob=log_prob, log_prob_old=log_prob_old, used=used)
     if new.ndim != 2:
@@ -82,8 +82,8 @@ def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size
         check_number("share_ratio", "size", size, low=1)
     size = max(new.shape[1], 1) if size is None else size
     sums, counts = (
-        [part.sum(1, keepdim=True).expand_as(part) for part in each.split(size, dim=1)]
-        for each in ((new - old) * used, used)
+        [part.sum(1, keepdim=True).expand_as(part) for part in table.split(size, dim=1)]
+        for table in ((new - old) * used, used)
     )
     return new - torch.cat(sums, dim=1) / torch.cat(counts, dim=1).clamp(min=1)
 
@@ -102,13 +102,13 @@ def noise_weighted_surrogate(
 
         loss = scale std max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)),  rho = exp(log_prob - log_prob_old)
 
-    The gradient of a surrogate in v is |b| / std times a standard-normal draw; with the weight its scale is |b|. So early
-    steps, whose noise is large and which decide the composition, count for more.
+    The gradient of a surrogate in v is |b| / std times a standard-normal draw. With the weight its scale is |b|, so early
+    steps count for more: their noise is large, and they decide the composition.
 
     Args:
         log_prob, log_prob_old, advantage, clip_low, clip_high: as in `clipped_surrogate`.
-        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included; of `[B, R]` that of the first row.
-        scale: factor of all weights, > 0; the published one is 1.73.
+        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included; the first row's is used of `[B, R]`.
+        scale: factor of all weights, > 0; the published value is 1.73.
 
     Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
     """
@@ -121,15 +121,15 @@ def noise_weighted_surrogate(
 
 
 def step_scale(transition: Transition) -> Tensor:
-    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d; of `[B, R]` the first row's.
+    """Return the inverse size of a surrogate's gradient at each step, std / |b|, `[B]` or 0-d.
 
-    The gradient of a plain surrogate in v is |b| / std times a standard-normal draw; times this it has the same size at
-    every step. Weights are the scale divided by its mean over a batch.
+    The gradient of a plain surrogate in v is |b| / std times a standard-normal draw; times this scale it has the
+    same size at every step. Divided by its mean over a batch, the scale is a weight.
 
     Args:
-        transition: coefficients of each pair's step, b not 0.
+        transition: coefficients of each pair's step, b not 0; the first row's are used of `[B, R]`.
 
-    Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code has a table of it for one schedule.
+    Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code tabulates it for one schedule.
     """
     dtype = compute_dtype("step_scale", b=transition.b, std=transition.std)
     return first_row(transition.std).to(dtype) / first_row(transition.b).to(dtype).abs()
@@ -152,16 +152,16 @@ def guard_surrogate(
         loss = max(-A rho, -A clip(rho, 1 - clip, 1 + clip)) / |dt|
 
     The gradient of the plain surrogate in v is |b| / std times a standard-normal draw. With Flow-SDE that is proportional
-    to sqrt(|dt|) / r, twenty times larger at the last steps of a schedule than at the first. Here it is |b| / |dt|, which
-    is constant with Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy is minus that
-    mean; gradient flows through it, too.
+    to sqrt(|dt|) / r, twenty times larger at the last steps of a schedule than at the first. With this loss it is
+    |b| / |dt|, which is constant for Flow-SDE. The added mean centres the log-ratio, whose expectation under the old policy
+    is minus that mean. Gradients flow through it, too.
 
     Args:
         log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".
-        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0. Of rows, std and dt of the first scale
-            the ratio.
+        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0. With `[B, R]`, the first row's std and
+            dt scale the ratio.
         v, v_old: velocities under the two policies, `[B, *event]`.
-        dt: sigma_next - sigma of each pair's step, `[B]` or 0-d.
+        dt: sigma_next - sigma of each pair's step, `[B]`, `[B, R]` or 0-d.
         clip: >= 0; the ratio's range is [1 - clip, 1 + clip].
 
     Source: GRPO-Guard, arXiv 2510.22319.
@@ -205,7 +205,7 @@ def dppo_surrogate(
         kl_threshold: largest KL, >= 0, in nats per dimension; the published value is 1e-5.
 
     Raises:
-        ValueError: std is 0 (checked as in `gaussian.kl`; where it is not, loss and gradient are NaN).
+        ValueError: std is 0 and its value is known; otherwise loss and gradient are NaN.
 
     Source: Flow-DPPO, arXiv 2606.11025; for language models, 2602.04879.
     """
@@ -220,10 +220,10 @@ def dppo_surrogate(
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(log_ratio.clamp(max=80))
     moved = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
-    held = moved & (kl >= kl_threshold)
+    blocked = moved & (kl >= kl_threshold)
     # A comparison with NaN is false: without this line a step without a density would count as within the threshold.
     nan_mask = torch.where(kl.isnan(), torch.nan, 1.0)
-    return torch.where(held, 0.0, -advantage * ratio * nan_mask), _info(ratio, log_ratio, clipped=held)
+    return torch.where(blocked, 0.0, -advantage * ratio * nan_mask), _info(ratio, log_ratio, clipped=blocked)
 
 
 def _info(ratio: Tensor, log_ratio: Tensor, *, clipped: Tensor) -> PolicyInfo:

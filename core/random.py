@@ -25,7 +25,7 @@ Word = int | Tensor  # a 32-bit word: a Python integer, or an int64 tensor of va
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-# Words 2 and 3 of the counter keep the streams of drawing, folding and permuting apart.
+# Words 2 and 3 of the counter separate the streams of drawing, folding and permuting.
 DRAW, FOLD, PERMUTE = 0, 1, 2
 
 # Largest number of elements that one call draws. The generator's intermediate tensors take about 50 bytes per element.
@@ -80,7 +80,7 @@ def fold_in(key: Key, data: int | Ids | Integer[Tensor, ""]) -> Key:
 
 
 def sample_keys(key: Key, batch: int, *, device: torch.device | str | None = None) -> Key:
-    """Return one key per sample, `[B]`: keys per sample as they are; one key is folded with each sample's index."""
+    """Return one key per sample, `[B]`; a single key is folded with each sample's index."""
     check_key("sample_keys", key)
     return key if key.batch else fold_in(key, torch.arange(batch, device=device))
 
@@ -95,14 +95,14 @@ def philox(counter: tuple[Word, Word, Word, Word], key: Key) -> tuple[Word, Word
     """Return the four words of Philox4x32-10 for a counter of four words; integers and int64 tensors mix freely."""
     c0, c1, c2, c3 = counter
     for k0, k1 in zip(*(_round_keys(word, weyl) for word, weyl in zip(key, WEYL, strict=True)), strict=True):
-        # A product of two words fills 64 bits; an int64 tensor wraps, and its two words are still right.
+        # A product of two words fills 64 bits; an int64 tensor wraps, but both words are still correct.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & MASK) ^ c1 ^ k0, p1 & MASK, ((p0 >> 32) & MASK) ^ c3 ^ k1, p0 & MASK
     return c0, c1, c2, c3
 
 
 def _round_keys(word: Word, weyl: int) -> Sequence[Word]:
-    """Return a word of the key in each of the ten rounds: word + i weyl, modulo 2^32; of tensors all at once."""
+    """Return a word of the key in each of the ten rounds: word + i weyl, modulo 2^32."""
     if not isinstance(word, Tensor):
         return [(word + i * weyl) & MASK for i in range(10)]
     steps = torch.arange(0, 10 * weyl, weyl, device=word.device)
@@ -113,12 +113,12 @@ def bits(key: Key, shape: tuple[int, ...], *, device: torch.device | str | None 
     """Return uniform 32-bit words as int64 in [0, 2^32): element 4 i + j of a sample is word j of counter i.
 
     Args:
-        key: one key for the whole draw, or one key per sample, `[B]`.
+        key: one key, or one key per sample, `[B]`.
         shape: shape of the result; `[B, *event]` with one key per sample.
         device: device of the draw with one key; keys per sample draw on their own device.
     """
-    batch, event = _layout(key, shape)
-    return _words(key, math.prod(event), device=device).reshape((*batch, *event))
+    batch, event = _split_shape(key, shape)
+    return _draw_words(key, math.prod(event), device=device).reshape((*batch, *event))
 
 
 def uniform(
@@ -149,10 +149,10 @@ def permute(key: Key, place: int, size: int) -> int:
     for at most 2 sqrt(size) + 1 of the pairs.
 
     Args:
-        key: key of integers, made without tensors.
+        key: one key of Python integers.
 
     Raises:
-        TypeError: the key holds tensors.
+        TypeError: the key contains tensors.
         ValueError: place is not in range(size).
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5.
@@ -184,9 +184,9 @@ def normal(
     It is evaluated in float64 and rounded once to float32, whatever `dtype` is. So the bits do not depend on an element's
     position in a vector register, and a float64 draw equals the float32 draw. Arguments as in `bits`.
     """
-    batch, event = _layout(key, shape)
+    batch, event = _split_shape(key, shape)
     count = math.prod(event)
-    first, second = _words(key, count + count % 2, device=device).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = _draw_words(key, count + count % 2, device=device).unflatten(-1, (-1, 2)).unbind(-1)
     radius = torch.sqrt(-2 * torch.log((first + 1).to(torch.float64) * 2.0**-32))
     angle = second.to(torch.float64) * (2 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
@@ -194,20 +194,20 @@ def normal(
 
 
 def step_noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps at once.
+    """Yield the noise of each step, `[B, *event]`: normal(fold_in(keys, step), shape), drawn for many steps per call.
 
-    A draw depends on the key and the element's index alone, so the bits are those of one call per step.
+    A draw depends only on the key and the element's index, so the bits are those of one call per step.
     """
     batch, event = shape[0], tuple(shape[1:])
-    at_once = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
-    for first in range(0, len(steps), at_once):
-        part = steps[first : first + at_once]
-        of_part = _fold_steps(keys, part, batch)
-        yield from normal(of_part, (len(part) * batch, *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
+    steps_per_call = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
+    for first in range(0, len(steps), steps_per_call):
+        part = steps[first : first + steps_per_call]
+        part_keys = _fold_steps(keys, part, batch)
+        yield from normal(part_keys, (len(part) * batch, *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
 
 
 def step_keys(keys: Key, steps: Sequence[int], batch: int) -> Iterator[Key]:
-    """Yield the keys of each step, fold_in(keys, step), folded for all steps at once."""
+    """Yield the keys of each step, fold_in(keys, step), folded in one call."""
     if steps:
         folded = _fold_steps(keys, steps, batch)
         words = (torch.as_tensor(word).unflatten(0, (len(steps), batch)).unbind(0) for word in folded)
@@ -215,15 +215,15 @@ def step_keys(keys: Key, steps: Sequence[int], batch: int) -> Iterator[Key]:
 
 
 def _fold_steps(keys: Key, steps: Sequence[int], batch: int) -> Key:
-    """Return fold_in(keys, step) of every step, step by step, `[steps * batch]`."""
+    """Return fold_in(keys, step) for every step, ordered by step, `[steps * batch]`."""
     low = torch.as_tensor(keys.low)
     high = to_device(torch.as_tensor(keys.high), low.device).expand_as(low)
     data = to_device(torch.tensor(steps), low.device).repeat_interleave(batch)
     return fold_in(Key(low.repeat(len(steps)), high.repeat(len(steps))), data)
 
 
-def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for keys per sample."""
+def _split_shape(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Split a shape into (batch, event): batch is () for one key, (B,) for one key per sample."""
     check_key("random", key)
     batch = key.batch
     if tuple(shape[: len(batch)]) != batch:
@@ -231,7 +231,7 @@ def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[in
     return batch, tuple(shape[len(batch) :])
 
 
-def _words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:
+def _draw_words(key: Key, count: int, *, device: torch.device | str | None) -> Tensor:
     """Return the first `count` words of every key's stream, `[count]` or `[B, count]`."""
     if isinstance(key.low, Tensor):
         device = key.low.device

@@ -3,9 +3,9 @@
     v_t = velocity(x_t, level_t, t)
     x_{t+1} = a_t x_t + b_t v_t + std_t z_t        t = 0 .. T-1
 
-`plan` makes the table from schedule and window, once and on the host. `scan` folds it and stacks what is recorded: x_t,
-x_{t+1} and the log-probability of the step. A loop that belongs to someone else, such as a diffusers pipeline,
-takes its `Step`s by the same plan, and `stack` makes the same trajectory of them.
+`plan` builds the table from schedule and window, once, on the host. `scan` runs over it and stacks the recorded steps: x_t,
+x_{t+1} and the log-probability. An external loop, such as a diffusers pipeline, yields `Step`s of the same plan, and `stack`
+builds the same trajectory from them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,9 +42,9 @@ class Trajectory(NamedTuple):
     x: Tensor  # [B, S, *event] before each recorded step
     x_next: Tensor  # [B, S, *event] after it
     steps: Tensor  # [B, S] int64 indices into the schedule
-    log_prob: Tensor  # [B, S] under the policy that made the rollout
-    velocity: Tensor | None  # [B, S, *event], the model's output at each recorded step, if it is recorded
-    final: Tensor  # [B, *event], in the dtype of the computation; [B, 0] where nobody needs it
+    log_prob: Tensor  # [B, S] under the policy that generated the rollout
+    velocity: Tensor | None  # [B, S, *event], the model output at each recorded step, if recorded
+    final: Tensor  # [B, *event], in the compute dtype; [B, 0] if not needed
     debug: Debug | None
 
 
@@ -55,8 +55,8 @@ class Step(NamedTuple):
     x: Tensor
     v: Tensor
     x_next: Tensor
-    log_prob: Tensor | None  # of a recorded step
-    noise: Tensor | None = None  # None where none was drawn, or a kernel drew it
+    log_prob: Tensor | None  # None for a step that is not recorded
+    noise: Tensor | None = None  # None if none was drawn, or a kernel drew it
 
 
 def rollout(
@@ -77,24 +77,24 @@ def rollout(
     ratio is exactly 1.
 
     Args:
-        velocity: the model, v = velocity(x, level, step), level `[B]`, or `[B, R]` where rows have levels of their own.
+        velocity: the model, v = velocity(x, level, step), level `[B]`, or `[B, R]` with a level per row.
         x: initial noise, `[B, *event]`.
-        sigmas: the schedule's T+1 levels, `[T+1]`, or those of each row of samples `[B, R, ...]`, `[T+1, R]`: noise levels
+        sigmas: the schedule's T+1 levels, `[T+1]`, or per row of samples `[B, R, ...]`, `[T+1, R]`: noise levels
             that fall to exactly 0, or for `ddim` cumulative signal powers that rise.
         transition: sampler with its hyper-parameters bound, e.g. `transitions.bind("flow_sde", 0.7, sigmas)`.
         key: one key, into which each sample's index in the batch is folded, or one key per sample, `[B]`. Step t draws
             its noise from fold_in(key, t).
-        window: the steps taken with `transition`: indices, the same for all samples, or `[B, S]` int64 on the host, S
-            rising indices of each sample; None is all of them.
+        window: steps taken with `transition`: indices shared by all samples, or `[B, S]` int64 on the host, S rising
+            indices per sample; None is all steps.
         deterministic: sampler of the other steps, for which no noise is drawn; partial(ddim, eta=0) beside `ddim`.
-        record: what to record, or just the indices of the steps to record; None is `Record()`.
-        steps: the part of the schedule to take, contiguous; None is the whole. `x` is the sample before its first step, and
-            `final` the one after its last. Two parts give the trajectory of the whole, because a step's index in the
-            schedule, its noise included, does not depend on the part.
+        record: a `Record`, or the indices of the steps to record; None is `Record()`.
+        steps: contiguous part of the schedule to run; None runs all of it. `x` is the sample before its first step, and
+            `final` the one after its last. Two consecutive parts give the same trajectory as one run, because a step's
+            index, and so its noise, does not depend on the part.
 
     Raises:
-        ValueError: a step is out of range or of the part, or a recorded step has no density (std = 0) where the form needs
-            one; the message names the sampler and the step.
+        ValueError: a step is outside the schedule or the part, or a recorded step has no density (std = 0) but the form
+            needs one; the message names the sampler and the step.
     """
     levels = sigmas.to(compute_dtype("rollout", x=x, sigmas=sigmas))
     planned = plan(
@@ -121,8 +121,8 @@ def unroll(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: Dr
     Args:
         velocity, x, key: as in `rollout`.
         plan: the table.
-        draw: fused kernel for the recorded stochastic steps; None calls `gaussian.draw` with noise, which is drawn for many
-            steps at once. Steps that are stored in a lower dtype, or with `debug`, are drawn so in either case.
+        draw: fused kernel for the recorded stochastic steps. None uses `core.gaussian` and draws the noise of many steps per
+            call, as do steps that are stored in a lower dtype or with `debug` in any case.
     """
     record, batch, compute = plan.record, len(x), compute_dtype("rollout", x=x, levels=plan.levels)
     stored = compute if record.dtype is None else record.dtype
@@ -132,7 +132,7 @@ def unroll(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: Dr
     stochastic, recorded = ({step for row in rows for step in row} for rows in (plan.stochastic, plan.recorded))
     scored = table
     if any(len(row) < len(recorded) for row in plan.recorded) and record.form != "unscaled":
-        # A step is scored for all samples at once. Where it is not recorded, a std of 0 would make gradients NaN.
+        # A step is scored for the full batch; a std of 0 in samples that do not record it would make gradients NaN.
         inside = per_sample(mask(plan.recorded, len(table), x.device), plan.table.std)
         stds = torch.where(inside, plan.table.std, 1.0).unbind(0)
         scored = [step._replace(std=std) for step, std in zip(table, stds, strict=True)]
@@ -155,11 +155,11 @@ def unroll(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: Dr
 
 
 def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
-    """Return the trajectory of the steps that were taken.
+    """Stack steps into a trajectory.
 
     Args:
         plan: the table.
-        steps: the steps in order, those with a log-prob recorded; some of the plan's may be missing.
+        steps: steps in order; those with a log-prob are recorded. Steps of the plan may be missing.
         x: the samples before the first step, `[B, *event]`.
     """
     record = plan.record
@@ -181,26 +181,26 @@ def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
             if record.debug:
                 noises.append(torch.zeros_like(step.x) if step.noise is None else step.noise)
     (batch, *event), compute = x.shape, compute_dtype("trajectory", final=x)
-    places, place = [[j for j, t in enumerate(index) if t in row] for row in map(set, plan.recorded)], None
-    if any(len(row) < len(index) for row in places):  # windows differ: each sample's steps among those of all samples
-        place = to_device(torch.tensor(places, dtype=torch.int64), x.device)
+    positions, sample_steps = [[j for j, t in enumerate(index) if t in row] for row in map(set, plan.recorded)], None
+    if any(len(row) < len(index) for row in positions):  # windows differ: pick each sample's steps
+        sample_steps = to_device(torch.tensor(positions, dtype=torch.int64), x.device)
 
     def stack_recorded(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype | None = None) -> Tensor:
         if not tensors:
             return x.new_empty((batch, 0, *event), dtype=dtype or compute)
         table = torch.stack([tensor.to(dtype or tensor.dtype) for tensor in tensors], dim=1)
-        if place is None:
+        if sample_steps is None:
             return table
-        return torch.take_along_dim(table, place.reshape(*place.shape, *[1] * len(event)), dim=1)
+        return torch.take_along_dim(table, sample_steps.reshape(*sample_steps.shape, *[1] * len(event)), dim=1)
 
     debug = None
     if record.debug:
-        each = [plan.transition(t) for t in index]
-        means = [gaussian.mean(*parts) for parts in zip(each, before, velocities, strict=True)]
+        coefficients = [plan.transition(t) for t in index]
+        means = [gaussian.mean(*parts) for parts in zip(coefficients, before, velocities, strict=True)]
         debug = Debug(
             stack_recorded(noises, *event),
             stack_recorded(means, *event),
-            stack_recorded([step.std for step in each], *plan.levels.shape[1:]),
+            stack_recorded([step.std for step in coefficients], *plan.levels.shape[1:]),
             stack_recorded(velocities, *event),
         )
     stored = record.dtype or (None if before else x.dtype)
@@ -208,7 +208,7 @@ def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
     return Trajectory(
         x=stack_recorded(before, *event, dtype=stored),
         x_next=stack_recorded(after, *event, dtype=stored),
-        steps=taken.repeat(batch, 1) if place is None else taken[place],
+        steps=taken.repeat(batch, 1) if sample_steps is None else taken[sample_steps],
         log_prob=stack_recorded(log_probs),
         velocity=stack_recorded(velocities, *event) if record.velocity else None,
         final=x.to(compute),
@@ -217,7 +217,7 @@ def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
 
 
 def wrap_samples(final: Samples) -> Trajectory:
-    """Return the trajectory of samples that were made in some other way, with no recorded step."""
+    """Return a trajectory without recorded steps for samples that were generated in another way."""
     none = final.new_empty((len(final), 0, *final.shape[1:]))
     steps = torch.empty((len(final), 0), dtype=torch.int64, device=final.device)
     compute = final.to(compute_dtype("trajectory", final=final))

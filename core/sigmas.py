@@ -19,7 +19,7 @@ def linear(T: int) -> Grid:
 def shifted(T: int, shift: float) -> Grid:
     """Return the linear schedule shifted towards noise, s -> shift s / (1 + (shift - 1) s) (SD3, arXiv 2403.03206).
 
-    It is not the schedule that diffusers' SD3 pipeline samples with, which is `shifted_twice`.
+    diffusers' SD3 pipeline samples with `shifted_twice` instead.
 
     Args:
         T: number of steps.
@@ -30,16 +30,16 @@ def shifted(T: int, shift: float) -> Grid:
 
 
 def shifted_twice(T: int, shift: float, *, train_timesteps: int = 1000) -> Grid:
-    """Return the schedule that diffusers' SD3 pipeline samples with: T levels from 1, and then 0.
+    """Return the schedule that diffusers' SD3 pipeline samples with: T levels falling from 1, then 0.
 
         s_min = f(1 / train_timesteps),  s_i = f(1 + (s_min - 1) i / (T - 1)),  f(s) = shift s / (1 + (shift - 1) s)
 
-    The least level of training is shifted itself before the levels are spaced and shifted again, so that the last step is
-    longer than that of `shifted`.
+    The lowest training level is itself shifted before the levels are spaced and shifted again, so the last step is longer
+    than with `shifted`.
 
     Args:
         T: number of steps, >= 2.
-        shift: > 0; SD3 and SD3.5 have 3.
+        shift: > 0; SD3 and SD3.5 use 3.
         train_timesteps: number of timesteps that the model was trained with.
 
     Source: FlowMatchEulerDiscreteScheduler.set_timesteps of diffusers.
@@ -72,10 +72,10 @@ def dynamic_shift(
     Args:
         T: number of steps.
         seq_len: image tokens per sample.
-        base_seq_len, max_seq_len, base_shift, max_shift: two points of the line for mu.
-        kind: see above.
-        shift_terminal: level that the last step starts from: all levels s become 1 - (1 - s) (1 - shift_terminal) / (1 -
-            s_last). Qwen-Image's scheduler has 0.02; None stretches nothing, as for FLUX.
+        base_seq_len, max_seq_len, base_shift, max_shift: two points that define the line for mu.
+        kind: how mu gives m, as above.
+        shift_terminal: level at which the last step starts: every level s becomes 1 - (1 - s) (1 - shift_terminal) / (1 -
+            s_last). It is 0.02 for Qwen-Image; None, as for FLUX, leaves the levels unchanged.
 
     Source: FlowMatchEulerDiscreteScheduler of diffusers (time_shift, stretch_shift_to_terminal), and its defaults.
     """
@@ -111,9 +111,7 @@ def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # import
 def check_sigmas(sigmas: Tensor) -> None:
     """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
 
-    Of samples whose R rows have levels of their own it is `[T+1, R]`.
-
-    Values are checked where they are known, see `checks.can_look`.
+    With a level per row it is `[T+1, R]`. Values are checked where they are known, see `checks.can_look`.
     """
     if sigmas.ndim not in (1, 2) or len(sigmas) < 2:
         raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")
@@ -132,7 +130,7 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
     """Return the window of stochastic steps: `size` contiguous ones, placed uniformly within [lo, hi) of a T-step schedule.
 
     Args:
-        key: one key on the host (made from integers alone), so that the window is known without reading a device.
+        key: one key of Python integers, so that the window is known without reading from a device.
         T: number of steps of the schedule.
         size: number of stochastic steps, 1 <= size <= hi - lo.
         lo, hi: range of steps that the window may cover, 0 <= lo < hi <= T; hi defaults to T.
@@ -140,7 +138,7 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
     Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
     """
     lo, hi = _check_range("sde_window", T, size, lo, hi)
-    # Rounded to float32, so that a start does not depend on where it is computed.
+    # Rounded to float32, so that the start is the same wherever it is computed.
     mantissa, exponent = math.frexp(host_uniforms(key, 1)[0] * (hi - lo - size + 1))
     start = lo + int(math.ldexp(round(mantissa * 2**24), exponent - 24))
     return range(start, start + size)
@@ -149,9 +147,9 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
 def sde_steps(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -> list[int]:
     """Return `size` distinct steps to take stochastically, in order, drawn uniformly from [lo, hi) of a T-step schedule.
 
-    The arguments and the errors are those of `sde_window`, whose steps are contiguous.
+    Arguments and errors are as in `sde_window`, whose steps are contiguous.
 
-    Source: Flow-Factory and UniRL, which draw steps that need not be adjacent.
+    Source: Flow-Factory and UniRL, whose drawn steps need not be adjacent.
     """
     lo, hi = _check_range("sde_steps", T, size, lo, hi)
     drawn = host_uniforms(key, hi - lo)
@@ -171,7 +169,7 @@ def moving_window(
     decay: float = 0.0,
     decay_from: int = 0,
 ) -> range:
-    """Return the window of stochastic steps at a rollout, where it moves from noise to data as training goes on.
+    """Return the window of stochastic steps of a rollout; it moves from noise to data during training.
 
     The window starts at lo, lo + stride, ..., as long as it fits in [lo, hi). It stays at start s for
 
@@ -180,15 +178,15 @@ def moving_window(
     rollouts, so that with decay > 0 later steps are trained less (MixGRPO's exponential decay; 0 is "progressive").
 
     Args:
-        done: number of rollouts made so far.
+        done: number of completed rollouts.
         T, size, lo, hi: as in `sde_window`.
         every: number of rollouts at the first position, >= 1.
         stride: number of steps between two positions, >= 1.
         repeat: start over after the last position; otherwise the window stays there.
         decay: rate of the decay per step, >= 0.
-        decay_from: start from which on the decay acts.
+        decay_from: window start from which the decay applies.
 
-    Source: MixGRPO (arXiv 2507.21802), which shortens windows at the end of the range; here, as in UniRL, all are whole.
+    Source: MixGRPO (arXiv 2507.21802), which shortens windows at the end of the range; here, as in UniRL, none is.
     """
     lo, hi = _check_range("moving_window", T, size, lo, hi)
     for name, value in (("every", every), ("stride", stride)):

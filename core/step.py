@@ -42,11 +42,11 @@ def step_log_prob(
         x, v, x_next: sample, model output and next sample, `[B, *event]`.
         v_ref: output of the reference policy, with its own guidance applied, `[B, *event]`.
         v_uncond: unconditional model output, `[B, *event]`; v is then replaced by v_uncond + guidance (v - v_uncond).
-        guidance: guidance scale, `[B]`, 0-d or float; given if and only if v_uncond is.
+        guidance: guidance scale, `[B]`, 0-d or float; required with v_uncond, else None.
         form, reduction: as in `gaussian.log_prob`.
 
     Raises:
-        ValueError: one of v_uncond and guidance is missing, or an error of `gaussian.log_prob`.
+        ValueError: only one of v_uncond and guidance is set, or as in `gaussian.log_prob`.
     """
     v = apply_guidance("step_log_prob", v, v_uncond, guidance)
     log_prob = gaussian.log_prob(transition, x, v, x_next, form=form, reduction=reduction)
@@ -70,7 +70,7 @@ def sde_step(
         transition: coefficients `[B]`, 0-d or `[B, R]`.
         x, v: sample and model output, `[B, *event]`.
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
-        v_uncond, guidance, form, reduction: as in `step_log_prob`, which also says what raises.
+        v_uncond, guidance, form, reduction: as in `step_log_prob`, errors included.
     """
     v = apply_guidance("sde_step", v, v_uncond, guidance)
     keys = sample_keys(key, x.shape[0], device=x.device)
@@ -110,10 +110,10 @@ def policy_loss(
             publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
             dance_sde and ddim is "exact". "mse" adds the squared distance of the two means, which is 2 std^2 times the KL
             (Flow-CPS's code for SD3).
-        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float, or of each row, `[B, R]`; needed for "rate".
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float, or per row, `[B, R]`; needed for "rate".
 
     Raises:
-        ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
+        ValueError: kl_coef is set without v_ref, "rate" is used without dt, or as in `step_log_prob`.
     """
     v = apply_guidance("policy_loss", v, v_uncond, guidance)
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
@@ -125,14 +125,14 @@ def policy_loss(
 
 
 def add_kl(loss: PerSample, info: PolicyInfo, kl: PerSample, weighed: PerSample) -> tuple[PerSample, PolicyInfo]:
-    """Return a surrogate with its KL term, which `weigh_kl` makes of the KL, and its diagnostics."""
+    """Add a KL term, weighted by `weigh_kl`, to a surrogate loss and its diagnostics."""
     return loss + weighed, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
 def kl_scale(
     transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: Scalar, kl_weight: KLWeight, dt: Level | None
 ) -> Tensor | float:
-    """Return the `kl_factor` of a KL term after checking its options; 1 where there is no such term."""
+    """Return `kl_factor` after checking the options of the KL term; 1 without a KL term."""
     check_number("policy_loss", "kl_coef", kl_coef, low=0, batch=v.shape[0])
     check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
     used = isinstance(kl_coef, Tensor) or kl_coef > 0
@@ -146,7 +146,7 @@ def kl_scale(
 
 
 def kl_factor(transition: Transition, dt: Level | None, kl_weight: KLWeight) -> Tensor | float:
-    """Return the factor of the exact KL of a step in a loss: |dt| (rate), 1 (exact) or 2 std^2 (mse), `[B]` or `[B, R]`.
+    """Return the factor of a step's exact KL in the loss: |dt| (rate), 1 (exact) or 2 std^2 (mse), `[B]` or `[B, R]`.
 
     Raises:
         ValueError: "rate" is used without dt.
@@ -169,12 +169,12 @@ def weigh_kl(
     v_ref: Samples,
     reduction: Reduction,
 ) -> PerSample:
-    """Return the KL of steps times coef and factor, `[B]`; rows with levels of their own have each its own factor.
+    """Return coef times factor times the KL of each step, `[B]`; a factor `[B, R]` applies to each row.
 
     Args:
         kl: `gaussian.kl(transition, v, v_ref, reduction=reduction)`.
         coef: weight of the term in the loss, >= 0, `[B]`, 0-d or float.
-        factor: by `kl_factor`, `[B]`, `[B, R]`, 0-d or float.
+        factor: value of `kl_factor`, `[B]`, `[B, R]`, 0-d or float.
     """
     kl = kl.to(compute_dtype("weigh_kl", kl=kl))
     coef = number("policy_loss", "kl_coef", coef, kl, low=0)
@@ -184,13 +184,13 @@ def weigh_kl(
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:
-    """Raise ValueError unless v_uncond and guidance are both given or both None."""
+    """Raise ValueError unless v_uncond and guidance are both set or both None."""
     if (v_uncond is None) != (guidance is None):
         missing = "v_uncond" if v_uncond is None else "guidance"
         raise ValueError(f"{function}: {missing} is None, expected v_uncond and guidance together or neither")
 
 
 def apply_guidance(function: str, v: Samples, v_uncond: Samples | None, guidance: Scalar | None) -> Samples:
-    """Return v with guidance if v_uncond and guidance are given, else v itself."""
+    """Return the guided velocity, or v itself if v_uncond and guidance are None."""
     check_guidance(function, v_uncond, guidance)
     return v if v_uncond is None or guidance is None else classifier_free(v, v_uncond, guidance)

@@ -1,9 +1,9 @@
 """A schedule and its window as one table: the `Transition` of every step and sample, each coefficient `[T, B]`.
 
-It is `[T, B, R]` for samples `[B, R, ...]` whose R rows have noise levels of their own.
+It is `[T, B, R]` with a noise level per row of samples `[B, R, ...]`.
 
-A step in a sample's window has the coefficients of the stochastic sampler, any other step those of the deterministic one.
-Which steps take noise and which are recorded is known on the host, as the steps of each sample.
+Steps in a sample's window have the coefficients of the stochastic sampler, all others those of the deterministic one. The
+stochastic and the recorded steps of each sample are known on the host.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
 from fluvial.core.types import Grid, to_device
 
-Rows = tuple[tuple[int, ...], ...]  # the steps of each sample, in order; one row where all samples have the same
+Rows = tuple[tuple[int, ...], ...]  # steps of each sample, in order; a single row if all samples share them
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Record:
 
     Args:
         steps: indices of the recorded steps; None records the steps of the window that have a density.
-        form, reduction: of the log-probs, as in `gaussian.log_prob`.
-        dtype: dtype of the stored samples; None is that of the computation. If it is lower, each sample is rounded before
-            the next step is taken, so that the stored trajectory is the one that was sampled.
-        velocity: also record the model's output, which some objectives compare theirs with.
+        form, reduction: form and reduction of the log-probs, as in `gaussian.log_prob`.
+        dtype: dtype of the stored samples; None is the compute dtype. If it is lower, each sample is rounded before the next
+            step, so that the stored trajectory is the one that was sampled.
+        velocity: also record the model output, which some objectives compare with.
         debug: also record noise, mean, std and model output of each step.
     """
 
@@ -46,7 +46,7 @@ class Record:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        if not torch.compiler.is_compiling():  # a graph cannot hold the types of the fields
+        if not torch.compiler.is_compiling():  # type hints cannot be traced
             check_fields(self)
         if self.dtype not in (None, *FLOATING):
             raise TypeError(f"record.dtype is {self.dtype}, expected a floating-point dtype")
@@ -58,11 +58,11 @@ RECORD = Record()
 class StepPlan(NamedTuple):
     """The steps of a rollout of B samples, known before the first one is taken."""
 
-    levels: Tensor  # [T+1], or [T+1, R] of samples whose R rows have levels of their own, on the device of the table
+    levels: Tensor  # [T+1], or [T+1, R] with a level per row, on the device of the table
     table: Transition  # each coefficient [T, B], or [T, B, R]
-    stochastic: Rows  # the steps of each sample's window, which take noise
-    recorded: Rows  # the recorded steps, equally many of each sample
-    steps: range  # the part of the schedule that is taken
+    stochastic: Rows  # steps of each sample's window, which draw noise
+    recorded: Rows  # recorded steps, equally many per sample
+    steps: range  # part of the schedule to run
     record: Record
 
     def transition(self, step: int) -> Transition:
@@ -84,14 +84,14 @@ def plan(
 ) -> StepPlan:
     """Return the table of a schedule and a window, after checking that every recorded step has a density.
 
-    It reads values on the host only, so give it levels on the CPU. Where the levels or eta are not known (an accelerator,
-    compilation, tracing), the caller asserts that every step of the window has a density: name the recorded steps.
+    Values are read on the host only, so pass levels on the CPU. If the values of levels or eta are not known (accelerator,
+    compilation, tracing), the caller must ensure that every step of the window has a density, or name the recorded steps.
 
     Args:
-        levels: T+1 levels, `[T+1]`, or those of each row of the samples, `[T+1, R]`.
+        levels: T+1 levels, `[T+1]`, or per row of the samples, `[T+1, R]`.
         transition, window, deterministic, record, steps: as in `rollout`.
         batch: number of samples B.
-        device: device of the table; by default that of the levels.
+        device: device of the table; by default the device of the levels.
         function: name of the caller, for messages.
 
     Raises:
@@ -103,16 +103,16 @@ def plan(
     taken = range(T) if steps is None else steps
     if taken.step != 1 or not 0 <= taken.start <= taken.stop <= T:
         raise ValueError(f"{function}: steps is {steps}, expected a contiguous range within 0 to {T}")
-    stochastic = _rows(f"{function}: window", taken if window is None else window, batch, taken)
+    stochastic = _list_rows(f"{function}: window", taken if window is None else window, batch, taken)
     if deterministic is transitions.ode and any(len(row) < len(taken) for row in stochastic):
         _check_ode(function, levels)
     coefficients = _list_coefficients(transition, levels)
-    dense = range(T) if record.form == "unscaled" else _dense(transition, coefficients.std)
+    dense = range(T) if record.form == "unscaled" else _find_dense_steps(transition, coefficients.std)
     if chosen is None:
         recorded = tuple(tuple(step for step in row if step in dense) for row in stochastic)
         _check_window(function, stochastic, recorded, transition, record.form, is_named=isinstance(window, Tensor))
     else:
-        recorded = _rows(f"{function}: record", chosen, batch, taken)
+        recorded = _list_rows(f"{function}: record", chosen, batch, taken)
         if record.form != "unscaled":
             _check_recorded(function, levels, stochastic, recorded, dense, (transition, deterministic), record.form)
     if device is not None and device != levels.device:
@@ -128,12 +128,12 @@ def plan(
 
 
 def mask(rows: Rows, T: int, device: torch.device) -> Tensor:
-    """Return whether a step is one of a sample's, bool `[T, B]`, or `[T, 1]` where all samples have the same steps."""
+    """Return whether each step is among a sample's steps, bool `[T, B]`, or `[T, 1]` if all samples share them."""
     return to_device(torch.tensor([[step in row for row in map(set, rows)] for step in range(T)]), device)
 
 
-def _rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range) -> Rows:
-    """Return the chosen steps as rows: one of indices for all samples, or those of each sample, `[B, S]`."""
+def _list_rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range) -> Rows:
+    """Return the chosen steps as rows: a single row for all samples, or one per sample."""
     if isinstance(chosen, Tensor):
         if chosen.ndim != 2 or len(chosen) != batch or chosen.dtype != torch.int64 or chosen.device.type != "cpu":
             raise ValueError(
@@ -152,21 +152,21 @@ def _rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range)
 
 
 def step_coefficients(sampler: Sampler, levels: Grid) -> Transition:
-    """Return the coefficients of every step of a schedule, each `[T]`, or `[T, R]` where rows have levels of their own."""
+    """Return the coefficients of every step of a schedule, each `[T]`, or `[T, R]` with a level per row."""
     return Transition(*(value.expand(levels[1:].shape) for value in sampler(levels[:-1], levels[1:])))
 
 
 def _list_coefficients(sampler: Sampler, levels: Tensor) -> Transition:
-    """Return `step_coefficients` for any number of samples, `[T, 1]`; `[T, B]` if a bound number is one per sample."""
+    """Return `step_coefficients` that broadcast over samples, `[T, 1]`; `[T, B]` if a hyper-parameter is per sample."""
     bound = sampler.keywords.values() if isinstance(sampler, partial) else ()
     if levels.ndim == 1 and any(isinstance(value, Tensor) and value.ndim > 0 for value in bound):
-        each = [sampler(*pair) for pair in pairwise(levels.unbind(0))]
-        return Transition(*(torch.stack(parts) for parts in zip(*each, strict=True)))
+        steps = [sampler(*pair) for pair in pairwise(levels.unbind(0))]
+        return Transition(*(torch.stack(parts) for parts in zip(*steps, strict=True)))
     return Transition(*(value[:, None] for value in step_coefficients(sampler, levels)))
 
 
-def _dense(sampler: Sampler, std: Tensor) -> Collection[int]:
-    """Return the steps whose std is positive; where it is not known, those whose std may be."""
+def _find_dense_steps(sampler: Sampler, std: Tensor) -> Collection[int]:
+    """Return the steps whose std is positive; if std is not known, those where it may be."""
     if not can_look(std):
         return () if sampler is transitions.ode else range(len(std))
     return {step for step, positive in enumerate((std > 0).flatten(1).all(1).tolist()) if positive}
@@ -181,7 +181,7 @@ def _check_recorded(
     samplers: tuple[Sampler, Sampler],
     form: Form,
 ) -> None:
-    """Raise ValueError unless every recorded step is one of the sample's window and has a density."""
+    """Raise ValueError unless every recorded step is in the sample's window and has a density."""
     batch = max(len(stochastic), len(recorded))
     pairs = zip(*(rows * batch if len(rows) == 1 else rows for rows in (stochastic, recorded)), strict=True)
     for step in sorted({step for window, row in pairs for step in row if not (step in window and step in dense)})[:1]:
@@ -197,7 +197,7 @@ def _check_recorded(
 def _check_window(
     function: str, stochastic: Rows, recorded: Rows, transition: Sampler, form: Form, *, is_named: bool
 ) -> None:
-    """Raise ValueError unless the recorded part of the window has as many steps for every sample, and at least one."""
+    """Raise ValueError unless all samples record the same number of steps of their windows, at least one."""
     window = sorted({step for row in stochastic for step in row})
     if is_named and (left_out := [step for step in window if not any(step in row for row in recorded)]):
         raise ValueError(

@@ -7,35 +7,20 @@ class NamedModel(NamedTuple):
     """A model with a name. What it consists of is imported when it is asked for."""
 
     model: str  # class of the model
-    job: str  # function (weights, prompts, data) to a job, with prompts and rewards of its own
+    job: str  # function that returns its job, with prompts and rewards of its own
     pretraining: str  # function that returns how its base weights are trained
     prompts: tuple[str, ...]  # that `fluvial sample` draws
 
 
-CODES = ("0427", "1999", "3141", "8650")
+CODES, WORDS = ("0427", "1999", "3141", "8650"), ("apple", "house", "river", "stone")
 MODELS = {
-    "handwriting": NamedModel(
-        "fluvial.models.handwriting:Handwriting",
-        "fluvial.engines.run.job:handwriting",
-        "fluvial.bench.pretrain:handwriting_pretraining",
-        CODES,
-    ),
-    "handwriting-unet": NamedModel(
-        "fluvial.models.handwriting:HandwritingUNet",
-        "fluvial.engines.run.job:handwriting_unet",
-        "fluvial.bench.pretrain:handwriting_unet_pretraining",
-        CODES,
-    ),
-    "words": NamedModel(
-        "fluvial.models.words:Words",
-        "fluvial.engines.run.job:words",
-        "fluvial.bench.pretrain:words_pretraining",
-        ("apple", "house", "river", "stone"),
-    ),
-    "edit-words": NamedModel(
-        "fluvial.models.words:EditWords",
-        "fluvial.engines.run.job:edit_words",
-        "fluvial.bench.pretrain:edit_words_pretraining",
-        ("apple", "house", "river", "stone"),
-    ),
+    name.replace("_", "-"): NamedModel(
+        f"fluvial.models.{model}", f"fluvial.engines.run.job:{name}", f"fluvial.bench.pretrain:{name}_pretraining", prompts
+    )
+    for name, model, prompts in (
+        ("handwriting", "handwriting:Handwriting", CODES),
+        ("handwriting_unet", "handwriting:HandwritingUNet", CODES),
+        ("words", "words:Words", WORDS),
+        ("edit_words", "words:EditWords", WORDS),
+    )
 }

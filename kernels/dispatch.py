@@ -1,6 +1,6 @@
-"""The operations of the per-step hot path, and the one place that decides which implementation of each runs.
+"""Operations of the per-step hot path, and the choice of the implementation that runs.
 
-Equations and arguments are those of the reference, the function of the same name in `core`; results are float32, or float64
+Equations and arguments match the reference, the function of the same name in `core`; results are float32, or float64
 if an argument is. Each function checks its arguments once, the same way for all implementations, and raises TypeError or
 ValueError for a wrong type, shape, device or value. `implementation` then chooses between the fused Triton kernel, the
 compiled reference and the reference itself, see `resolve`.
@@ -38,7 +38,7 @@ from fluvial.core.types import Level, PerSample, Samples, Scalar
 Implementation = Literal["auto", "triton", "compiled", "reference"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 ACCELERATORS: tuple[str, ...] = ("cuda", "xpu")  # torch calls ROCm cuda
-FUSED = {*ACCELERATORS, "simulated"}  # a simulated device computes nothing, and takes the kernels' shapes
+FUSED = {*ACCELERATORS, "simulated"}  # a simulated device computes nothing, but needs the kernels' shapes
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs the kernels on the CPU, slowly
 _PREFERRED: ContextVar[Implementation] = ContextVar("implementation", default="auto")
@@ -46,7 +46,7 @@ _PREFERRED: ContextVar[Implementation] = ContextVar("implementation", default="a
 
 @contextmanager
 def prefer(implementation: Implementation) -> Iterator[None]:
-    """Let "auto" stand for an implementation within the block, as `torch.nn.attention.sdpa_kernel` does for attention."""
+    """Make "auto" select an implementation within the block, as `torch.nn.attention.sdpa_kernel` does for attention."""
     token = _PREFERRED.set(implementation)
     try:
         yield
@@ -63,9 +63,9 @@ def resolve(
 ) -> Literal["triton", "compiled", "reference"]:
     """Return the implementation that runs.
 
-    "auto" is that of `prefer` within such a block. Elsewhere it is "triton" on CUDA, ROCm and XPU if the kernels support the
-    arguments, else "reference", never "compiled": compilation takes seconds per new kind of argument, and a rollout and an
-    update that are compiled separately may round differently, so that the first ratio would not be exactly 1.
+    Within a `prefer` block, "auto" is the preferred implementation. Elsewhere it is "triton" on CUDA, ROCm and XPU if the
+    kernels support the arguments, else "reference". It is never "compiled": compilation takes seconds per new argument
+    signature, and separately compiled rollouts and updates may round differently, so the first ratio need not be exactly 1.
 
     Args:
         function: name of the operation, for messages.
@@ -75,16 +75,16 @@ def resolve(
         constants: numbers that the kernels take as Python numbers only.
 
     Raises:
-        ValueError: the requested implementation does not exist or does not support these arguments. Nothing is replaced
-            silently.
+        ValueError: the requested implementation does not exist or does not support these arguments. It is never
+            replaced silently.
     """
     check_choice(function, "implementation", implementation, IMPLEMENTATIONS)
     if implementation == "auto":
         implementation = _PREFERRED.get()
     if implementation == "auto":
-        fused = samples[0].device.type in FUSED and _obstacle(samples, numbers, constants) is None
+        fused = samples[0].device.type in FUSED and _find_obstacle(samples, numbers, constants) is None
         return "triton" if fused else "reference"
-    if implementation == "triton" and (reason := _obstacle(samples, numbers, constants)) is not None:
+    if implementation == "triton" and (reason := _find_obstacle(samples, numbers, constants)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
     compiling = torch.compiler.is_compiling()
     if implementation == "compiled" and not compiling and torch._C._functorch.maybe_current_level() is not None:
@@ -107,18 +107,18 @@ def step_log_prob(
 ) -> tuple[PerSample, PerSample | None]:
     """Return the step's log-probability and its KL to the reference policy's step (None without v_ref), in nats, `[B]`.
 
-    The reference is `core.step.step_log_prob`. A step with std 0 where the form needs a density is refused on the CPU only.
+    The reference is `core.step.step_log_prob`. A step with std 0 raises if the form needs a density, on the CPU only.
     """
     name, samples = "step_log_prob", _drop_missing(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     _check_density(name, transition, form, v_ref)
-    chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
+    chosen = resolve(name, implementation, list(samples.values()), _select_tensors(*transition, scale))
     if chosen == "triton":
         from fluvial.kernels.fused.step_log_prob import function
 
         if transition.std.ndim == 2:
             return _score_rows(transition, samples, scale, form, reduction)
-        *coefficients, g = _float32(v, *transition, scale)
+        *coefficients, g = _to_float32(v, *transition, scale)
         log_prob, kl = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, form, reduction)
         return log_prob, None if v_ref is None else kl
     options: dict[str, Any] = {"v_ref": v_ref, "v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
@@ -142,11 +142,11 @@ def sde_step(
     All implementations draw the same Philox words. The fused kernel turns them into normals in float32, which differ from
     the reference's by a few units in the last place.
 
-    Where std is 0, the kernels and the compiled reference return NaN for the log-probability: of samples that have windows
-    of their own, some take no noise at a step that others are scored at. The reference raises.
+    Where std is 0, the kernels and the compiled reference return NaN for the log-probability, because with windows per
+    sample some samples draw no noise at a step that is recorded for others. The reference raises.
 
-    Rollouts take their recorded steps with it where the fused kernel or the compiled reference runs. Elsewhere they draw
-    the noise of many steps at once, with the same bits as the reference.
+    Rollouts call it for recorded steps if the fused kernel or the compiled reference runs. Otherwise they draw the noise of
+    many steps per call, with the same bits as the reference.
     """
     name, samples = "sde_step", _drop_missing(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
@@ -161,15 +161,15 @@ def sde_step(
     for word, tensor in words.items():
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name}: {word} is {tensor.dtype}, expected torch.int64, as fluvial.core.random makes it")
-    chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
+    chosen = resolve(name, implementation, list(samples.values()), _select_tensors(*transition, scale))
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import function
 
-        if transition.std.ndim == 2:  # the kernel numbers the noise by sample
+        if transition.std.ndim == 2:  # the kernel draws noise per sample, not per row
             guided, noise = step.apply_guidance(name, v, v_uncond, scale), normal(keys, tuple(v.shape))
             x_next = gaussian.sample(transition, x, guided, noise)
             return x_next, _score_rows(transition, samples | {"x_next": x_next.detach()}, scale, form, reduction)[0]
-        *coefficients, g = _float32(v, *transition, scale)
+        *coefficients, g = _to_float32(v, *transition, scale)
         return function(*coefficients, x, v, v_uncond, g, low.expand(batch), high.expand(batch), form, reduction)
     options: dict[str, Any] = {"v_uncond": v_uncond, "guidance": scale, "form": form, "reduction": reduction}
     return _run(step.sde_step, chosen, transition, x, v, key=keys, **options)
@@ -208,15 +208,15 @@ def policy_loss(
             raise ValueError(f"{name}: {which} has shape {list(tensor.shape)}, expected [{v.shape[0]}]")
     kl_scale = step.kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     check_same_device(name, v=v, **pairs, **({"dt": kl_scale} if isinstance(kl_scale, Tensor) else {}))
-    numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
+    numbers = _select_tensors(*transition, log_prob_old, advantage, scale, kl_scale)
     constants = clip_low, clip_high, kl_coef
     chosen = resolve(name, implementation, list(samples.values()), numbers, constants)
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import function
 
         if transition.std.ndim == 2:
-            # In float32: the gradient of v is a sum of two terms, which would be rounded one by one.
-            samples = {each: tensor.float() for each, tensor in samples.items()}
+            # In float32, because the gradient of v is a sum of two terms, which would be rounded separately.
+            samples = {key: tensor.float() for key, tensor in samples.items()}
             v, v_ref, v_uncond = samples["v"], samples.get("v_ref"), samples.get("v_uncond")
             log_prob, kl = _score_rows(transition, samples, scale, form, reduction)
             clipped = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -224,12 +224,12 @@ def policy_loss(
                 return clipped
             guided = step.apply_guidance(name, v, v_uncond, scale)
             return step.add_kl(*clipped, kl, step.weigh_kl(kl, kl_coef, kl_scale, transition, guided, v_ref, reduction))
-        *coefficients, g, old, weight, factor = _float32(
-            v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
+        *coefficients, g, old, weight, factor = _to_float32(
+            v, *transition, scale, log_prob_old, advantage, _as_tensor(kl_scale, v)
         )
         stored = old, weight, factor, *constants
-        loss, more = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, *stored, form, reduction)
-        return loss, PolicyInfo(*more.detach()[:5].unbind(0))
+        loss, diagnostics = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, *stored, form, reduction)
+        return loss, PolicyInfo(*diagnostics.detach()[:5].unbind(0))
     options: dict[str, Any] = {
         **pairs,
         "clip_low": clip_low,
@@ -264,7 +264,7 @@ def nft_loss(
     check_same_shape(name, **samples)
     nft.check_nft_numbers(**options, batch=v.shape[0])
     _check_event(name, v)
-    level = _number(t, v)
+    level = _as_tensor(t, v)
     check_per_sample(name, v.shape, t=level)
     check_per_sample(name, v.shape[0], reward_prob=reward_prob)
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
@@ -272,10 +272,10 @@ def nft_loss(
     if chosen == "triton":
         from fluvial.kernels.fused.nft_loss import function
 
-        if level.ndim == 2:  # the loss knows velocities times levels alone
+        if level.ndim == 2:  # the loss depends on velocities times levels only
             by_row = per_sample(level, v)
             v, v_old, level = by_row * v, by_row * v_old, torch.ones_like(level[:, 0])
-        numbers = _float32(v, level, reward_prob)
+        numbers = _to_float32(v, level, reward_prob)
         return function(v, v_old.detach(), x0.detach(), xt.detach(), *numbers, beta, adv_clip, weight_min)[0]
     return _run(nft.nft_loss, chosen, v, v_old, x0, xt, level, reward_prob, **options)
 
@@ -303,7 +303,7 @@ def _check_step(
     form: Form,
     reduction: Reduction,
 ) -> Tensor | None:
-    """Check the arguments that the operations of a step share, and return the guidance as a tensor."""
+    """Check the arguments shared by the operations of a step, and return the guidance as a tensor."""
     check_choice(function, "form", form, FORMS)
     check_choice(function, "reduction", reduction, REDUCTIONS)
     coefficients = transition._asdict()
@@ -312,7 +312,7 @@ def _check_step(
     v = samples["v"]
     _check_event(function, v)
     step.check_guidance(function, v_uncond, guidance)
-    scale = None if guidance is None else _number(guidance, v)
+    scale = None if guidance is None else _as_tensor(guidance, v)
     numbers = _drop_missing(guidance=scale)
     check_per_sample(function, v.shape, **coefficients)
     check_per_sample(function, v.shape[0], **numbers)
@@ -323,27 +323,27 @@ def _check_step(
 def _score_rows(
     transition: Transition, samples: dict[str, Tensor], guidance: Tensor | None, form: Form, reduction: Reduction
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob and the KL of samples `[B, R, ...]` whose rows have coefficients of their own, `[B]` each.
+    """Return the log-prob and the KL of samples `[B, R, ...]` with coefficients per row, `[B]` each.
 
-    The kernel is given the rows as samples.
+    Rows are passed to the kernel as samples.
     """
     size = samples["v"].shape[:2]
     rows = {name: tensor.flatten(0, 1) for name, tensor in samples.items()}
     steps = Transition(*(coefficient.expand(size).flatten() for coefficient in transition))
     scale = None if guidance is None else guidance.expand(size[0]).repeat_interleave(size[1])
     scores = step_log_prob(steps, **rows, guidance=scale, form=form, reduction=reduction, implementation="triton")
-    log_prob, kl = (None if each is None else getattr(each.unflatten(0, size), reduction)(1) for each in scores)
+    log_prob, kl = (None if score is None else getattr(score.unflatten(0, size), reduction)(1) for score in scores)
     assert log_prob is not None
     return log_prob, kl
 
 
 def _check_density(function: str, transition: Transition, form: Form, v_ref: Tensor | None) -> None:
-    """Raise ValueError if the log-prob or the KL needs std > 0 and it is not."""
+    """Raise ValueError if the log-prob or the KL needs std > 0 and std is not positive."""
     if form != "unscaled" or v_ref is not None:
         gaussian.check_stochastic(function, transition.std)
 
 
-def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: Sequence[Scalar]) -> str | None:
+def _find_obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: Sequence[Scalar]) -> str | None:
     """Return why the fused kernels do not support these arguments, None if they do."""
     device = samples[0].device.type
     if not HAS_TRITON:
@@ -360,7 +360,7 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: S
         )
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active, and the kernels have reverse mode only"
-    # Dynamo can trace this call, and not maybe_current_level.
+    # Dynamo can trace this call, but not maybe_current_level.
     functorch = torch._C._functorch
     if torch.compiler.is_compiling() and isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
         return "torch.compile wraps a torch.func transform, which it does not trace through the kernels"
@@ -368,7 +368,7 @@ def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: S
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    """Return whether a tensor may need a gradient, also inside torch.func, where a batched tensor says that it does not."""
+    """Return whether a tensor may need a gradient, also inside torch.func, where batched tensors report none."""
     if torch.compiler.is_compiling():
         return tensor.requires_grad
     functorch = torch._C._functorch
@@ -378,7 +378,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _run(function: Callable[..., Any], chosen: str, *args: Any, **options: Any) -> Any:
-    """Call the reference, compiled if that is chosen and nothing around it is compiled already."""
+    """Call the reference, compiled if requested and not already inside a compiled function."""
     compiled = chosen == "compiled" and not torch.compiler.is_compiling()
     return (_compile(function) if compiled else function)(*args, **options)
 
@@ -389,19 +389,19 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_event(function: str, v: Tensor) -> None:
-    """Raise ValueError if a sample has no elements, whose mean does not exist."""
+    """Raise ValueError if samples have no elements, because their mean is undefined."""
     if 0 in v.shape[1:]:
         raise ValueError(f"{function}: v has shape {list(v.shape)}, expected at least one element per sample")
 
 
-def _number(value: Level, v: Tensor) -> Tensor:
+def _as_tensor(value: Level, v: Tensor) -> Tensor:
     """Return a number as a tensor created on v's device: a copy from the host would wait for the device."""
     if isinstance(value, Tensor):
         return value
     return torch.full((), value, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32, device=v.device)
 
 
-def _float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
+def _to_float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
     """Return per-sample numbers as the kernels take them, float32 `[B]`, without a copy if they have that dtype."""
     return [None if number is None else number.to(torch.float32).expand(v.shape[0]) for number in numbers]
 
@@ -410,5 +410,5 @@ def _drop_missing(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _tensors(*values: Tensor | float | None) -> list[Tensor]:
+def _select_tensors(*values: Tensor | float | None) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fluvial.models.lora_layer import (
     merge_weight,
     rows_linear,
 )
-from fluvial.models.prompt_layers import LayerPlace, is_current, replace_forwards
+from fluvial.models.prompt_layers import LayerPlace, find_layers, replace_forwards
 
 # Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
 LARGEST = 2**20
@@ -61,7 +60,16 @@ class FixedAdapters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = _find_layers(module)
+
+        def search() -> list[LayerPlace]:
+            return [
+                LayerPlace(parent, name, part)
+                for parent in module.modules()
+                for name, part in parent._modules.items()
+                if part is not None and hasattr(type(part), "light_product")
+            ]
+
+        self._layers = find_layers(module, "light_product", search) if hasattr(module, "peft_config") else []
         self._forwards = [_Fixed(layer) for layer in self._layers]
 
     @contextmanager
@@ -89,8 +97,7 @@ class _Fixed:
         if self._known is None and not (args or kwargs or torch.is_grad_enabled()):
             self._known, self._product = seen, _product(layer, x)
         if self._product is None or seen != self._known or args or kwargs or torch.is_grad_enabled():
-            output: Tensor = self._own(x, *args, **kwargs)
-            return output
+            return self._own(x, *args, **kwargs)
         return self._product(x)
 
 
@@ -111,20 +118,3 @@ def _product(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         return None
     merged = torch.addmm(weight, b, a, alpha=scale)
     return lambda x: rows_linear(x.reshape(-1, x.shape[-1]), merged, base.bias).view(*x.shape[:-1], -1)
-
-
-# The adapted layers of a network: every chunk of a rollout asks for them, and a walk over the modules takes a while.
-_places: WeakKeyDictionary[nn.Module, list[LayerPlace]] = WeakKeyDictionary()
-
-
-def _find_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers with the light pass, looked up again if one has been replaced by another."""
-    places = _places.get(module)
-    if not places or not is_current(places):
-        places = _places[module] = [
-            LayerPlace(parent, name, part)
-            for parent in module.modules()
-            for name, part in parent._modules.items()
-            if part is not None and hasattr(type(part), "light_product")
-        ]
-    return [place.layer for place in places]

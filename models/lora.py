@@ -27,7 +27,34 @@ Init = Literal["default", "gaussian"]
 
 
 @dataclass(frozen=True)
-class LowRank:
+class Factored:
+    """Form with low-rank factors A and B.
+
+    Args:
+        init: Distribution of A, see the forms.
+    """
+
+    init: Init = "default"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora.form")
+
+    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
+        """Return PEFT's settings of the factors."""
+        import peft  # as in add_lora
+
+        return peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=list(targets),
+            lora_dropout=0.0,
+            bias="none",
+            init_lora_weights=True if self.init == "default" else "gaussian",
+        )
+
+
+@dataclass(frozen=True)
+class LowRank(Factored):
     """LoRA (arXiv 2106.09685): W + s B A, with s = alpha / rank.
 
     Args:
@@ -40,34 +67,18 @@ class LowRank:
     """
 
     kind: ClassVar[str] = "lora"
-    init: Init = "default"
     product: Product = "auto"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "lora.form")
-
-    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
-        """Return PEFT's settings of an adapter."""
-        return _peft_lora(config, targets, self.init)
 
 
 @dataclass(frozen=True)
-class Dora:
-    """DoRA (arXiv 2402.09353): rows of W + s B A with a trained length.
+class Dora(Factored):
+    """DoRA (arXiv 2402.09353): rows of W + s B A with a trained length, which `add_lora` adds.
 
     Args:
         init: Distribution of A, as for lora. B starts at 0, and the lengths at those of the rows of W.
     """
 
     kind: ClassVar[str] = "dora"
-    init: Init = "default"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "lora.form")
-
-    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
-        """Return PEFT's settings of the factors; `add_lora` adds the lengths."""
-        return _peft_lora(config, targets, self.init)
 
 
 @dataclass(frozen=True)
@@ -133,19 +144,6 @@ class LoraConfig:
     def product(self) -> Product:
         """How a layer multiplies its input; forms other than lora never merge."""
         return self.form.product if isinstance(self.form, LowRank) else "factors"
-
-
-def _peft_lora(config: LoraConfig, targets: Sequence[str], init: Init) -> Any:
-    import peft  # as in add_lora
-
-    return peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=list(targets),
-        lora_dropout=0.0,
-        bias="none",
-        init_lora_weights=True if init == "default" else "gaussian",
-    )
 
 
 def add_lora(

@@ -149,8 +149,7 @@ def _weight(module: nn.Module, layer: str) -> Tensor:
     base: Any = module.get_submodule(layer).base_layer
     if not isinstance(base, QuantisedLinear) and base.weight.is_meta:
         raise ValueError("a DoRA is read beside the weights that it adapts, which are not there yet: set init to whole")
-    weight: Tensor = base.weight
-    return weight
+    return base.weight
 
 
 def _file(path: Path) -> Path:

@@ -62,33 +62,25 @@ def _light(kind: Any, product: Product) -> type:
                 return dora_linear(x, base, a, b, lengths.weight, scale)
             quantised = type(self._modules["base_layer"]) is not nn.Linear
             if args or kwargs or is_transformed(x) or (quantised and product != "merged"):
-                result: Tensor = super().forward(x, *args, **kwargs)
-                return result
+                return super().forward(x, *args, **kwargs)
             if quantised and torch.is_grad_enabled():  # the merged weight is made again rather than kept
-                again: Tensor = checkpoint(self._light, x, use_reentrant=False)
-                return again
+                return checkpoint(self._light, x, use_reentrant=False)
             return self._light(x)
 
         def _light(self, x: Tensor) -> Tensor:
             """Return what `forward` does, by the light pass where it applies."""
-            factors = light_factors(self, x)
-            merges = factors is not None and is_merged(product, x, factors[0])
-            if torch.compiler.is_compiling():
-                if (
-                    factors is not None
-                    and merges
-                    and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
-                ):
-                    return _compute_traced(x, *factors)
-                traced: Tensor = super().forward(x)
-                return traced
-            if factors is not None:
-                return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
-            if _is_bare(self, x):
+            factors, compiling = light_factors(self, x), torch.compiler.is_compiling()
+            if factors is None:
                 base = self._modules["base_layer"]
-                return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
-            result: Tensor = super().forward(x)
-            return result
+                bare = not compiling and _is_bare(self, x)
+                return flat_linear(x, base.weight, base.bias) if bare else super().forward(x)
+            merges = is_merged(product, x, factors[0])
+            if not compiling:
+                return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
+            weight, bias, a, b, scale = factors
+            if merges and weight.numel() <= 2 * len(a) * sum(weight.shape):  # autograd takes the gradient of the whole sum
+                return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+            return super().forward(x)
 
     return LightLinear
 
@@ -120,10 +112,7 @@ def _active(layer: Any, part: str) -> Any:
 
 def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
     """Return x W^T + bias as the reference policy computes it."""
-    if type(base) is not nn.Linear:
-        result: Tensor = base(x)
-        return result
-    return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+    return flat_linear(x, base.weight, base.bias) if type(base) is nn.Linear else base(x)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -179,7 +168,7 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
     weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
     out, more = _multiply_frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
-    update = _product(_product(x, a) * scale, b)
+    update = flat_linear(flat_linear(x, a) * scale, b)
     return out + ((out if base.bias is None else out - base.bias) + update) * more + update
 
 
@@ -196,14 +185,14 @@ def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor
     parts = {part: tensor.to(x.dtype) for part, tensor in parts.items()}
     first = parts["lokr_w1"] * scale
     inner = x.unflatten(-1, (first.shape[1], -1))
-    inner = _product(inner, parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_b"])
-    inner = _product(inner.mT, first).mT
-    return (_product(inner, parts["lokr_w2_a"]) if "lokr_w2_a" in parts else inner).flatten(-2)
+    inner = flat_linear(inner, parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_b"])
+    inner = flat_linear(inner.mT, first).mT
+    return (flat_linear(inner, parts["lokr_w2_a"]) if "lokr_w2_a" in parts else inner).flatten(-2)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T by one product of matrices."""
-    return x.reshape(-1, x.shape[-1]).mm(weight.t()).view(*x.shape[:-1], -1)
+def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias, `[..., out]`, by one product of matrices."""
+    return rows_linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
 def merge_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -247,19 +236,6 @@ def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:
         return False
     out, into = weight.shape
     return product == "merged" or 2 * into * out <= SAMPLES * x.shape[1:-1].numel() * (into + out)
-
-
-def _is_narrow(out: int, into: int, rank: int) -> bool:
-    """Return whether the gradient of the whole weight takes fewer operations per row than those of the factors."""
-    return out * into <= 2 * rank * (out + into)
-
-
-def _compute_traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return x (W + scale B A)^T + bias in operations that a compiler differentiates and fuses.
-
-    Autograd computes the gradient of the whole sum, so this is for narrow layers.
-    """
-    return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
 
 
 def _is_bare(layer: Any, x: Tensor) -> bool:
@@ -326,8 +302,7 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b:
         scale: factor of the adapter's output, alpha / R.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        result: Tensor = _Adapted.apply(x, x, weight, bias, a, b, scale)
-        return result
+        return _Adapted.apply(x, x, weight, bias, a, b, scale)
     return _forward(x, weight, bias, a, b, scale, reuse=True)[0]
 
 
@@ -391,8 +366,7 @@ def merged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: 
     in out / (in + out), and fewer passes over the output. The arguments are those of `adapted_linear`.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        result: Tensor = _Merged.apply(x, weight, bias, a, b, scale)
-        return result
+        return _Merged.apply(x, weight, bias, a, b, scale)
     out = rows_linear(x.reshape(-1, x.shape[-1]), torch.addmm(weight, b, a, alpha=scale), bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -412,24 +386,15 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of A and of B."""
+        """Return the gradients of x, of A and of B: through that of the sum where that is fewer operations per row."""
         rows, weight, a, b = ctx.saved_tensors
         need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
-        grad = grad.reshape(-1, grad.shape[-1])
-        da = db = None
-        if need_a or need_b:
-            da, db = _factor_gradients(grad, rows, a, b, ctx.scale, need_a=need_a, need_b=need_b)
+        grad, da, db = grad.reshape(-1, grad.shape[-1]), None, None
+        if (need_a or need_b) and weight.numel() <= 2 * len(a) * sum(weight.shape):
+            dense = grad.t().mm(rows).mul_(ctx.scale)
+            da, db = b.t().mm(dense) if need_a else None, dense.mm(a.t()) if need_b else None
+        else:
+            da = grad.mm(b).mul_(ctx.scale).t().mm(rows) if need_a else None
+            db = grad.t().mm(rows.mm(a.t()).mul_(ctx.scale)) if need_b else None
         dx = grad.mm(torch.addmm(weight, b, a, alpha=ctx.scale)).view(ctx.shape) if need_x else None
         return dx, None, None, da, db, None
-
-
-def _factor_gradients(
-    grad: Tensor, rows: Tensor, a: Tensor, b: Tensor, scale: float, *, need_a: bool, need_b: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of A and of B: through that of the merged weight where that is fewer operations."""
-    (out, into), rank = (grad.shape[1], rows.shape[1]), a.shape[0]
-    if _is_narrow(out, into, rank):
-        dense = grad.t().mm(rows).mul_(scale)
-        return b.t().mm(dense) if need_a else None, dense.mm(a.t()) if need_b else None
-    da = grad.mm(b).mul_(scale).t().mm(rows) if need_a else None
-    return da, grad.t().mm(rows.mm(a.t()).mul_(scale)) if need_b else None

@@ -11,7 +11,7 @@ kept by the network itself (`PromptKeys`): diffusers' `kv_cache` of Qwen-Image 2
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import translate
 from typing import Any, NamedTuple
@@ -42,7 +42,11 @@ class PromptLayers:
 
     def __init__(self, model: DiffusionModel, module: nn.Module, *, in_blocks: bool = True) -> None:
         patterns = tuple(getattr(model, "prompt_layers", ()))
-        self._layers = _find_layers(model, module, patterns, in_blocks=in_blocks) if patterns else []
+
+        def search() -> list[LayerPlace]:
+            return _matching(module, patterns, left_out=set() if in_blocks else set(model.blocks(module)))
+
+        self._layers = find_layers(module, (patterns, in_blocks), search) if patterns else []
         self._forwards = [self._remembering(place, layer.forward) for place, layer in enumerate(self._layers)]
         self._results: list[list[Any]] = [[] for _ in self._layers]  # of each layer, by its call within a prediction
         self._calls = [0] * len(self._layers)
@@ -180,23 +184,17 @@ class LayerPlace(NamedTuple):
     layer: nn.Module
 
 
-def is_current(places: Sequence[LayerPlace]) -> bool:
-    """Return whether every layer is still registered at its place."""
-    return all(place.parent._modules.get(place.name) is place.layer for place in places)
+# The layers of a network by what they were looked up by: every chunk of a rollout asks for them, and a walk over the modules
+# takes as long as a step of a small network.
+_places: WeakKeyDictionary[nn.Module, dict[Hashable, list[LayerPlace]]] = WeakKeyDictionary()
 
 
-# The layers of a network by (patterns, whether within blocks): every chunk of a rollout asks for them, and a walk over the
-# modules takes as long as a step of a small network.
-_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[LayerPlace]]] = WeakKeyDictionary()
-
-
-def _find_layers(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
-    """Return the layers of a network whose names match a pattern, looked up again if one has been replaced by another."""
+def find_layers(module: nn.Module, key: Hashable, search: Callable[[], list[LayerPlace]]) -> list[nn.Module]:
+    """Return the layers of a network that a search finds, looked up again if one has been replaced by another."""
     known = _places.setdefault(module, {})
-    places = known.get((patterns, in_blocks))
-    if places is None or not is_current(places):
-        left_out = set() if in_blocks else set(model.blocks(module))
-        places = known[patterns, in_blocks] = _matching(module, patterns, left_out=left_out)
+    places = known.get(key)
+    if places is None or not all(place.parent._modules.get(place.name) is place.layer for place in places):
+        places = known[key] = search()
     return [place.layer for place in places]
 
 

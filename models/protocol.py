@@ -199,8 +199,7 @@ def knows_any_level(model: DiffusionModel) -> bool:
 
 def sound_rate(model: DiffusionModel) -> int | None:
     """Return the rate of the sounds that a model makes, by `model.sounds(latents, prompts)`; None if it makes none."""
-    rate: int | None = getattr(model, "sound_rate", None)
-    return rate
+    return getattr(model, "sound_rate", None)
 
 
 def decode_samples(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:

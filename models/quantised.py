@@ -181,8 +181,7 @@ class QuantisedLinear(nn.Linear):
                 codes, scale = _round_rows(x.detach().float().flatten(0, -2), FORMATS[self.base])
                 x = x + ((codes.float() * scale).view_as(x).to(x.dtype) - x.detach())
             return nn.functional.linear(x, self.dequantise(x.dtype), self.bias)
-        result: Tensor = _Product.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
-        return result
+        return _Product.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
 
 
 class _Product(torch.autograd.Function):

@@ -63,8 +63,7 @@ class ModelShape(NamedTuple):
 
     def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
         """Return the output of a pass of samples on the meta device."""
-        out: Tensor = module(**self.inputs_of(samples, asked), return_dict=False)[0]
-        return out
+        return module(**self.inputs_of(samples, asked), return_dict=False)[0]
 
     def stored(self, asked: PassShape) -> tuple[int, int]:
         """Return the bytes of a sample and of its conditioning."""
@@ -141,10 +140,7 @@ def _read_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], res
     def build() -> nn.Module:
         import diffusers
 
-        made: nn.Module = getattr(diffusers, adapter.network).from_config(
-            read_settings(folder / adapter.part / "config.json")
-        )
-        return made
+        return getattr(diffusers, adapter.network).from_config(read_settings(folder / adapter.part / "config.json"))
 
     def decoder(
         samples: int, resolution: int, frames: int | None, dtype: torch.dtype

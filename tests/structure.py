@@ -3,16 +3,14 @@
     python -P tests/structure.py            every number
     python -P tests/structure.py --bounds   those of an update that are bounded, as JSON
 
-Functions are those that the second update calls, on the built-in model. Folders that do not exist count nothing, so that the
-numbers of two trees can be set side by side. test_structure.py holds the tree to `BOUNDS`, which may only fall; lines
-may rise for what an issue asks for.
+Functions are those that the second update calls, on the built-in model. test_structure.py holds the tree to `BOUNDS`, which
+may only fall; lines may rise for what an issue asks for.
 """
 
 import ast
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -26,18 +24,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("core", "kernels", "models", "engines", "bench")
-# What is between the samples and the update of the engine, by its name before and after.
-CONTROL = ("engines/train", "engines/run", "engines/objectives", "engines/methods")
+CONTROL = ("engines/run", "engines/methods")  # what is between the samples and the update of the engine
 COMMANDS = ("train grpo", "train nft", "sample", "eval", "serve")
-CONFIG, TRAITS = "TrainConfig", "ObjectiveTraits"  # classes of the configuration of a run, and of an objective's flags
-EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
+CONFIG = "TrainConfig"  # class of the configuration of a run
 
 # What the tree has today at most.
 BOUNDS = {
     "files of the control layer of an update": 12,
     "functions of the control layer of an update": 74,
     "files of an update": 60,
-    "functions of an update": 353,
+    "functions of an update": 349,
     "flags of train grpo": 110,
     "functions that take the configuration": 93,
     "names of several classes": 0,
@@ -85,34 +81,6 @@ def takes(node: ast.AST) -> bool:
         return False
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return any(CONFIG in ast.unparse(each.annotation) for each in every if each.annotation is not None)
-
-
-def flags(parsed: dict[str, ast.Module]) -> tuple[int, int, int]:
-    """Return the number of an objective's flags, of the places that read one, and of the files that these are in."""
-    classes = [n for tree in parsed.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == TRAITS]
-    known = {each.target.id for node in classes for each in node.body if isinstance(each, ast.AnnAssign)}  # type: ignore[union-attr]
-    found: Counter[str] = Counter()
-    for path, tree in parsed.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in known:
-                found[path] += re.search(r"(^|\.)(traits|\w+\.traits)$", ast.unparse(node.value)) is not None
-    return len(known), found.total(), len(+found)
-
-
-def circles(parsed: dict[str, ast.Module]) -> list[int]:
-    """Return the number of files of each circle of imports, those inside functions and for types included."""
-    of = {"fluvial." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in parsed}
-    reached: dict[str, set[str]] = {}
-    for path, tree in parsed.items():
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-        targets = [f"{n.module}.{a.name}" if f"{n.module}.{a.name}" in of else n.module for n in nodes for a in n.names]
-        reached[path] = {of[target] for target in targets if target in of} - {path}
-    for middle in parsed:
-        for path in parsed:
-            if middle in reached[path]:
-                reached[path] |= reached[middle]
-    found = {frozenset(other for other in reached[path] if path in reached[other]) for path in parsed}
-    return sorted((len(circle) for circle in found if circle), reverse=True)
 
 
 def shared_names(parsed: dict[str, ast.Module]) -> list[str]:
@@ -196,7 +164,7 @@ def report() -> Iterator[tuple[str, object]]:
     """Yield names and numbers."""
     tracer, config = trace_update()
     update, given = tracer.calls, +tracer.given
-    yield f"control layer of an update ({', '.join(f for f in CONTROL if (ROOT / f).exists())})", spans(update, *CONTROL)
+    yield f"control layer of an update ({', '.join(CONTROL)})", spans(update, *CONTROL)
     yield "whole update", spans(update)
     for folder in sorted({"/".join(path.split("/")[: path.count("/")][:2]) for path, _ in update}):
         yield f"  {folder}", spans(update, folder)
@@ -205,14 +173,10 @@ def report() -> Iterator[tuple[str, object]]:
     parsed, lines = parse_product(texts), count_lines(texts)
     takers = Counter(path for path, tree in parsed.items() for node in ast.walk(tree) if takes(node))
     yield "functions that take the configuration", f"{takers.total()} in {len(takers)} files"
-    yield "flags of objectives, places that read them, files of these", flags(parsed)
-    yield "circles of imports, by their files", circles(parsed)
     yield "names of several classes", shared_names(parsed)
     yield "fields of a run's configuration at the top", len(fields(config))
     for command in COMMANDS:
         yield f"flags of {command}", settings(command)
-    layout = runpy.run_path(str(ROOT / "tests" / "test_layout.py"), run_name="layout")
-    yield "exemptions of the layout", {name: len(layout.get(name, ())) for name in EXEMPTIONS}
     yield "lines of the product", sum(lines[top] for top in PRODUCT)
     for name in sorted(lines):
         yield f"{'  ' * (1 + name.count('/'))}{name}", lines[name]

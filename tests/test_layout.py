@@ -66,11 +66,13 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the imports, calls and classes of a file, wherever in it they are."""
+    wanted = ast.Import | ast.ImportFrom | ast.Call | ast.ClassDef
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, wanted)]
 
 
+@cache
 def package(name: str) -> tuple[str, int]:
     """Return the package of the table that a module is, or lies in, and the number of its floor."""
     found = [
@@ -82,18 +84,9 @@ def package(name: str) -> tuple[str, int]:
     return max(found, key=lambda pair: len(pair[0])) if found else ("", len(FLOORS))
 
 
-def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
-    """Yield the modules of fluvial that a file imports; those inside functions only if `lazy`."""
-    tree = parsed(path)
-    deferred = {
-        inner
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(outer)
-        for inner in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
-        if node in deferred and not lazy:
-            continue
+def imports(path: Path, name: str) -> Iterator[str]:
+    """Yield the modules of fluvial that a file imports, those inside functions and for types included."""
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -110,17 +103,18 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
                     yield target
 
 
-def is_typing(node: ast.AST) -> bool:
-    """Return whether a node is `if TYPE_CHECKING:`."""
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+@cache
+def graph() -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
+    return {name: {*imports(path, name)} for name, path in modules().items()}
 
 
 def upward() -> list[str]:
     """Return the imports that point up, lazy ones included."""
     return [
         f"{name} imports {target}"
-        for name, path in modules().items()
-        for target in imports(path, name, lazy=True)
+        for name, targets in graph().items()
+        for target in targets
         if package(target)[1] > package(name)[1]
     ]
 
@@ -134,20 +128,19 @@ def test_the_spine_imports_no_extension() -> None:
     """Neither inside a function nor for a type: `engines/plugins.py` looks extensions up."""
     spine = [name for name in modules() if f"{name}.".startswith(tuple(f"{each}." for each in SPINE))]
     assert len(spine) > 200
-    pairs = [(name, target) for name in spine for target in imports(modules()[name], name, lazy=True)]
-    assert [pair for pair in pairs if pair[1].startswith("engines.extensions")] == []
+    assert [(name, target) for name in spine for target in graph()[name] if target.startswith("engines.extensions")] == []
 
 
 def test_kernels_and_models_do_not_import_each_other() -> None:
     """They are of one layer, and know nothing of each other."""
-    pairs = [(name, target) for name, path in modules().items() for target in imports(path, name, lazy=True)]
+    pairs = [(name, target) for name, targets in graph().items() for target in targets]
     assert [pair for pair in pairs if {name.split(".")[0] for name in pair} == {"kernels", "models"}] == []
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
+def circle(links: dict[str, set[str]]) -> list[str]:
     """Return names that lead to each other in a circle, the first of them last again; empty if there are none."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(links).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -155,17 +148,16 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Whether directly or through others, inside a function or for a type."""
-    graph = {name: set(imports(path, name, lazy=True)) for name, path in modules().items()}
-    assert circle(graph) == []
+    assert circle(graph()) == []
 
 
 def test_packages_of_a_floor_do_not_import_each_other_in_a_circle() -> None:
     """One may use another; then that one does not know it."""
-    graph: dict[str, set[str]] = {}
-    for name, path in modules().items():
-        known = {package(target)[0] for target in imports(path, name, lazy=True)}
-        graph.setdefault(package(name)[0], set()).update(known - {package(name)[0]})
-    assert circle(graph) == []
+    links: dict[str, set[str]] = {}
+    for name, targets in graph().items():
+        known = {package(target)[0] for target in targets}
+        links.setdefault(package(name)[0], set()).update(known - {package(name)[0]})
+    assert circle(links) == []
 
 
 def test_folders_are_small() -> None:
@@ -198,7 +190,7 @@ def test_files_are_short() -> None:
 def without_encoding(path: Path) -> list[ast.Call]:
     """Return the calls of a file that open a text in the locale's encoding."""
     found = []
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.Call) or any(each.arg in ("encoding", None) for each in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -230,7 +222,7 @@ def objectives() -> set[str]:
         node.name
         for name, path in modules().items()
         if name.startswith("engines.methods")
-        for node in ast.parse(path.read_text()).body
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     }
 
@@ -241,7 +233,7 @@ def kinds() -> list[str]:
     for name, path in modules().items():
         if name.startswith("engines.methods"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 named = {
                     part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in ast.walk(node.args[1])

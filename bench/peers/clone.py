@@ -24,55 +24,36 @@ class _StandIn(ModuleType):
         return type(name, (), {})
 
 
-class _StandIns(MetaPathFinder, Loader):
-    """Finds stand-ins for modules.
+class _Finder(MetaPathFinder, Loader):
+    """Finds stand-ins for modules, and packages of a clone whose `__init__`, which imports more than is needed, is not run.
 
     Args:
-        names: modules and packages; what lies in a package is replaced, too.
+        folder: folder that the packages of the clone lie in.
+        stand_ins: modules and packages that are replaced, with all that lies in a package.
         contents: what a stand-in holds, by the module's name; everything else that is asked of it is an empty class.
+        bare: names of the packages whose `__init__` is not run.
     """
 
-    def __init__(self, names: Sequence[str], contents: Mapping[str, Mapping[str, Any]]) -> None:
-        self.names, self.contents = names, contents
+    def __init__(
+        self, folder: Path, stand_ins: Sequence[str], contents: Mapping[str, Mapping[str, Any]], bare: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.stand_ins, self.contents, self.bare = folder, stand_ins, contents, bare
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the module's specification if it is one of the modules or in one of the packages."""
-        inside = any(name == one or name.startswith(f"{one}.") for one in self.names)
-        return ModuleSpec(name, self, is_package=True) if inside else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in."""
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the stand-in its contents."""
-        vars(module).update(self.contents.get(module.__name__, {}))
-
-
-class _BarePackages(MetaPathFinder, Loader):
-    """Finds packages of a clone without running their `__init__`, which imports more than is needed.
-
-    Args:
-        folder: folder that the packages lie in.
-        names: names of the packages.
-    """
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self.folder, self.names = folder, names
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the package's specification if it is one of them."""
-        if name not in self.names:
-            return None
+        """Return the specification of a stand-in or of a bare package; None for every other module."""
         spec = ModuleSpec(name, self, is_package=True)
+        if any(name == one or name.startswith(f"{one}.") for one in self.stand_ins):
+            return spec
         spec.submodule_search_locations = [str(self.folder.joinpath(*name.split(".")))]
-        return spec
+        return spec if name in self.bare else None
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Use Python's default module."""
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return the stand-in; None is Python's default module, of a bare package."""
+        return None if spec.name in self.bare else _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""
+        """Give a stand-in its contents; nothing of a bare package is run."""
+        vars(module).update(self.contents.get(module.__name__, {}))
 
 
 @contextmanager
@@ -94,15 +75,15 @@ def importable(
         bare: packages of the clone whose `__init__` is not run.
     """
     modules = contents or {}
-    first: list[MetaPathFinder] = [_StandIns(replaced, modules), _BarePackages(folder, bare)]
-    last = _StandIns(stand_ins, modules)  # asked only for what is not installed
+    first = _Finder(folder, replaced, modules, bare)
+    last = _Finder(folder, stand_ins, modules)  # asked only for what is not installed
     sys.path.insert(0, str(folder))
-    sys.meta_path[:] = [*first, *sys.meta_path, last]
+    sys.meta_path[:] = [first, *sys.meta_path, last]
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in (*first, last)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in (first, last)]
         for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
             del sys.modules[name]
 

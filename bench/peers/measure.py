@@ -203,7 +203,8 @@ def measure(
             peer.set_micro_batch(samples)
         return peer.update(stored)
 
-    updates = {samples: partial(theirs, samples) for samples in (work.samples, *_fewer(project, work))}
+    fewer = micro_batch.sizes(work.samples)[:-1] if project.micro_batches else []
+    updates = {samples: partial(theirs, samples) for samples in (work.samples, *fewer)}
     others = {samples: clocks(update=update) for samples, update in updates.items()}
     if project.samples:
         others[work.samples] = clocks(rollout=peer.rollout, update=updates[work.samples])
@@ -225,11 +226,6 @@ def measure(
     modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
     measured = _Found(sides, others, peaks, other_peaks, ours.pairs)
     yield from _rows(measured, common, config, world, modules)
-
-
-def _fewer(project: Project, work: Work) -> list[int]:
-    """Return the smaller numbers of samples that a project's update may put through a pass."""
-    return micro_batch.sizes(work.samples)[:-1] if project.micro_batches else []
 
 
 def measure_alone(case: PeerCase, config: PeersConfig, world: World) -> Iterator[PeerRow]:
@@ -363,16 +359,6 @@ def row(
     )
 
 
-def rows_of(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project], world: World) -> Iterator[PeerRow]:
-    """Yield the rows of a case as they are known; every rank must take part."""
-    if case.peer == TRANSFORMER:
-        yield from measure_alone(case, config, world)
-    else:
-        project = projects[case.peer]
-        yield from measure(case.peer, project, config.clones / project.folder, case, config, world)
-    gc.collect()  # hooks hold modules in reference cycles
-
-
 def measure_cases(cases: Sequence[PeerCase], config: PeersConfig, projects: Mapping[str, Project]) -> None:
     """Append the rows of cases to peers.csv as they are known; every rank must take part.
 
@@ -382,9 +368,15 @@ def measure_cases(cases: Sequence[PeerCase], config: PeersConfig, projects: Mapp
     torch.set_num_threads(config.threads)
     with init_world() as world:
         for case in cases:
-            for measured in rows_of(case, config, projects, world):
+            if case.peer == TRANSFORMER:
+                rows = measure_alone(case, config, world)
+            else:
+                project = projects[case.peer]
+                rows = measure(case.peer, project, config.clones / project.folder, case, config, world)
+            for measured in rows:
                 if world.is_main:
                     harness.append(config.out / "peers.csv", [measured], PeerRow)
+            gc.collect()  # hooks hold modules in reference cycles
 
 
 def _apart(left: Tensor, right: Tensor) -> float:

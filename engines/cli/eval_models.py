@@ -146,16 +146,9 @@ def source_of(name: str) -> RecordedRun | None:
     return RecordedRun(configuration(run), run, name)
 
 
-class Drawn(NamedTuple):
-    """A model that samples are drawn with."""
-
-    model: str
-    weights: Path | None  # in place of the model's own
-
-
 @contextmanager
-def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[Drawn]:
-    """Open the model of a name, with the exported weights of a run or those of a checkpoint.
+def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[tuple[str, Path | None]]:
+    """Yield a model and the folder of its weights, None for its own: those exported of a run, or those of a checkpoint.
 
     A checkpoint, and the newest one of a run that has exported nothing, is exported to a temporary folder.
 
@@ -164,20 +157,20 @@ def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterato
     """
     source = source_of(name)
     if source is None:
-        yield Drawn(name, weights)
+        yield name, weights
         return
     for flag, value in (("weights", weights), ("lora", lora)):
         if value is not None:
             raise no_effect(flag, f"with {name}, a run with its own")
     if source.checkpoint is None:
-        yield Drawn(source.config.model, source.folder / WEIGHTS)
+        yield source.config.model, source.folder / WEIGHTS
         return
     average = source.config.evaluation.average and source.config.optimizer.ema_decay > 0
     with TemporaryDirectory() as folder:
         out = Path(folder) / WEIGHTS
         with init_world() as world:
             export_run(source.checkpoint, "merged", out=out, average=average, dtype="float32", world=world)
-        yield Drawn(source.config.model, out)
+        yield source.config.model, out
 
 
 def drawing_settings(run: TrainConfig) -> dict[str, Any]:
@@ -369,7 +362,8 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
     engine = _engine(config)
     if source is not None:
         other, folder = source.config.model, source.folder / WEIGHTS
-        if not _is_same(other, model):
+        folders = Path(other), Path(model)  # a folder has several names
+        if other != model and not (all(map(Path.is_dir, folders)) and folders[0].samefile(folders[1])):
             raise UsageError(
                 f"`base` is {base}, a run of {other}, and {model} is evaluated: expected a run of the same model"
             )
@@ -380,12 +374,6 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
         return Subject(base, job, partial(_open, job, engine, world, load))
     with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
-
-
-def _is_same(model: str, other: str) -> bool:
-    """Return whether two names are of one model; a folder has several."""
-    folders = Path(model), Path(other)
-    return model == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
 def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:

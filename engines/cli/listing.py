@@ -3,6 +3,7 @@
 import ast
 import shutil
 import textwrap
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from fluvial.engines.named_models import MODELS
 
-RECIPES = Path(__file__).parents[1] / "run" / "recipes"
+RECIPES = Path(__file__).parents[1] / "run" / "recipes" / "recipes.toml"
 PROMPT_SETS = Path(__file__).parents[1] / "data" / "prompt_sets.py"
 
 WIDEST = 124  # columns of running text
@@ -43,8 +44,9 @@ def may_be_model(name: str) -> bool:
 
 
 def recipes() -> dict[str, str]:
-    """Return the first line of each built-in recipe's docstring, by name."""
-    return _read_descriptions("RECIPES", RECIPES / "__init__.py", *sorted(RECIPES.glob("[!_]*.py")))
+    """Return the first line of each built-in recipe's help, by name."""
+    table = tomllib.loads(RECIPES.read_text(encoding="utf-8"))
+    return {name: each["help"].partition("\n")[0] for name, each in table.items() if name != "shared"}
 
 
 def prompt_sets() -> dict[str, str]:
@@ -52,16 +54,16 @@ def prompt_sets() -> dict[str, str]:
     return _read_descriptions("PROMPT_SETS", PROMPT_SETS)
 
 
-def _read_descriptions(name: str, *paths: Path) -> dict[str, str]:
+def _read_descriptions(name: str, path: Path) -> dict[str, str]:
     """Return the first line of the docstring of each function in a table, read from source, in the table's order.
 
     Names are the keys of a dictionary that is written out, else those of the functions.
 
     Args:
-        name: name of the table in the first module.
-        paths: the module, and others that have functions of the table.
+        name: name of the table in the module.
+        path: the module.
     """
-    body = [node for path in paths for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     table = next(node for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
     named = {node.id: node.id.replace("_", "-") for node in ast.walk(table) if isinstance(node, ast.Name)}
     if isinstance(table.value, ast.Dict):
@@ -84,12 +86,12 @@ def width() -> int:
     return shutil.get_terminal_size((PIPED, 24)).columns
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, columns: int | None = None) -> list[str]:
-    """Return the lines of a table of at most `columns` columns, by default those of the terminal.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table that fits the terminal.
 
     Rows that do not fit become entries: the first cell on a line, the others below it with their headings.
     """
-    columns = columns or width()
+    columns = width()
     widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
     lines = [
         "  ".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)

@@ -74,7 +74,8 @@ def write_tiny(args: Sequence[str]) -> None:
     from fluvial.models.pipelines.folder import quietly
     from fluvial.models.pipelines.open import built_in
     from fluvial.models.tiny.modular import find_call, save
-    from fluvial.models.tiny.pipelines import OWN, UnknownPart, has_transformer
+    from fluvial.models.tiny.pipelines import UnknownPart, has_transformer
+    from fluvial.models.tiny.settings import special
 
     name, folder, adapters = args[1], Path(args[3]), built_in()
     if not (name in adapters or has_transformer(name)):
@@ -86,7 +87,7 @@ def write_tiny(args: Sequence[str]) -> None:
     with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), quietly():
         save(name, folder)
     asked, recipe = find_call(name), "ddpo" if name in adapters and adapters[name].prediction == "epsilon" else "grpo"
-    is_classes = "id2label" in OWN.get(name, {})  # a prompt is a class, by its number or name
+    is_classes = "id2label" in special(name, "own", {})  # a prompt is a class, by its number or name
     prompts = "prompts.jsonl" if asked.media else "classes.txt" if is_classes else "@animals"
     sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
     size = f"--pipeline.height {asked.size} --pipeline.width {asked.size}"

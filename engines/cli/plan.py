@@ -32,7 +32,7 @@ def run(args: list[str]) -> None:
 
         ahead = parse_config(simulate.AheadConfig(), "fluvial plan", args)
         with flags_in_errors(ahead):
-            simulate.show(simulate.check_config(ahead), console=console())
+            simulate.show(ahead, console=console())
         return
 
     from fluvial.engines.extensions.plan.plan import MODELS, PlanConfig
@@ -53,15 +53,12 @@ def run(args: list[str]) -> None:
 
 def _show(name: str, config: "PlanConfig") -> None:
     """Print the plan of a model, as the settings ask for it."""
+    from fluvial.engines.extensions.plan.fit import show_fit
     from fluvial.engines.extensions.plan.plan import show, show_table
 
+    chosen = show_fit if config.fit is not None else show_table if config.table else show
     with flags_in_errors(config):
-        if config.fit is not None:
-            from fluvial.engines.extensions.plan.fit import show_fit
-
-            show_fit(name, config, console=console())
-        else:
-            (show_table if config.table else show)(name, config, console=console())
+        chosen(name, config, console=console())
 
 
 def _is_run(name: str) -> bool:

@@ -12,7 +12,7 @@ from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
-from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
+from fluvial.engines.cli.eval_models import drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
@@ -108,32 +108,21 @@ def run(args: list[str]) -> None:
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
     check_pipeline(config.pipeline)
-    with open_model(name, weights=config.weights, lora=config.lora) as drawn:
-        return _draw_and_write(drawn, config)
-
-
-def _draw_and_write(drawn: Drawn, config: PreferencesConfig) -> tuple[int, int]:
-    """Draw and write the preferences of a model that is open."""
-    if config.prompts:
-        jobs.check_has_reward(drawn.model, config.rewards)
-    job = jobs.to_train(
-        drawn.model,
-        config.pipeline,
-        steps=config.steps,
-        guidance=config.guidance,
-        weights=drawn.weights,
-        prompts=config.prompts,
-    )
-    if drawn.weights == config.weights:  # else it is a run's, whose rollouts may be guided
-        check_second_scale(job.model, guided=config.guidance.scale != 1)
-    module = jobs.build(job)
-    if config.lora is not None:
-        add_adapter(module, job, config.lora, field="lora")
-    claim_preferences(config.out)
-    count = len(job.prompts) if config.count is None else config.count
-    order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
-    prompts = [job.prompts[place] for place in order.places(0, count)]
-    return _write(job, module, prompts, config), count
+    with open_model(name, weights=config.weights, lora=config.lora) as (model, weights):
+        if config.prompts:
+            jobs.check_has_reward(model, config.rewards)
+        job = jobs.to_train(
+            model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=weights, prompts=config.prompts
+        )
+        if weights == config.weights:  # else it is a run's, whose rollouts may be guided
+            check_second_scale(job.model, guided=config.guidance.scale != 1)
+        module = jobs.build(job)
+        if config.lora is not None:
+            add_adapter(module, job, config.lora, field="lora")
+        claim_preferences(config.out)
+        count = len(job.prompts) if config.count is None else config.count
+        order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
+        return _write(job, module, [job.prompts[place] for place in order.places(0, count)], config), count
 
 
 def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: PreferencesConfig) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
-from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
+from fluvial.engines.cli.eval_models import drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
@@ -101,32 +101,23 @@ def sample(name: str, config: SampleConfig) -> Path:
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     check_pipeline(config.pipeline)
     files = tuple(filter(is_prompt_file, config.prompts))  # a missing one is refused before a checkpoint is read
-    with open_model(name, weights=config.weights, lora=config.lora) as drawn:
-        return _sample(name, drawn, config, files)
-
-
-def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...]) -> Path:
-    """Draw with a model that is open, and return the path of the image."""
-    job = jobs.to_sample(
-        drawn.model,
-        config.pipeline,
-        steps=config.steps,
-        guidance=config.guidance,
-        weights=drawn.weights,
-        prompts=_find_recorded(drawn.model, config, files),
-    )
-    if drawn.weights == config.weights:  # else it is a run's, whose rollouts may be guided
-        check_second_scale(job.model, guided=config.guidance.scale != 1)
-    media = media_columns(job.model, config.pipeline.media)
-    prompts = [prompt for word in config.prompts for prompt in _parse_prompts(word, job, media)]
-    check_columns(job.model, [*job.prompts[:1], *prompts], media)
-    if is_recorded(model := cast(Any, job.model)):
-        job = replace(job, model=model.adapt_to(model_inputs(prompts)))
-    module = jobs.build(job).to(default_device()).eval()
-    sheets = [_sheet(job, module, prompts, config, name)]
-    if config.lora is not None:
-        add_adapter(module, job, config.lora, field="lora")
-        sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
+    with open_model(name, weights=config.weights, lora=config.lora) as (base, weights):
+        recorded = _find_recorded(base, config, files)
+        job = jobs.to_sample(
+            base, config.pipeline, steps=config.steps, guidance=config.guidance, weights=weights, prompts=recorded
+        )
+        if weights == config.weights:  # else it is a run's, whose rollouts may be guided
+            check_second_scale(job.model, guided=config.guidance.scale != 1)
+        media = media_columns(job.model, config.pipeline.media)
+        prompts = [prompt for word in config.prompts for prompt in _parse_prompts(word, job, media)]
+        check_columns(job.model, [*job.prompts[:1], *prompts], media)
+        if is_recorded(model := cast(Any, job.model)):
+            job = replace(job, model=model.adapt_to(model_inputs(prompts)))
+        module = jobs.build(job).to(default_device()).eval()
+        sheets = [_sheet(job, module, prompts, config, name)]
+        if config.lora is not None:
+            add_adapter(module, job, config.lora, field="lora")
+            sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         images.stack_images(sheets).save(config.out)

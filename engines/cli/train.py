@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,19 +45,18 @@ def run(args: list[str]) -> None:
         runs = configure_all("train", args)
         from fluvial.engines.run import training  # noqa: F401
 
+    say = partial(console().print, highlight=False, soft_wrap=True)
     for number, each in enumerate(runs, start=1):
+        label = f"run {number}/{len(runs)}, {each.name}"
         if each.name and (each.config.out / "summary.json").exists():
-            console().print(
-                f"run {number}/{len(runs)}, {each.name}: done already, in {each.config.out}", highlight=False, soft_wrap=True
-            )
+            say(f"{label}: done already, in {each.config.out}")
             continue
         if each.name:
-            console().print(f"run {number}/{len(runs)}, {each.name}", highlight=False, soft_wrap=True)
+            say(label)
         if not _train(each.config) and each.name:  # stopped as asked
             return
     if len(runs) > 1:
-        folders = runs[0].config.out.parent
-        console().print(f"compare the {len(runs)} runs: fluvial report {folders}/*", highlight=False, soft_wrap=True)
+        say(f"compare the {len(runs)} runs: fluvial report {runs[0].config.out.parent}/*")
 
 
 def _train(config: "TrainConfig") -> bool:
@@ -312,8 +312,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines.run.recipes import RECIPES
-    from fluvial.engines.run.recipes.base import recipe_of
+    from fluvial.engines.run.recipes import RECIPES, recipe_of
 
     recipe: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
     return recipe_of(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]

@@ -192,11 +192,8 @@ class ImageCache:
             if self._holds(image, size):
                 sample = self.encode(read_image(image, size)[None])[0].float().cpu()
                 if not torch.allclose(sample, self.sample(image, size), rtol=1e-2, atol=1e-2):
-                    hint = "set it to another folder"
-                    name = describe_file(image)
-                    raise UsageError(
-                        f"`data.cache` {self.folder} holds another sample of {name} than encode returns: {hint}"
-                    )
+                    there = f"`data.cache` {self.folder} holds another sample of {describe_file(image)}"
+                    raise UsageError(f"{there} than encode returns: set it to another folder")
                 return
 
     def _claim(self) -> None:

@@ -5,9 +5,11 @@ named as `@module:name` or declared as an entry point of `fluvial.prompts`.
 """
 
 import hashlib
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, permutations, product
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fluvial.engines import plugins
@@ -20,123 +22,35 @@ Record = Mapping[str, Any]  # a column `prompt`, and any others, as in a line of
 PromptSet = Callable[[Part], Iterable[Record]]
 T = TypeVar("T")
 
-# Classes of COCO by the names that GenEval's detector gives them (arXiv 2310.11513).
-CLASSES = (
-    *("person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light"),
-    *("fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant"),
-    *("bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard"),
-    *("sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle"),
-    *("wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli"),
-    *("carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet"),
-    *("tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster"),
-    *("sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush"),
-)
-PLURALS = {"person": "people", "knife": "knives", "computer mouse": "computer mice", "sheep": "sheep"}
-UNCOUNTED = ("skis", "scissors", "broccoli")  # which have no plural that counts them
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-POSITIONS = ("left of", "right of", "above", "below")
+WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
-
-SIGN_KINDS = ("Fresh", "Daily", "Grand", "Little", "Golden", "Quiet", "Midnight", "Royal", "Silver", "Happy", "Old", "Wild")
-SIGN_PLACES = (
-    *("Coffee", "Bakery", "Books", "Garden", "Market", "Harbor", "Cinema", "Garage", "Museum", "Library", "Pizza"),
-    "Tailor",
-)
-NOTICES = (
-    *("Mind the Step", "Open Late", "Keep Left", "No Entry", "Wet Paint", "Push to Open", "Back in Ten", "Sold Out"),
-    *("Last Chance", "Free Parking", "Do Not Feed", "Ring the Bell", "Staff Only", "Slow Down", "Quiet Please", "Lost Dog"),
-    *("Welcome Home", "Good Morning", "Happy Birthday", "Thank You", "Made by Hand", "Handle with Care", "This Side Up"),
-    *("Danger", "Exit", "Closed", "Taxi", "Fragile", "Tomorrow", "Adventure", "Together", "Imagine", "Respect the Ocean"),
-)
-NUMBERED = {"Room": (101, 214, 307, 512), "Gate": (3, 7, 12, 28), "Route": (9, 40, 66, 81), "Est.": (1890, 1924, 1968, 2003)}
-SIGNS = (
-    'A neon sign at night that reads "{}"',
-    'A wooden board above a door with the words "{}" painted on it',
-    'A chalkboard in a cafe that says "{}"',
-    'A street sign on a rainy corner that reads "{}"',
-    'A paper bag with "{}" printed in bold letters',
-    'A white mug on a desk with the text "{}"',
-    'A t-shirt on a hanger that says "{}"',
-    'A book on a table, its cover titled "{}"',
-    'A billboard beside a highway that reads "{}"',
-    'A cake with "{}" written in icing',
-    'A postage stamp with the word "{}" under a ship',
-    'A robot that holds up a card with "{}"',
-    'A train station display that shows "{}"',
-    'A poster on a brick wall with "{}" in large type',
-    'A brass plate on a gate engraved with "{}"',
-    'A sailboat with "{}" on its sail',
-    'A phone screen with the message "{}"',
-    'A shop window with "{}" in gold letters',
-    'A banner over a market that reads "{}"',
-    'A cardboard box stamped with "{}"',
-)
-
-ANIMALS = (
-    *("ant", "bat", "bear", "bee", "beetle", "bird", "butterfly", "camel", "cat", "chicken", "cow", "crab", "deer", "dog"),
-    *("dolphin", "duck", "elephant", "fish", "fly", "fox", "frog", "goat", "goose", "gorilla", "hedgehog", "horse"),
-    *("kangaroo", "lion", "lizard", "llama", "monkey", "mouse", "otter", "owl", "panda", "parrot", "penguin", "pig"),
-    *("rabbit", "raccoon", "rat", "seal", "shark", "sheep", "snail", "snake", "spider", "squirrel", "swan", "tiger"),
-    *("turkey", "turtle", "whale", "wolf", "zebra"),
-)
-ACTIVITIES = (
-    *("reading a newspaper", "baking bread", "playing the drums", "rowing a boat", "riding a scooter", "painting a fence"),
-    *("flying a kite", "watering flowers", "carrying an umbrella", "mending a shoe", "eating noodles", "driving a tractor"),
-)
-
-THINGS = (
-    *("teapot", "armchair", "lighthouse", "violin", "bicycle", "pine tree", "castle", "lantern", "sailing boat", "piano"),
-    *("pocket watch", "mountain hut", "steam train", "umbrella", "desk lamp", "suitcase", "windmill", "cactus", "robot"),
-    *("market stall", "greenhouse", "telescope", "snail shell", "hot air balloon"),
-)
-MATERIALS = (
-    "glass",
-    "folded paper",
-    "knitted wool",
-    "polished bronze",
-    "ice",
-    "wicker",
-    "moss",
-    "stained wood",
-    "porcelain",
-)
-STYLES = (
-    *("as a watercolour", "as a woodcut", "as a charcoal sketch", "as a low-poly render", "in the style of a travel poster"),
-    *("as an oil painting", "as a pixel-art sprite", "as a blueprint", "as a mosaic", "as a long-exposure photograph"),
-)
-SETTINGS = (
-    *("on a beach at sunrise", "in a foggy forest", "on the surface of the moon", "in an old library", "under water"),
-    *("in a crowded night market", "on a snowy mountain pass", "in a desert after rain", "on a rooftop in the evening"),
-)
-SIZES = ("smaller than", "twice as tall as", "leaning against", "standing on top of", "hidden behind", "floating above")
 
 
 def ocr(part: Part) -> Iterator[Record]:
     """Text in double quotes, which the reward ocr reads; no training prompt has a held-out text."""
     texts = [
-        *(("name", f"{kind} {place}") for kind, place in product(SIGN_KINDS, SIGN_PLACES)),
-        *(("notice", text) for text in NOTICES),
-        *(("number", f"{word} {number}") for word, numbers in NUMBERED.items() for number in numbers),
+        *(("name", f"{kind} {place}") for kind, place in product(WORDS["sign_kinds"], WORDS["sign_places"])),
+        *(("notice", text) for text in WORDS["notices"]),
+        *(("number", f"{word} {number}") for word, numbers in WORDS["numbered"].items() for number in numbers),
     ]
     chosen = _part(part, texts, heldout=20)
-    for (tag, text), sign in _shuffle(product(chosen, SIGNS)):
+    for (tag, text), sign in _shuffle(product(chosen, WORDS["signs"])):
         yield {"prompt": sign.format(text), "tag": tag}
 
 
 def geneval(part: Part) -> Iterator[Record]:
     """Objects, counts, colours and positions in GenEval's six tags, with its metadata."""
-    coloured = [name for name in CLASSES if name != "person"]
-    pairs = list(permutations(CLASSES, 2))
-    yield from (
-        _make_row("single_object", f"a photo of {_a(name)}", _one(name)) for name in _part(part, CLASSES, heldout=16)
-    )
-    for one, other in _part(part, list(combinations(CLASSES, 2)), heldout=50, most=400):
+    classes = WORDS["classes"]
+    coloured, pairs = [name for name in classes if name != "person"], list(permutations(classes, 2))
+    for name in _part(part, classes, heldout=16):
+        yield _make_row("single_object", f"a photo of {_a(name)}", _one(name))
+    for one, other in _part(part, list(combinations(classes, 2)), heldout=50, most=400):
         yield _make_row("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
     for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
         yield _count_objects(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
-    for name, colour in _part(part, list(product(coloured, COLOURS)), heldout=50, most=400):
+    for name, colour in _part(part, list(product(coloured, WORDS["colours"])), heldout=50, most=400):
         yield _make_row("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
-    for (one, other), where in _part(part, list(product(pairs, POSITIONS)), heldout=50, most=800):
+    for (one, other), where in _part(part, list(product(pairs, WORDS["positions"])), heldout=50, most=800):
         placed = {**_one(one), "position": [where, 0]}
         yield _make_row("position", f"a photo of {_a(one)} {where} {_a(other)}", _one(other), placed)
     for one, other in _part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
@@ -147,9 +61,9 @@ def geneval(part: Part) -> Iterator[Record]:
 
 def animals(part: Part) -> Iterator[Record]:
     """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
-    chosen = _part(part, ANIMALS, heldout=10)
+    chosen = _part(part, WORDS["animals"], heldout=10)
     yield from ({"prompt": _a(animal), "tag": "alone"} for animal in chosen)
-    for animal, activity in _shuffle(product(chosen, ACTIVITIES)):
+    for animal, activity in _shuffle(product(chosen, WORDS["activities"])):
         yield {"prompt": f"{_a(animal)} {activity}", "tag": "activity"}
 
 
@@ -163,16 +77,17 @@ def counting(part: Part) -> Iterator[Record]:
 
 def drawbench_like(part: Part) -> Iterator[Record]:
     """General prompts in eight categories, for rewards that predict preferences."""
-    things = [_a(thing) for thing in THINGS]
+    bare, places, animals = WORDS["things"], WORDS["settings"], WORDS["animals"]
+    things = [_a(thing) for thing in bare]
     kinds: dict[str, Iterable[str]] = {
-        "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(COLOURS, THINGS, SETTINGS)),
-        "count": (f"{NUMBERS[n]} {_plural(thing)} {place}" for n, thing, place in product((2, 3, 4), THINGS, SETTINGS)),
-        "material": (f"{_a(thing)} made of {material}" for thing, material in product(THINGS, MATERIALS)),
-        "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), SIZES)),
-        "setting": (f"{thing} {place}" for thing, place in product(things, SETTINGS)),
-        "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, SETTINGS, STYLES)),
-        "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, NOTICES)),
-        "animal": (f"{_a(animal)} {doing} {place}" for animal, doing, place in product(ANIMALS, ACTIVITIES, SETTINGS)),
+        "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(WORDS["colours"], bare, places)),
+        "count": (f"{NUMBERS[n]} {_plural(thing)} {place}" for n, thing, place in product((2, 3, 4), bare, places)),
+        "material": (f"{_a(thing)} made of {material}" for thing, material in product(bare, WORDS["materials"])),
+        "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), WORDS["sizes"])),
+        "setting": (f"{thing} {place}" for thing, place in product(things, places)),
+        "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, places, WORDS["styles"])),
+        "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, WORDS["notices"])),
+        "animal": (f"{_a(one)} {doing} {place}" for one, doing, place in product(animals, WORDS["activities"], places)),
     }
     for tag, texts in kinds.items():
         yield from ({"prompt": text, "tag": tag} for text in _part(part, list(texts), heldout=25, most=250))
@@ -201,19 +116,18 @@ def is_set(word: object) -> bool:
     return str(word).startswith(MARK)
 
 
-def records(word: str, part: Part, field: str = "prompts") -> Iterator[FileRecord]:
+def records(word: str, part: Part) -> Iterator[FileRecord]:
     """Yield the records of a part of a prompt set, each with its place for messages.
 
     Args:
         word: `@name` or `@module:name`.
         part: train or heldout.
-        field: setting that names the set, for messages.
 
     Raises:
         UsageError: there is no such set, or it is not a function of the part that gives records.
     """
     check = plugins.callable_with("part")
-    prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field=field)
+    prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field="prompts")
     try:
         for number, record in enumerate(prompt_set(part), start=1):
             where = f"prompt set {word}, {part} record {number}"
@@ -244,17 +158,17 @@ def _part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = No
 
 def _a(noun: str) -> str:
     """Return a noun phrase with its article."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in UNCOUNTED else noun
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in WORDS["uncounted"] else noun
 
 
 def _plural(noun: str) -> str:
-    if noun in PLURALS:
-        return PLURALS[noun]
+    if noun in WORDS["plurals"]:
+        return WORDS["plurals"][noun]
     return noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
 
 
 def _countable() -> list[str]:
-    return [name for name in CLASSES if name not in UNCOUNTED]
+    return [name for name in WORDS["classes"] if name not in WORDS["uncounted"]]
 
 
 def _one(name: str) -> dict[str, Any]:
@@ -273,6 +187,6 @@ def _count_objects(prompt: str, name: str, number: int) -> Record:
 
 def _two_colours(one: str, other: str) -> tuple[str, str]:
     """Return two different colours for a pair of objects."""
-    first, step, *_ = _digest((one, other))
-    place = first % len(COLOURS)
-    return COLOURS[place], COLOURS[(place + 1 + step % (len(COLOURS) - 1)) % len(COLOURS)]
+    colours, (first, step, *_) = WORDS["colours"], _digest((one, other))
+    place = first % len(colours)
+    return colours[place], colours[(place + 1 + step % (len(colours) - 1)) % len(colours)]

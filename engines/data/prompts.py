@@ -22,9 +22,8 @@ from fluvial.engines.errors import UsageError
 class PromptSource(NamedTuple):
     """A file of prompts, or a prompt set."""
 
-    name: (
-        str  # of the file without its ending, or its path below their common folder where two share that; of a set as typed
-    )
+    # Of a file without its ending, or its path below their common folder where two share that; of a set as typed.
+    name: str
     path: Path  # of a set `@name`
     weight: float  # share of the samples, relative to the other sources
 

@@ -211,8 +211,6 @@ def read_file(value: Any, where: str, folder: Path, *, or_folder: bool = False) 
 
 def _weight(row: FileRecord) -> float:
     value = row.columns.get("weight", 1.0)
-    if value is None:
-        return 1.0
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):

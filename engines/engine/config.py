@@ -1,6 +1,6 @@
 """The configurations of the engine and of its optimizer, and the learning-rate schedule.
 
-Nothing here imports FSDP2, which takes longer than all else that the help of a recipe needs.
+This module must not import FSDP2, which would dominate the time of a recipe's --help.
 """
 
 import math
@@ -19,7 +19,7 @@ from fluvial.models.device import is_accelerator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "muon", "prodigy", "sgd"]
-# Settings that an optimizer does not have.
+# Settings without effect, per optimizer.
 UNUSED: dict[OptimizerName, tuple[str, ...]] = {"adafactor": ("betas", "eps"), "sgd": ("eps",)}
 
 
@@ -30,43 +30,41 @@ class EngineConfig:
     Args:
         comm: When parameters are gathered: "keep" gathers them once per update and keeps them unsharded until its last
             backward pass; "reshard" frees them after each use and gathers them again.
-        grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
+        grad_sync: When gradients are reduced: "last" reduces them once per update and stores them unsharded until then;
             "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
-        replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
-            ranks. If it is the number of ranks, each holds a whole copy and computes with it without FSDP2, unless offload
-            is always; one all-reduce per update sums the gradients, whatever grad_sync is. auto takes such copies where only
+        replicas: Number of copies of the module, each sharded over an equal part of the ranks (hybrid sharding); 1 shards
+            over all ranks. If it equals the number of ranks, each rank has a full copy without FSDP2, unless offload is
+            always; then one all-reduce per update sums the gradients, whatever grad_sync is. auto uses full copies if only
             adapters are trained and comm is keep, because gathering all weights takes more memory; otherwise it is 1.
         context_parallel: Number of ranks that share one sample, each with a part of its tokens (Ulysses, arXiv 2309.14509,
-            by diffusers); 1 gives every rank samples of its own.
-        ring: Number of the ranks of a sample that send keys and values around a ring; the others exchange tokens for heads
-            (USP, arXiv 2405.07719), whose number needs to be a multiple of `context_parallel` / `ring` alone. `attention` is
-            then _native_flash by default, which has no masks, and computes in half precision on a GPU.
-        compute: Dtype of the gathered parameters and of what is computed with them: float32, bfloat16, float16 (with scaled
-            losses), or auto (bfloat16 on a GPU). Trained weights are held as `masters` says, adapters in float32, and frozen
-            weights in this dtype. Numbers per sample (noise levels, timesteps) keep theirs.
-        base: Format of the frozen linear layers of the blocks, where adapters are trained: auto (the dtype of `compute`),
-            bfloat16, int8 (a scale per row), int4 or nf4 (a scale per 64 values), fp8 (e4m3, a scale per row), or
-            fp8_dynamic (the same, and each product rounds its input, too, a scale per row, so that Hopper multiplies fp8).
-            Weights are rounded once, as they are loaded; rollout, update and reference compute with the same ones. Every
-            rank holds them whole. Exports of merged weights dequantise them.
-        masters: Dtype that trained weights are held in between updates, except adapters. bfloat16 halves their memory and
-            that of gradients; each step is computed in float32 and rounded stochastically, so that small ones add up.
-        reduce: Dtype that gradients are reduced in.
-        checkpointing: Activations kept for the backward pass; the others are computed again. "none" keeps all; "block" keeps
-            each block's inputs alone, and "host" holds them on the host; "selective" keeps attention and every second matrix
-            product as well.
-        checkpointed: Number of blocks that checkpointing is for, the first ones; the others keep all activations. By default
-            all blocks.
-        offload: What lies on the host: "always" keeps parameters, gradients and optimizer state there and moves what is
-            used; "phases" moves there what the present phase does not use, such as the optimizer state in a rollout;
-            "blocks" keeps the frozen weights of all blocks there, or a number those of so many, evenly spread, and brings
-            each to the GPU while the block before it computes (block swap, also of a quantised base).
+            by diffusers); with 1 every rank has its own samples.
+        ring: Number of ranks per ring, in which keys and values are passed on; across rings, ranks exchange tokens for heads
+            (USP, arXiv 2405.07719), so the number of heads need only be a multiple of `context_parallel` / `ring`.
+            `attention` is then _native_flash by default, without masks and in half precision on a GPU.
+        compute: Dtype of the gathered parameters and of the computation: float32, bfloat16, float16 (with loss scaling), or
+            auto (bfloat16 on a GPU). Trained weights are stored in the dtype of `masters`, adapters in float32, frozen
+            weights in this dtype. Numbers per sample (noise levels, timesteps) keep their dtype.
+        base: Format of the frozen linear layers of the blocks under adapters: auto (the dtype of `compute`), bfloat16, int8
+            (a scale per row), int4 or nf4 (a scale per 64 values), fp8 (e4m3, a scale per row), or fp8_dynamic (inputs are
+            rounded as well, with a scale per row, so that Hopper multiplies in fp8). Weights are rounded once, on loading;
+            rollout, update and reference use the same ones. Every rank has all of them. Merged exports dequantise them.
+        masters: Dtype of trained weights between updates, except adapters. bfloat16 halves the memory of weights and
+            gradients; each step is computed in float32 and rounded stochastically, so that small steps add up.
+        reduce: Dtype of gradient reductions.
+        checkpointing: Activations stored for the backward pass; the others are recomputed. "none" stores all; "block" stores
+            only each block's inputs, and "host" stores these on the host; "selective" also stores attention and every second
+            matrix product.
+        checkpointed: Number of blocks to checkpoint, from the first on; the others store all activations. By default all.
+        offload: State on the host: "always" stores parameters, gradients and optimizer state there and copies what is used;
+            "phases" moves what the current phase does not use, such as the optimizer state in a rollout; "blocks" stores the
+            frozen weights of all blocks there, or a number those of that many blocks, evenly spread, and copies each to the
+            GPU while the previous block computes (block swap, also of a quantised base).
         compile: Compile the repeated blocks (torch.compile, one region for all of them); auto does on a GPU, unless
-            checkpointing is selective. Rollout and update are then two programs, which may round differently. Programs are
-            kept in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled. reduce-overhead launches each pass of a
-            rollout as a CUDA graph, too, of whole weights: for small networks and images.
+            checkpointing is selective. Rollout and update are then separate programs, which may round differently. Programs
+            are cached in TORCHINDUCTOR_CACHE_DIR, by default ~/.cache/fluvial/compiled. reduce-overhead also launches each
+            pass of a rollout as a CUDA graph, for small networks and images; it needs full weights on each rank.
         attention: Attention backend of diffusers, such as native, flash or _native_cudnn; by default the model's.
-        deterministic: Let torch use deterministic algorithms only, and raise for operations that have none.
+        deterministic: Use only deterministic algorithms of torch, and raise for operations without one.
     """
 
     comm: Literal["keep", "reshard"] = "keep"
@@ -111,7 +109,7 @@ class EngineConfig:
 
     @property
     def swaps_blocks(self) -> bool:
-        """Whether frozen weights of blocks lie on the host."""
+        """Whether frozen weights of blocks are stored on the host."""
         return self.offload == "blocks" or isinstance(self.offload, int)
 
     def compiles(self, device: torch.device) -> bool:
@@ -121,7 +119,7 @@ class EngineConfig:
         return bool(self.compile)
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of the computation on a device."""
+        """Return the compute dtype on a device."""
         if self.compute == "auto":
             return torch.bfloat16 if is_accelerator(device) else torch.float32
         return DTYPES[self.compute]
@@ -132,27 +130,27 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule, gradient clipping and moving average of the weights.
 
     Args:
-        name: Optimizer: adamw; adamw8bit or adamw4bit (AdamW with moments of 8 or 4 bits, which need torchao); adafactor (a
-            factored second moment and no first, arXiv 1804.04235); muon (steps of matrices are orthogonalised, arXiv
-            2502.16982, and AdamW's for other tensors; nothing published says that it helps adapters); prodigy (AdamW that
+        name: Optimizer: adamw; adamw8bit or adamw4bit (AdamW with moments of 8 or 4 bits, which need torchao); adafactor
+            (factored second moment, no first moment, arXiv 1804.04235); muon (orthogonalised steps of matrices, arXiv
+            2502.16982, AdamW for other tensors; no published result shows that it helps adapters); prodigy (AdamW that
             estimates its step size, arXiv 2306.06101); or sgd.
-        lr: Peak learning rate. Muon's steps have the size of AdamW's; prodigy's is a factor, which is published as 1.
+        lr: Peak learning rate. Muon's steps have the size of AdamW's; for prodigy it is a factor, 1 as published.
         betas: Decay per update of Adam's first and second moment; the first one is sgd's momentum. Muon's momentum is 0.95.
         eps: Term added to the root of Adam's second moment. It must be well below the RMS of the gradient, else every step
             shrinks: policy gradients of RMS 5e-9 occur, and 1e-8 then freezes training without an error.
         weight_decay: Decoupled weight decay, as a fraction of the learning rate per update; sgd adds it to the gradient.
         schedule: Learning rate after the warm-up: constant, or cosine down to the floor.
-        warmup: Number of updates in which the learning rate rises linearly to its peak; update 1 of 4 has a quarter of it.
-            Below 1 it is a fraction of all updates.
+        warmup: Number of updates in which the learning rate rises linearly to its peak; update 1 of 4 uses a quarter of it.
+            A value below 1 is a fraction of all updates.
         min_lr_ratio: Floor of the cosine schedule, as a fraction of the peak learning rate.
-        max_grad_norm: Bound that the gradient's norm over all parameters and ranks is clipped to.
-        ema_decay: Decay per update of the moving average of the weights, which evaluation and export use. 0 means none.
-        ema_interval: Number of updates between two of the moving average.
-        ema_repeats: Number of times that it takes in the weights when it follows them, which raises its decay to that power.
-            Flow-GRPO's code does so once per micro-batch.
-        ema_warmup: Let its decay rise: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that the first weights are
-            forgotten soon. Otherwise it is ema_decay from the first update on.
-        max_skipped: Number of updates in a row with a gradient that is not finite, after which the run stops.
+        max_grad_norm: Bound to which the gradient norm, over all parameters and ranks, is clipped.
+        ema_decay: Decay per update of the moving average of the weights, which evaluation and export use; 0 disables it.
+        ema_interval: Number of updates between two updates of the moving average.
+        ema_repeats: Number of times that an update of the moving average is applied, which raises the decay to that power.
+            Flow-GRPO's code applies it once per micro-batch.
+        ema_warmup: Warm up the decay of the moving average: at update n it is min(ema_decay, (1 + n) / (10 + n)), so that
+            the initial weights are forgotten quickly. Otherwise it is ema_decay from the first update on.
+        max_skipped: Number of consecutive updates with a gradient that is not finite, after which the run stops.
     """
 
     name: OptimizerName = "adamw"
@@ -199,21 +197,21 @@ class OptimizerConfig:
 
     @property
     def planned_fields(self) -> list[str]:
-        """Names of the settings by which the learning rate depends on the number of updates."""
+        """Names of the settings that make the learning rate depend on the number of updates."""
         planned = {"schedule": self.schedule != "constant", "warmup": self.warmup % 1 != 0}
         return [name for name, is_planned in planned.items() if is_planned]
 
     @cached_property
     def adam_eps(self) -> float | None:
-        """`eps` of an Adam, None for an optimizer without it."""
+        """`eps`, or None for an optimizer without it."""
         return None if "eps" in UNUSED.get(self.name, ()) else self.eps
 
 
 def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | None) -> Callable[[int], float]:
-    """Return the learning rate of an update, in units of the peak, as a function of the number n of updates before it.
+    """Return the learning rate of an update, in units of the peak, as a function of the number n of previous updates.
 
-    In a warm-up of w updates it is (n + 1) / w, so the w-th is taken at the peak. Afterwards it is floor + (1 - floor) s(n),
-    where s is 1, or half a cosine from update max(w, 1) on.
+    In a warm-up of w updates it is (n + 1) / w, so update w uses the peak. Afterwards it is floor + (1 - floor) s(n), where
+    s is 1, or half a cosine from update max(w, 1) on.
 
     Raises:
         UsageError: the schedule depends on the number of planned updates, and `updates` is None.
@@ -223,7 +221,7 @@ def lr_factor(optimizer: Optimizer, config: OptimizerConfig, *, updates: int | N
             hint = "it depends on the number of updates; set `updates`"
             raise UsageError(f"optimizer.{field}", getattr(config, field), hint=hint)
         updates = 0
-    from diffusers.optimization import get_scheduler  # takes seconds to import, which a recipe's help need not wait for
+    from diffusers.optimization import get_scheduler  # takes seconds to import, which a recipe's help does not need
 
     warmup = int(config.warmup) if config.warmup % 1 == 0 else math.ceil(config.warmup * updates)
     # Only the function of the number of updates is used: without state there is nothing to resume.

@@ -1,7 +1,7 @@
 """The engine: a sharded module, its optimizer, and updates on flat sets of weighted items.
 
-It knows modules, parameters, the optimizer, devices and ranks. What an item is (a pair of sample and step, a noised image)
-and what its loss means come in as a pytree and a function.
+It knows modules, parameters, the optimizer, devices and ranks. The caller defines what an item is (a pair of sample and
+step, a noised image) and what its loss means, by a pytree and a function.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
-# Of the loss with compute="float16", as torch.amp.GradScaler's: the first scale, and the steps after which it doubles.
+# Loss scaling with compute="float16", as in torch.amp.GradScaler: initial scale, and steps until it doubles.
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 # loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
 LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
@@ -46,11 +46,11 @@ class UpdateInfo(NamedTuple):
     grad_norm: float  # before clipping
     lr: float
     skipped: bool
-    mean: dict[str, float]  # of each diagnostic, over the computed items
+    mean: dict[str, float]  # mean of each diagnostic over the computed items
     max_abs: dict[str, float]
     items: int  # computed items of all ranks
-    flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
-    parts: PartNumbers | None = None  # diagnostics by part, where the items are split
+    flops: int  # of this rank's forward and backward passes, without recomputation by checkpointing
+    parts: PartNumbers | None = None  # diagnostics per part, if the items are split
     memory: tuple[float, ...] = ()  # largest `World.peak_memory` of the ranks, in bytes
 
 
@@ -70,20 +70,20 @@ class Engine:
     >>> info.loss < 0.01
     True
 
-    Memory per parameter: what `ShardedModule` holds, and for trained parameters, with R ranks per replica, 8 / R bytes for
-    AdamW's moments, 4 / R for the moving average if there is one, and during an update 4 / R for the sharded gradient; on
-    the CPU with offload="always". An update also holds unsharded gradients in the dtype of the reduction: all of them with
-    grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
+    Memory per parameter: that of `ShardedModule`, and per trained parameter, with R ranks per replica, 8 / R bytes for
+    AdamW's moments, 4 / R for the moving average if enabled, and 4 / R for the sharded gradient during an update; on the
+    CPU with offload="always". An update also needs unsharded gradients in the reduction dtype: all of them with
+    grad_sync="last", else those of one block. `fluvial plan` computes the total, also for other optimizers.
 
     Args:
-        module: module as `ShardedModule` takes it, or one that is sharded already; several engines may train different
-            parameters of one. Parameters that do not require gradients stay frozen.
+        module: module as accepted by `ShardedModule`, or a `ShardedModule`; several engines may share one and train other
+            parameters of it. Parameters that do not require gradients stay frozen.
         blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
         config: optimizer, schedule, clipping and moving average.
         world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
-        updates: number of updates planned, for the learning-rate schedule. A constant schedule does not need it.
+        updates: planned number of updates, for the learning-rate schedule. A constant schedule does not need it.
         sharding: sharding, precision, checkpointing and offload of the module.
-        weights: model folder that parameters on the meta device are read from.
+        weights: model folder from which parameters on the meta device are read.
         parameters: names of the parameters that are trained; by default those that require gradients.
 
     Raises:
@@ -117,7 +117,7 @@ class Engine:
         self.trainable = {name: p for name, p in named.items() if p.requires_grad and name in trains}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
-        # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
+        # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint needs them.
         self.carried = {} if shared else {n: p for n, p in named.items() if is_adapter(n) and not p.requires_grad}
         self._row = OPTIMIZERS[self.config.name]
         self._check_row()
@@ -128,12 +128,12 @@ class Engine:
         self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self._scales = self.sharding.compute_dtype(self.world.device) == torch.float16
-        self.scale, self.steady = INITIAL_SCALE if self._scales else 1.0, 0  # of the loss; steps since it changed
-        self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
-        self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
-        self._warned = False  # of an eps above the gradients
-        self.stepping = False  # whether an optimizer step has begun and not ended, so that the state is of no update
-        self._keeps = False  # whether what inference gathers stays for the next update
+        self.scale, self.steady = INITIAL_SCALE if self._scales else 1.0, 0  # loss scale; steps since it changed
+        self.host = HostOffload(self.world.device)  # for optimizer state, average and gradients
+        self.flops: dict[tuple[Any, ...], int] = {}  # of the model, per shapes of a micro-batch
+        self._warned = False  # that eps exceeds the gradients
+        self.stepping = False  # whether an optimizer step is in progress, so that the state belongs to no update
+        self._keeps = False  # whether parameters gathered for inference stay for the next update
 
     def update(
         self,
@@ -156,14 +156,13 @@ class Engine:
             items: pytree of tensors `[P, ...]`, this rank's part of the items. P >= 1 may differ between ranks.
             loss_fn: function of a micro-batch of items, see `LossFn`.
             weight: weight of each item in the loss, `[P]`; by default 1.
-            count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
+            count: divisor of the sum, the same on all ranks; by default the number of items of all ranks.
             micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Several
-                numbers are in descending order: each is used as often as it fits, and the last one for what remains.
-            pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
-                weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
-                the ranks finds it.
-            inputs: tensors `[B, ...]` besides the items that `loss_fn` reads rows of, whose shapes decide its FLOPs.
-            parts: parts of the update that an item counts in, bool `[P, S]`; diagnostics are averaged over each as well.
+                sizes are in descending order: each is used as often as it fits, and the last one for the remainder.
+            pad_to: largest P over the ranks. Every rank pads its items to it with weight 0, so that all run the same
+                micro-batches and collectives match. With several ranks, omitting it or `count` costs one small gather.
+            inputs: tensors `[B, ...]` besides the items from which `loss_fn` reads rows; their shapes determine its FLOPs.
+            parts: whether an item belongs to a part of the update, bool `[P, S]`; diagnostics are also averaged per part.
 
         Raises:
             ValueError: items, weights or losses have the wrong shape.
@@ -180,10 +179,10 @@ class Engine:
         return info._replace(flops=diagnostics.flops)
 
     def accumulate(self, items: PyTree[Tensor], loss_fn: LossFn, weight: Tensor | None = None, **options: Any) -> None:
-        """Add the gradient of what `update` would take a step on to that of the next update, and take none.
+        """Add the gradient of items to the next update's gradient, without a step.
 
-        The update has to follow at once: a forward pass without gradient may come before both, and not between them. The
-        arguments are those of `update`; diagnostics are left out.
+        The update must follow directly: a forward pass without gradient may run before both calls, but not between them.
+        Arguments are as in `update`; diagnostics are dropped.
         """
         self._run(self._passes(items, loss_fn, weight, **options)[0], last=False)
 
@@ -199,26 +198,26 @@ class Engine:
         inputs: PyTree[Tensor] = (),
         parts: Tensor | None = None,
     ) -> tuple[list[Callable[[], None]], Diagnostics]:
-        """Return a function per micro-batch, in order, that adds its gradient, and what they note."""
+        """Return functions that each add the gradient of one micro-batch, in order, and the diagnostics that they fill."""
         device = self.world.device
         sizes: Sequence[int] = (
             () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
         )
-        held = check_items(items, weight, sizes=sizes, pad_to=pad_to)
+        item_count = check_items(items, weight, sizes=sizes, pad_to=pad_to)
         if self.world.size > 1 and (count is None or pad_to is None):
-            of_ranks = self.world.gather_data(torch.tensor([held])).tolist()
-            count, pad_to = sum(of_ranks) if count is None else count, max(of_ranks) if pad_to is None else pad_to
-        total, pad_to = held if count is None else count, held if pad_to is None else pad_to
+            rank_counts = self.world.gather_data(torch.tensor([item_count])).tolist()
+            count, pad_to = sum(rank_counts) if count is None else count, max(rank_counts) if pad_to is None else pad_to
+        total, pad_to = item_count if count is None else count, item_count if pad_to is None else pad_to
         passes = split(pad_to, sizes or (pad_to,))
-        weight = torch.ones(held, device=device) if weight is None else weight
-        of_row = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))
+        weight = torch.ones(item_count, device=device) if weight is None else weight
+        row_shapes = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))
         real = torch.zeros(sum(passes), device=device)
-        real[:held] = weight != 0
+        real[:item_count] = weight != 0
         batches = micro_batches((items, weight), micro_batch=sizes or (pad_to,), pad_to=pad_to, device=device)
         diagnostics = Diagnostics(real, parts)
 
         def add_gradient(start: int, size: int) -> None:
-            (batch, factor), rows, shapes = next(batches), slice(start, start + size), (size, *of_row)
+            (batch, factor), rows, shapes = next(batches), slice(start, start + size), (size, *row_shapes)
             with self._count_flops(shapes):
                 result = loss_fn(batch)
                 losses, info = result if isinstance(result, tuple) else (result, ())
@@ -234,15 +233,15 @@ class Engine:
         return [partial(add_gradient, start, size) for start, size in zip(starts, passes, strict=False)], diagnostics
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
-        """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
+        """Add the gradients of a sum of losses over all ranks, for custom training loops; `step` follows.
 
-        Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone. Each loss
-        is a function that makes a forward pass and returns a scalar; there are as many on every rank.
+        Gradients are reduced as in `update`: with grad_sync="last", only in the backward pass of the last loss. Each loss
+        is a function that runs a forward pass and returns a scalar. Every rank passes equally many.
         """
         self._run([lambda loss=loss: (loss() * self.scale).backward() for loss in losses])  # type: ignore[misc]
 
     def _run(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
-        """Run forward and backward passes; the last one reduces gradients if no more follow."""
+        """Run forward and backward passes; with `last`, the final one reduces gradients."""
         self._check_onloaded()
         with self.sharded.train():
             for i, run in enumerate(count_parts("passes", passes, 1, len(passes), unit=""), start=1):
@@ -260,7 +259,7 @@ class Engine:
 
     def _gradient_norm(self) -> Tensor:
         """Divide the gradients by the loss scale, and return their norm over all parameters and ranks."""
-        self.sharded.reshard()  # then parameters have their gradients
+        self.sharded.reshard()  # gives the parameters their gradients
         for parameter in self.trainable.values() if self.scale != 1 else ():
             if parameter.grad is not None:
                 local(parameter.grad).div_(self.scale)
@@ -271,24 +270,24 @@ class Engine:
     def _count_flops(self, shapes: tuple[Any, ...]) -> Iterator[None]:
         """Count the FLOPs of the first micro-batch of each shape; the others have the same.
 
-        A compiled block runs uncompiled for that, and rounds differently. So the counts are saved: after a resumption the
-        same programs run as in a run that was not interrupted.
+        A compiled block runs uncompiled for this, and rounds differently. So the counts are saved: a resumed run then uses
+        the same programs as an uninterrupted one.
         """
         if shapes in self.flops:
             yield
             return
-        # A compiled block is counted as it was written, because no counter sees what the compiler makes of it.
+        # Compiled blocks are counted in eager mode, because the counter cannot see compiled code.
         with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.compiles else "default"):
             yield
         self.flops[shapes] = counter.model
 
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
-        """Step the optimizer if the gradient is finite, and return what the update did."""
+        """Step the optimizer if the gradient is finite, and return the diagnostics of the update."""
         lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
         self.stepping = True
         if skip:
             self.skipped += 1
-            self.skipped_in_a_row += self.scale == 1  # else the scale may be the cause
+            self.skipped_in_a_row += self.scale == 1  # otherwise the scale may be the cause
         else:
             problem = None if self._warned else frozen_by_eps(self.config, grad_norm, self.trainable.values(), self.updates)
             if problem is not None and self.world.is_main:
@@ -315,8 +314,8 @@ class Engine:
         if self._scales and overflows:
             self.scale = max(self.scale / 2, 1.0)
             if self.world.is_main:
-                said = f"update {self.updates + 1}: the gradient overflowed, so its step is skipped; the loss scale is"
-                warnings.warn(f"{said} {self.scale:g} now", stacklevel=4)
+                message = f"update {self.updates + 1}: the gradient overflowed, so its step is skipped; the loss scale is"
+                warnings.warn(f"{message} {self.scale:g} now", stacklevel=4)
         elif self._scales and self.steady == GROWTH_INTERVAL:
             self.scale, self.steady = 2 * self.scale, 0
 
@@ -328,10 +327,10 @@ class Engine:
             with torch.no_grad():
                 self.average = ema.update(
                     self.average, self._local(torch.float32), decay**self.config.ema_repeats
-                )  # as so many updates
+                )  # equals this many updates
 
     def _check_row(self) -> None:
-        """Raise UsageError if the optimizer cannot take its steps as configured."""
+        """Raise UsageError if the optimizer does not support the dtype of the masters."""
         names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
         if self.sharding.masters != "float32" and not self._row.elementwise:
             hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
@@ -342,27 +341,27 @@ class Engine:
         """Yield the module for forward passes without gradient; its parameters are gathered once for all of them.
 
         Args:
-            average: whether to compute with the moving average, if there is one, instead of the weights.
+            average: use the moving average, if there is one, instead of the weights.
         """
-        kept: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         if average and self.average:
             self._check_onloaded()
             self.sharded.reshard()  # the average is written to the shards
-            kept = ema.init(self._local())
+            weights = ema.init(self._local())
             self._write_local(self.average)
         try:
-            with self.sharded.inference(keep=self._keeps and not kept) as module:
+            with self.sharded.inference(keep=self._keeps and not weights) as module:
                 yield module
         finally:
-            if kept:
-                self._write_local(kept)
+            if weights:
+                self._write_local(weights)
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
         """Gather the parameters once for the inference passes in the context and the update that follows them.
 
-        With comm="keep" what `inference` gathers stays until the update's last backward pass frees it, or the context ends.
-        Shards must not be written in between. With comm="reshard" nothing stays.
+        With comm="keep", parameters that `inference` gathers stay until the update's last backward pass or the end of the
+        context. Shards must not be written in between. With comm="reshard" it has no effect.
         """
         before, self._keeps = self._keeps, self.sharding.comm == "keep"
         try:
@@ -374,7 +373,7 @@ class Engine:
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
 
-        Without `parameters`, these stay on the device, and the module can still sample.
+        With parameters=False they stay on the device, and the module can still sample.
         """
         moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
@@ -383,7 +382,7 @@ class Engine:
             self.sharded.offload()
 
     def onload(self) -> None:
-        """Move everything back to the device, to the bit."""
+        """Move everything back to the device, bit-identical."""
         self.sharded.onload()
         self.host.onload()
 
@@ -397,7 +396,7 @@ class Engine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor on the CPU) as `gather_weights` does.
 
-        With `average` they are those of the moving average, if there is one.
+        With `average` they are the moving average's, if there is one.
         """
         averaged = self.read_average() if average else None
         return gather_weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
@@ -408,9 +407,9 @@ class Engine:
         return {name: shard_like(self.trainable[name], shard) for name, shard in self.average.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs, as a flat dict of (sharded) tensors: weights, optimizer state, average.
+        """Return the state for a checkpoint as a flat dict of (sharded) tensors: weights, optimizer state, average.
 
-        The tensors are the engine's own, except that the average may be replaced by the next update.
+        The tensors are not copies; the next update may replace those of the average.
         """
         self._check_onloaded()
         self.sharded.reshard()
@@ -425,17 +424,17 @@ class Engine:
         return state
 
     def counters(self) -> dict[str, Any]:
-        """Return the numbers that go with `state`, as JSON holds them; with compiled blocks every rank must take part.
+        """Return the counters that belong to `state`, for JSON; with compiled blocks every rank must call it.
 
-        They are the updates, the skipped ones and those skipped since the last step, the loss scale, and each rank's counted
-        FLOPs.
+        They are the number of updates, of skipped ones and of those skipped since the last step, the loss scale, and the
+        FLOPs counted per rank.
         """
         names = ("updates", "skipped", "skipped_in_a_row", *(("scale", "steady") if self._scales else ()))
         counters = {name: getattr(self, name) for name in names}
         return counters | ({"flops": self.world.gather_items([*self.flops.items()])} if self.compiles else {})
 
     def restore(self, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
-        """Take over a state and its counters as `state` and `counters` returned them, on any number of ranks.
+        """Restore a state and its counters, as returned by `state` and `counters` on any number of ranks.
 
         Values are copied.
         """
@@ -459,7 +458,7 @@ class Engine:
         return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""
+        """Return this rank's shards of the trained parameters, cast to `dtype` if it is set."""
         shards = {name: local(parameter).detach() for name, parameter in self.trainable.items()}
         return shards if dtype is None else {name: shard.to(dtype) for name, shard in shards.items()}
 

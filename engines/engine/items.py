@@ -1,4 +1,4 @@
-"""Items of an update: a pytree of tensors with one row per item, split into micro-batches, and the numbers they leave."""
+"""Items of an update: a pytree of tensors with one row per item, split into micro-batches, and their diagnostics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from fluvial.models.host_values import fresh_copy, rows, to_device
 
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence[int], pad_to: int | None) -> int:
-    """Return the number of items.
+    """Check the items of an update, and return their number.
 
     Raises:
-        ValueError: there are none, tensors or weights differ in their number of rows, or a size is too small.
+        ValueError: there are no items, tensors or weights differ in their number of rows, or a size is too small.
     """
     leaves = optree.tree_leaves(items)
     counts = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
@@ -35,11 +35,11 @@ def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence
 
 
 def split(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes of the micro-batches of some items: each size as often as it is filled, the last for what is left.
+    """Return the sizes of micro-batches: each available size as often as it fits, the last one for the remainder.
 
     Args:
         count: number of items.
-        sizes: sizes, falling; the last micro-batch of the last one may not be full.
+        sizes: available sizes, largest first; the last micro-batch may not be full.
     """
     passes = list[int]()
     for size in sizes[:-1]:
@@ -51,22 +51,22 @@ def split(count: int, sizes: Sequence[int]) -> list[int]:
 def micro_batches(
     items: PyTree[Tensor], *, micro_batch: int | Sequence[int], pad_to: int, device: torch.device
 ) -> Iterator[PyTree[Tensor]]:
-    """Yield the items of a pytree, `[P, ...]`, in micro-batches on a device, of the sizes that `split` gives for `pad_to`.
+    """Yield the items of a pytree, `[P, ...]`, on a device in micro-batches of the sizes that `split` returns for `pad_to`.
 
-    Missing rows repeat items from the first on. Each is a fresh copy, so that a forward pass has the same bits as that of
-    the rollout, wherever its items lie among the others.
+    Items are repeated, from the first on, to fill `pad_to` rows. Each micro-batch is a fresh copy, so a forward pass has the
+    bits of the rollout's, whatever the positions of its items.
     """
     first, start = optree.tree_leaves(items)[0], 0
-    held = len(first)
+    count = len(first)
     for size in split(pad_to, [micro_batch] if isinstance(micro_batch, int) else micro_batch):
         stop = start + size
-        place = slice(start, stop) if stop <= held else to_device(torch.arange(start, stop) % held, first.device)
-        yield fresh_copy(optree.tree_map(lambda tensor, place=place: rows(tensor, place), items), device)
+        index = slice(start, stop) if stop <= count else to_device(torch.arange(start, stop) % count, first.device)
+        yield fresh_copy(optree.tree_map(lambda tensor, index=index: rows(tensor, index), items), device)
         start = stop
 
 
 class PartNumbers(NamedTuple):
-    """Diagnostics by part of an update's items, e.g. by step: one number per part, 0 for a part without items."""
+    """Diagnostics per part of an update's items, e.g. per step; 0 for a part without items."""
 
     items: list[int]  # of all ranks
     mean: dict[str, list[float]]
@@ -74,11 +74,11 @@ class PartNumbers(NamedTuple):
 
 
 class Diagnostics:
-    """Numbers of an update's items, kept on the device until they are read back once, with everything else.
+    """Diagnostics of an update's items, accumulated on the device and read back once.
 
     Args:
-        real: 1 for each item of this rank, 0 for those of weight 0 and the rows that fill up its last micro-batches, `[N]`.
-        parts: parts of the update that an item counts in, bool `[P, S]` with P <= N; None splits nothing.
+        real: 1 for each item of this rank, 0 for items of weight 0 and for padding rows, `[N]`.
+        parts: whether an item belongs to a part of the update, bool `[P, S]` with P <= N; None splits nothing.
     """
 
     def __init__(self, real: Tensor, parts: Tensor | None = None) -> None:
@@ -87,10 +87,10 @@ class Diagnostics:
         self.peaks: Tensor | None = None
         self.parts, self.flops = parts, 0
         self.loss = torch.zeros((), device=real.device)
-        self._leaves: list[Tensor] = []  # of all items, where they are split
+        self._leaves: list[Tensor] = []  # of all items, if they are split by part
 
     def add(self, info: Any, rows: slice, loss: Tensor, flops: int) -> None:
-        """Add those of the micro-batch of some rows: a NamedTuple of tensors `[b]` or nothing, its loss and its FLOPs."""
+        """Add the diagnostics of a micro-batch (a NamedTuple of tensors `[b]`, or empty), its loss and its FLOPs."""
         self.loss, self.flops = self.loss + loss.detach(), self.flops + flops
         counted = self.real[rows]
         self.names = info._fields if info else ()
@@ -102,35 +102,35 @@ class Diagnostics:
             self._leaves.append(leaves)
 
     def row(self, memory: Sequence[float]) -> Tensor:
-        """Return this rank's numbers as one row, with the sum of the losses and its bytes of memory."""
+        """Return this rank's diagnostics as one row, with the sum of its losses and its memory in bytes."""
         assert self.sums is not None
         assert self.peaks is not None
-        held = [self.loss.new_full((1,), size) for size in memory]
-        return torch.cat([torch.stack([self.loss, self.real.sum()]), self.sums, self.peaks, *self._by_part(), *held])
+        sizes = [self.loss.new_full((1,), size) for size in memory]
+        return torch.cat([torch.stack([self.loss, self.real.sum()]), self.sums, self.peaks, *self._by_part(), *sizes])
 
     def _by_part(self) -> list[Tensor]:
-        """Return the number of items, the sums and the sums of absolute values of each part."""
+        """Return the number of items, the sums and the sums of absolute values, per part."""
         if self.parts is None:
             return []
         leaves = torch.cat(self._leaves, dim=1)[:, None, : len(self.parts)]  # [K, 1, P]
         mask = (self.parts & (self.real[: len(self.parts), None] != 0)).T
-        # No product with the mask: a NaN belongs to its own part alone.
+        # Not a product with the mask, so that a NaN stays in its own part.
         sums = [torch.where(mask, values, 0.0).sum(-1) for values in (leaves, leaves.abs())]
         return [mask.sum(1).to(leaves.dtype), sums[0].flatten(), sums[1].flatten()]
 
     def read(self, ranks: Sequence[Sequence[float]]) -> "Numbers":
-        """Return what the rows of all ranks say, once they are on the host."""
+        """Combine the rows of all ranks, on the host."""
         column = iter(zip(*ranks, strict=True))
         loss, items = sum(next(column)), sum(next(column))
         mean = {name: sum(next(column)) / max(items, 1) for name in self.names}
-        max_abs = {name: float(np.max(next(column))) for name in self.names}  # NaN if one is
+        max_abs = {name: float(np.max(next(column))) for name in self.names}  # NaN if any is
         parts = None
         if self.parts is not None:
-            held = [sum(next(column)) for _ in range(self.parts.shape[1])]
+            counts = [sum(next(column)) for _ in range(self.parts.shape[1])]
             signed, size = (
-                {name: [sum(next(column)) / max(number, 1) for number in held] for name in self.names} for _ in range(2)
+                {name: [sum(next(column)) / max(count, 1) for count in counts] for name in self.names} for _ in range(2)
             )
-            parts = PartNumbers([int(number) for number in held], signed, size)
+            parts = PartNumbers([int(count) for count in counts], signed, size)
         return Numbers(loss, int(items), mean, max_abs, parts, memory=tuple(max(sizes) for sizes in column))
 
 
@@ -142,4 +142,4 @@ class Numbers(NamedTuple):
     mean: dict[str, float]
     max_abs: dict[str, float]
     parts: PartNumbers | None
-    memory: tuple[float, ...]  # the largest of the ranks
+    memory: tuple[float, ...]  # largest over the ranks, in bytes

@@ -1,4 +1,4 @@
-"""A sharded module for forward passes, and its offload: the base of a training engine, and all that a reference needs."""
+"""Sharded modules for forward passes, with offload: the base of training engines and of reference models."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,25 +21,25 @@ from fluvial.models.device import has_values
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import find_quantised
 
-# Largest bytes of a bucket, which is a copy. The gradients of most adapters fit into one.
+# Largest size of a gradient bucket, in bytes. The gradients of most adapters fit into one.
 BUCKET = 2**28
-_held: WeakSet[nn.Module] = WeakSet()  # by a `ShardedModule`
+_sharded_units: WeakSet[nn.Module] = WeakSet()  # units of all `ShardedModule`s
 
 
 class Copies:
-    """Whole copies of a module's parameters, one per rank, with which it computes without FSDP2.
+    """Full copies of a module's parameters, one per rank, which compute without FSDP2.
 
-    Where a rank's shard is the whole parameter, FSDP2 would still gather it into a second copy. Here only a parameter of
-    another dtype than that of the computation has a cast copy, in place of its values and while the module computes, as
-    FSDP2's `MixedPrecisionPolicy` casts it. Gradients add up beside the parameters in the dtype of the reduction. The
-    update's last backward pass sums them over the ranks, in flat buckets, and gives them to the parameters.
+    If a rank's shard is the full parameter, FSDP2 would still gather it into a second copy. This class copies only
+    parameters that are not in the compute dtype: while the module computes, a cast copy replaces their values, as with
+    FSDP2's `MixedPrecisionPolicy`. Gradients accumulate outside the parameters, in the reduction dtype. The update's last
+    backward pass sums them over the ranks, in flat buckets, and adds them to the parameters' gradients.
 
     Args:
-        module: module on its device. Its parameters get storages of their own.
-        units: the module and its blocks; each may be called alone.
-        compute: dtype of the computation.
-        reduce: dtype of the reduction.
-        ranks: group of ranks with a copy each; None for a single one.
+        module: module on its device. Its parameters get new storages.
+        units: the module and its blocks; each may be called separately.
+        compute: compute dtype.
+        reduce: reduction dtype.
+        ranks: process group of the ranks with a copy; None for a single rank.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Copies:
         self._compute, self._reduce_dtype, self._ranks = compute, reduce, ranks
         self._last, self._keep = True, False
         self._computing = self._queued = False
-        self._masters: list[Tensor] = []  # values of `_cast` while the module computes
-        self._reduced: dict[nn.Parameter, Tensor] = {}  # gradients of earlier backward passes, meanwhile
+        self._masters: list[Tensor] = []  # values of `_cast`, while the module computes
+        self._reduced: dict[nn.Parameter, Tensor] = {}  # gradients of earlier backward passes, while it computes
         self._gradients: dict[nn.Parameter, Tensor] = {}  # not yet reduced
         parameters = list(module.parameters())
         self._cast = [p for p in parameters if p.is_floating_point() and p.dtype != compute]
@@ -69,11 +69,11 @@ class Copies:
         module.register_state_dict_pre_hook(lambda *_: self.reshard())
 
     def set_last(self, last: bool, *, keep: bool) -> None:
-        """Set whether the next backward pass is the update's last, and whether what was cast for another is kept."""
+        """Set whether the next backward pass is the update's last, and whether cast parameters stay for another pass."""
         self._last, self._keep = last, keep
 
     def unshard(self) -> None:
-        """Cast the parameters to the dtype of the computation."""
+        """Cast the parameters to the compute dtype."""
         if self._computing:
             return
         self._computing = True
@@ -85,7 +85,7 @@ class Copies:
             parameter.data = parameter.data.to(self._compute)
 
     def reshard(self) -> None:
-        """Give the parameters their own values back, and free those that were cast."""
+        """Restore the values of the parameters, and free the cast copies."""
         for parameter, master in zip(self._cast, self._masters, strict=False):
             parameter.data = master
         for parameter, gradient in self._reduced.items():
@@ -95,7 +95,7 @@ class Copies:
         self._computing = False
 
     def reset_iter_state(self) -> None:
-        """Forget a pass that an exception ended halfway."""
+        """Discard the state of a pass that an exception interrupted."""
         for parameter in self._trained if self._computing else ():
             parameter.grad = None
         self._queued = False
@@ -122,7 +122,7 @@ class Copies:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Sum the gradients over the ranks, and add them to those of the parameters."""
+        """Sum the gradients over the ranks, and add them to the parameters' gradients."""
         arrived = [(p, self._gradients.pop(p)) for p in self._trained if p in self._gradients]
         for bucket in buckets([gradient.nbytes for _, gradient in arrived]):
             parameters, gradients = zip(*arrived[bucket], strict=True)
@@ -133,7 +133,7 @@ class Copies:
                     parameter.grad.add_(gradient)
 
     def _sum_over_ranks(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sums over the ranks, by one collective; they are views of one tensor."""
+        """Return the sums over the ranks, from one collective; they are views of one tensor."""
         if self._ranks is None:
             return gradients
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -143,37 +143,37 @@ class Copies:
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield which tensors of some bytes go together: in order, as many as have at most `BUCKET` bytes, and at least one."""
-    start, held = 0, 0
-    for place, size in enumerate(sizes):
-        if place > start and held + size > BUCKET:
-            yield slice(start, place)
-            start, held = place, 0
-        held += size
+    """Yield slices of consecutive tensors, given their bytes: at most `BUCKET` bytes together, or one larger tensor."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > BUCKET:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
     if sizes:
         yield slice(start, len(sizes))
 
 
 def largest_bucket(sizes: Sequence[int]) -> int:
-    """Return the bytes of the largest bucket of tensors."""
+    """Return the bytes of the largest bucket of tensors, given their bytes."""
     return max((sum(sizes[bucket]) for bucket in buckets(sizes)), default=0)
 
 
 class ShardedModule:
-    """A module sharded with FSDP2, or held by each rank as a whole copy, without optimizer.
+    """A module without optimizer, sharded with FSDP2 or copied in full to each rank.
 
     Memory per parameter, with R ranks per replica: 4 / R bytes for the float32 master of a trained parameter, and 4 / R or
-    2 / R bytes (the compute dtype) for a frozen one; on the CPU with offload="always". While it computes, unsharded
+    2 / R bytes (the compute dtype) for a frozen one; on the CPU with offload="always". During computation, also unsharded
     parameters in the compute dtype: all of them with comm="keep", else those of two blocks; if `is_whole`, only those
-    that are held in another dtype.
+    that are stored in another dtype.
 
     Args:
         module: module on the CPU with its weights, or with parameters on the meta device.
         blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
         world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
         config: sharding, precision, checkpointing and offload.
-        weights: model folder that parameters on the meta device are read from, each rank its own shards. Adapters have
-            their values already.
+        weights: model folder from which each rank reads its shards of parameters on the meta device. Adapters must have
+            values.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks, or the weights do not fit the module.
@@ -189,7 +189,7 @@ class ShardedModule:
         *,
         weights: Weights | None = None,
     ) -> None:
-        if any(part in _held for part in module.modules()):
+        if any(part in _sharded_units for part in module.modules()):
             raise ValueError("the module is sharded already: give each engine a module of its own")
         blocks = find_blocks(module) if blocks is None else blocks
         world = world or current_world()
@@ -208,7 +208,7 @@ class ShardedModule:
         # None if FSDP2 shards the module.
         self.copies = None if isinstance(self.module, FSDPModule) else self._keep_copies()
         self.last_backward = LastBackward(self.units, reshard=config.comm == "reshard")
-        _held.update(self.units)
+        _sharded_units.update(self.units)
         if empty and weights is not None and has_values(world.device):
             load_weights(self.module, weights, world=world)
         swapped = swapped_blocks(module, blocks, config)
@@ -221,7 +221,7 @@ class ShardedModule:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all parameters and computes without FSDP2."""
+        """Whether every rank has all parameters and computes without FSDP2."""
         return self.copies is not None
 
     def set_last(self, last: bool) -> None:
@@ -239,10 +239,10 @@ class ShardedModule:
     def inference(self, *, keep: bool = False) -> Iterator[nn.Module]:
         """Yield the module for forward passes without gradient, in evaluation mode.
 
-        With comm="keep" its parameters are gathered once and kept until the context ends; with `keep`, until `reshard`.
+        With comm="keep" its parameters are gathered once, and stay until the context ends; with `keep`, until `reshard`.
         """
         self.host.check_onloaded()
-        with torch.no_grad(), _mode(self.parts, False):
+        with torch.no_grad(), _set_mode(self.parts, False):
             try:
                 yield self.module
             finally:
@@ -257,12 +257,12 @@ class ShardedModule:
 
     def train(self) -> AbstractContextManager[None]:
         """Return a context in which the module is in training mode (dropout is active)."""
-        return _mode(self.parts, True)
+        return _set_mode(self.parts, True)
 
     def shards(self, *, trainable: bool = False) -> dict[str, Tensor]:
         """Return this rank's shard of each (trainable) parameter by name; it shares the parameter's storage."""
-        held = self.module.named_parameters()
-        return {name: local(parameter).detach() for name, parameter in held if parameter.requires_grad or not trainable}
+        named = self.module.named_parameters()
+        return {name: local(parameter).detach() for name, parameter in named if parameter.requires_grad or not trainable}
 
     def offload(self) -> None:
         """Move this rank's shards of the parameters, and quantised weights, to the host until `onload`."""
@@ -272,20 +272,20 @@ class ShardedModule:
         self.host.offload([*self.shards().values(), *quantised])
 
     def onload(self) -> None:
-        """Move the shards back, to the bit."""
+        """Move the shards back to the device, bit-identical."""
         self.host.onload()
 
 
 class LastBackward:
-    """Lets each unit reduce its gradients, and free its parameters, after its last use in the update's last backward pass.
+    """Makes each unit reduce gradients and free parameters after its last use in the update's last backward pass.
 
-    FSDP reduces a block's gradients and frees its parameters after each use of the block. If two uses share a backward pass,
-    as guidance in two passes does, the gradients of earlier micro-batches would be reduced after the first use and the rest
-    after the second, and the parameters gathered again in between.
+    FSDP reduces a block's gradients and frees its parameters after each use of the block. If a backward pass uses a block
+    twice, as with guidance in two passes, the gradients of earlier micro-batches would be reduced after the first use and
+    the others after the second, and the parameters would be gathered again in between.
 
     Args:
         units: units of communication.
-        reshard: whether a unit's parameters are freed after each use all the same.
+        reshard: whether to free a unit's parameters after each use nevertheless.
     """
 
     def __init__(self, units: Sequence[nn.Module], *, reshard: bool) -> None:
@@ -302,13 +302,13 @@ class LastBackward:
 
     def end(self) -> None:
         """End the update; ValueError if the loss does not need a forward pass, so that gradients were never reduced."""
-        self._last = False  # outside of an update FSDP's own rule applies
+        self._last = False  # outside of an update, FSDP's own rule applies
         if self._waiting:
             self._waiting.clear()
             raise ValueError("update: loss_fn ran a forward pass that the loss does not need: run it under torch.no_grad()")
 
     def _forward(self, unit: Any, args: tuple, output: Any) -> None:
-        # A checkpointed block runs its forward again within the backward pass; that is not a use of its own.
+        # A checkpointed block runs its forward again within the backward pass; that is not another use.
         if not self._last or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         self._forwards[unit] += 1
@@ -326,17 +326,17 @@ class LastBackward:
 
 
 def _allocate(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return memory for a tensor without values."""
+    """Allocate memory for a meta tensor; other tensors are returned unchanged."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 @contextmanager
-def _mode(parts: Sequence[nn.Module], training: bool) -> Iterator[None]:
-    # Only what differs is written: `train` takes long beside a small network's pass.
+def _set_mode(parts: Sequence[nn.Module], training: bool) -> Iterator[None]:
+    # Write only what changes: `train` is slow compared with a small network's pass.
     changed = [part for part in parts if part.training != training]
     if all(type(part).train is nn.Module.train for part in changed):
         _write_training(changed, training)
-    else:  # one that has a `train` of its own does more than that
+    else:  # a custom `train` may do more
         parts[0].train(training)
     try:
         yield
@@ -346,4 +346,4 @@ def _mode(parts: Sequence[nn.Module], training: bool) -> Iterator[None]:
 
 def _write_training(modules: Sequence[nn.Module], training: bool) -> None:
     for module in modules:
-        vars(module)["training"] = training  # an assignment would first look for parameters, buffers and modules
+        vars(module)["training"] = training  # an assignment would first search parameters, buffers and modules

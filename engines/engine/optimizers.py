@@ -1,12 +1,12 @@
 """The table of optimizers: how each is built, and how its state is laid out. A new optimizer is one row.
 
-A tensor of the state is sharded as its parameter (by rows) or held on every rank. One in 8 or 4 bits is a torchao tensor of
-codes and of one scale per block of values. Blocks never cross rows, so codes and scales are sharded by rows too and can be
+A state tensor is sharded like its parameter (by rows) or replicated on every rank. An 8- or 4-bit one is a torchao tensor of
+codes, with one scale per block of values. Blocks never cross rows, so codes and scales are also sharded by rows and can be
 loaded on another number of ranks.
 
-Trained weights that are held in bfloat16 take each step in float32 and are rounded stochastically: a value x between
-neighbours a < b of bfloat16 becomes b with probability (x - a) / (b - a), so that its mean is x. Rounding to the nearest
-would lose every step that is smaller than half the distance of neighbours, 2^-9 of the value.
+Trained weights in bfloat16 take each step in float32 and are rounded stochastically: a value x between bfloat16 neighbours
+a < b becomes b with probability (x - a) / (b - a), so its mean is x. Rounding to nearest would lose every step smaller than
+half the distance of neighbours, 2^-9 of the value.
 """
 
 import math
@@ -31,7 +31,7 @@ START = 1e-6  # d before the first step
 
 
 class Prodigy(Optimizer):
-    """Prodigy (arXiv 2306.06101), AdamW that estimates its own step size, for parameters that are sharded by rows.
+    """Prodigy (arXiv 2306.06101), AdamW that estimates its own step size, for row-sharded parameters.
 
     With G the gradient, W0 the first weights, c = sqrt(b2), h = d lr, and sums over all parameters and ranks:
 
@@ -39,10 +39,10 @@ class Prodigy(Optimizer):
         r <- c r + d h sum(G (W0 - W)) / d0    d' = max(d, r / sum |s|)
         W <- W (1 - weight_decay h) - h m / (sqrt(v) + d' eps)    d <- d'
 
-    d estimates the distance to the solution from below, so that it never falls; lr is a factor, 1 as published. This is the
-    rule of the package prodigyopt without bias correction, which sums over the parameters on the host, keeps d outside of
-    the optimizer's tensors, and has no shards of FSDP2. Here one all-reduce per step sums over the ranks, nothing is read on
-    the host, and d and r are tensors that a checkpoint holds.
+    d estimates the distance to the solution from below, so it never falls; lr is a factor, 1 as published. This is the rule
+    of the package prodigyopt without bias correction. That package sums over the parameters on the host, stores d outside
+    the optimizer state, and does not support FSDP2. This class uses one all-reduce per step and no read on the host, and
+    checkpoints include d and r.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
@@ -53,13 +53,13 @@ class Prodigy(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         (group,) = self.param_groups
-        held = [p for p in group["params"] if p.grad is not None]
-        states = [{key: local(value) for key, value in self.state[p].items()} for p in held]
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        states = [{key: local(value) for key, value in self.state[p].items()} for p in with_grad]
         (b1, b2), c = self._betas, math.sqrt(self._betas[1])
-        d, r = states[0]["estimate"].clone().unbind()  # every parameter has the same two
+        d, r = states[0]["estimate"].clone().unbind()  # equal for all parameters
         d = d.clamp(min=START)
         h, sums = d * group["lr"], []
-        for p, state in zip(held, states, strict=True):
+        for p, state in zip(with_grad, states, strict=True):
             gradient = local(p.grad)
             state["step"] += 1
             if state["step"] == 1:
@@ -69,10 +69,10 @@ class Prodigy(Optimizer):
             state["sum"].mul_(c).add_(gradient * (d * h / START))
             distance = (gradient * (state["first"] - local(p))).sum() * (d * h / START)
             sums.append(torch.stack([distance, state["sum"].abs().sum()]))
-        numerator, denominator = torch.stack(sum_over_shards(sums, held)).sum(0)
+        numerator, denominator = torch.stack(sum_over_shards(sums, with_grad)).sum(0)
         r = c * r + numerator
         estimate = torch.maximum(d, torch.where(denominator > 0, r / denominator, 0))
-        for p, state in zip(held, states, strict=True):
+        for p, state in zip(with_grad, states, strict=True):
             step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + estimate * self._eps)
             local(p).mul_(1 - group["weight_decay"] * h).sub_(step * h)
             state["estimate"].copy_(torch.stack([estimate, r]))
@@ -82,23 +82,23 @@ MOMENTUM = 0.95
 
 
 class MuonAdamW(Optimizer):
-    """Muon (arXiv 2502.16982), with AdamW for parameters that are no matrices, for parameters that are sharded by rows.
+    """Muon (arXiv 2502.16982) for row-sharded matrices, with AdamW for all other parameters.
 
     With G the gradient of a matrix of m rows and n columns, and O(U) = A B^T of the singular value decomposition U = A S B^T
     by five Newton-Schulz steps:
 
         M <- 0.95 M + 0.05 G    U = 0.05 G + 0.95 M    W <- W (1 - lr weight_decay) - 0.2 sqrt(max(m, n)) lr O(U)
 
-    The factor gives a step the RMS of AdamW's, so that its learning rate can be used again. O needs whole matrices: each is
-    gathered from its shards when its turn comes, orthogonalised on every rank alike, and freed. Momentum stays sharded.
+    The factor gives a step the RMS of AdamW's, so that AdamW's learning rate can be reused. O needs full matrices: they are
+    gathered one at a time, orthogonalised identically on every rank, and freed. Momentum stays sharded.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
         params = list(params)
         super().__init__(params, {"lr": config.lr, "weight_decay": config.weight_decay})
-        others = [p for p in params if p.ndim != 2]
+        non_matrices = [p for p in params if p.ndim != 2]
         options: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay, "fused": True}
-        self._adamw = AdamW(others, lr=config.lr, **options) if others else None
+        self._adamw = AdamW(non_matrices, lr=config.lr, **options) if non_matrices else None
         if self._adamw is not None:
             self._adamw.state = self.state
 
@@ -122,36 +122,36 @@ class MuonAdamW(Optimizer):
 
 
 def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
-    """Return Muon's step of a whole matrix from 0, without momentum."""
-    moved = nn.Parameter(torch.zeros_like(update))
-    moved.grad = update
-    Muon([moved], lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
-    return moved.detach()
+    """Return Muon's step for a full matrix, without momentum."""
+    matrix = nn.Parameter(torch.zeros_like(update))
+    matrix.grad = update
+    Muon([matrix], lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
+    return matrix.detach()
 
 
-SEED = 0  # of the rounding of every run
+SEED = 0  # of stochastic rounding, in every run
 Shape = tuple[int, ...]
 Bits = Literal["float32", "signed8", "unsigned8", "signed4", "unsigned4"]
-BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits; torchao's
+BLOCKS = {8: 256, 4: 128}  # values per scale, by bits, as in torchao
 SMALLEST = 4096  # smaller tensors are not quantised, as in bitsandbytes (arXiv 2110.02861)
-TINY = 1e-30  # added to squared gradients by Adafactor, so that a gradient of 0 has a root (arXiv 1804.04235)
+TINY = 1e-30  # added to squared gradients by Adafactor, to avoid dividing by 0 (arXiv 1804.04235)
 
 
 class Buffer(NamedTuple):
     """One tensor of a parameter's optimizer state."""
 
     shape: tuple[int, ...]  # over all ranks
-    sharded: bool = True  # by rows as the parameter, else on every rank
+    sharded: bool = True  # by rows like the parameter, else replicated
     bits: Bits = "float32"
 
     @property
     def width(self) -> int:
-        """Bits of a code, where it is quantised."""
+        """Bits per code, if quantised."""
         return int(self.bits[-1])
 
     @property
     def quantised(self) -> bool:
-        """Whether it is held in codes: a large enough tensor whose rows are whole blocks."""
+        """Whether the tensor is quantised: large enough, and its rows consist of full blocks."""
         row = math.prod(self.shape[1:])
         return self.bits != "float32" and self.shape[0] * row >= SMALLEST and row % BLOCKS[self.width] == 0
 
@@ -161,11 +161,11 @@ class Buffer(NamedTuple):
         values = rows * math.prod(self.shape[1:])
         if not self.quantised:
             return 4 * values
-        return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of the levels
+        return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of levels
 
 
 def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
-    """Return a tensor of zeros for the state of a sharded parameter."""
+    """Allocate a zero state tensor of a sharded parameter."""
     shard = local(parameter)
     shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
     if buffer.quantised and 0 not in shape:
@@ -181,10 +181,10 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
 
 
 def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state that a checkpoint holds, without the step count; they share its storage.
+    """Return the tensors of a parameter's state for a checkpoint, without the step count; they share its storage.
 
     Args:
-        state: state of the parameter, as the optimizer has it.
+        state: optimizer state of the parameter.
         buffers: layout of its tensors.
     """
     tensors: dict[str, Tensor] = {}
@@ -197,7 +197,7 @@ def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[
         row = math.prod(buffer.shape[1:])
         if part.numel():
             codes, scale = part.codes, part.scale
-        else:  # a rank without rows holds an empty tensor, which has no blocks
+        else:  # a rank without rows has an empty tensor, without blocks
             codes, scale = part.to(torch.uint8), part
         rows, width = len(part), buffer.width
         for name, values, columns in (("codes", codes, row * width // 8), ("scale", scale, row // BLOCKS[width])):
@@ -207,12 +207,12 @@ def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[
 
 
 class OptimizerKind(NamedTuple):
-    """One optimizer."""
+    """Construction of an optimizer, and layout of its state."""
 
     build: Callable[[Iterable[nn.Parameter], OptimizerConfig], Optimizer]
-    buffers: Callable[[Shape, OptimizerConfig], dict[str, Buffer]]  # state of a parameter of a shape
-    step: Literal["device", "host", "none"]  # where the count of steps lies that is kept per parameter
-    elementwise: bool = False  # whether a value's step depends on its own gradient and state alone
+    buffers: Callable[[Shape, OptimizerConfig], dict[str, Buffer]]  # state of a parameter, given its shape
+    step: Literal["device", "host", "none"]  # location of the step count per parameter
+    elementwise: bool = False  # whether a value's step depends only on its own gradient and state
 
     def start(self, parameter: nn.Parameter, config: OptimizerConfig) -> dict[str, Any]:
         """Return a parameter's state before the first step."""
@@ -221,10 +221,10 @@ class OptimizerKind(NamedTuple):
         return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
 
     def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int) -> None:
-        """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
+        """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step.
 
-        An elementwise optimizer takes it with this rank's plain tensors. Parameters in bfloat16 are rounded stochastically,
-        with draws of the number of the update and of the parameter.
+        An elementwise optimizer steps this rank's plain tensors. Parameters in bfloat16 are rounded stochastically, with
+        keys from the indices of the update and the parameter.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         rounds = any(p.dtype != torch.float32 for p in parameters)
@@ -243,16 +243,16 @@ class OptimizerKind(NamedTuple):
 
 
 class Adafactor(Optimizer):
-    """Adafactor without a first moment (arXiv 1804.04235), for parameters that are sharded by rows.
+    """Adafactor without a first moment (arXiv 1804.04235), for row-sharded parameters.
 
     With G the gradient, b = 1 - t^-0.8 and r, c the averages over columns and rows:
 
         R <- b R + (1 - b) r(G^2 + 1e-30)    C <- b C + (1 - b) c(G^2 + 1e-30)    V = R C / mean(R)
         U = G / sqrt(V)    W <- W (1 - lr weight_decay) - lr U / max(1, RMS(U))
 
-    R and C are over the last two dimensions; a vector keeps all of V. This is the rule of transformers' Adafactor with
-    relative_step and scale_parameter off. Torch's and transformers' own cannot step sharded parameters. Two all-reduces per
-    step sum over the ranks, and nothing is read on the host.
+    R and C are over the last two dimensions; a vector stores all of V. This is the rule of transformers' Adafactor with
+    relative_step and scale_parameter off. The implementations of torch and transformers cannot step sharded parameters. A
+    step takes two all-reduces and no read on the host.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
@@ -262,30 +262,30 @@ class Adafactor(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
-            squares = [local(p.grad).square() + TINY for p in held]
-            # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
-            matrices = [i for i, p in enumerate(held) if p.ndim == 2]
-            columns = dict(zip(matrices, sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
-            for i, p in enumerate(held):
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            squares = [local(p.grad).square() + TINY for p in with_grad]
+            # The rows of a matrix are sharded, so sums over them are over all ranks; those of other tensors are local.
+            matrices = [i for i, p in enumerate(with_grad) if p.ndim == 2]
+            columns = dict(zip(matrices, sum_over_shards([squares[i].sum(0) for i in matrices], with_grad), strict=True))
+            for i, p in enumerate(with_grad):
                 state = self.state[p]
                 state["step"] += 1
-                keep = 1 - float(state["step"]) ** -0.8
+                decay = 1 - float(state["step"]) ** -0.8
                 if p.ndim == 1:
-                    local(state["variance"]).lerp_(squares[i], 1 - keep)
+                    local(state["variance"]).lerp_(squares[i], 1 - decay)
                     continue
-                local(state["row"]).lerp_(squares[i].mean(-1), 1 - keep)
+                local(state["row"]).lerp_(squares[i].mean(-1), 1 - decay)
                 mean = columns[i] / p.shape[0] if i in columns else squares[i].mean(-2)
-                local(state["column"]).lerp_(mean, 1 - keep)
+                local(state["column"]).lerp_(mean, 1 - decay)
             del squares
             # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
-            rows = [local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
-            means = dict(zip(matrices, sum_over_shards(rows, held), strict=True))
-            scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
-            norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
-            for p, scale, norm in zip(held, scales, sum_over_shards(norms, held), strict=True):
+            rows = [local(self.state[with_grad[i]]["row"]).sum()[None] for i in matrices]
+            means = dict(zip(matrices, sum_over_shards(rows, with_grad), strict=True))
+            scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(with_grad)]
+            norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(with_grad, scales, strict=True)]
+            for p, scale, norm in zip(with_grad, scales, sum_over_shards(norms, with_grad), strict=True):
                 clip = (norm / p.numel()).sqrt().clamp(min=1)
-                # Computed again rather than kept for all parameters at once.
+                # Recomputed, because storing it for all parameters takes memory.
                 local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
 
     def _direction(self, parameter: Tensor, row_mean: Tensor | None) -> Tensor:
@@ -298,7 +298,7 @@ class Adafactor(Optimizer):
         return gradient * (row / mean).rsqrt()[..., None] * column.rsqrt()[..., None, :]
 
 
-def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def _build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     return AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
 
@@ -309,47 +309,47 @@ def _build_quantised_adamw(parameters: Iterable[nn.Parameter], config: Optimizer
         raise UsageError(
             f"`optimizer.name` is {config.name}, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
         ) from error
-    made = AdamW8bit if config.name == "adamw8bit" else AdamW4bit
-    return made(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    optimizer_class = AdamW8bit if config.name == "adamw8bit" else AdamW4bit
+    return optimizer_class(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def _build_sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
 
 
-def _adam_moments(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+def _adam_buffers(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     return {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}
 
 
-def _momentum(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
-    return {"momentum_buffer": Buffer(shape)} if len(shape) == 2 else _adam_moments(shape, config)
+def _muon_buffers(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    return {"momentum_buffer": Buffer(shape)} if len(shape) == 2 else _adam_buffers(shape, config)
 
 
 def _prodigy_buffers(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
-    further = {"sum": Buffer(shape), "first": Buffer(shape), "estimate": Buffer((2,), sharded=False)}
-    return {**_adam_moments(shape, config), **further}
+    extra = {"sum": Buffer(shape), "first": Buffer(shape), "estimate": Buffer((2,), sharded=False)}
+    return {**_adam_buffers(shape, config), **extra}
 
 
-def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
+def _quantised_adam_buffers(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
     bits: tuple[Bits, Bits] = ("signed8", "unsigned8") if width == 8 else ("signed4", "unsigned4")
     return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
 
 
-def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+def _adafactor_buffers(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     if len(shape) == 1:
         return {"variance": Buffer(shape)}
     return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
-    "adamw": OptimizerKind(_adamw, _adam_moments, "device", True),
-    "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
-    "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
-    "adafactor": OptimizerKind(Adafactor, _factor, "host"),
-    "muon": OptimizerKind(MuonAdamW, _momentum, "device"),
+    "adamw": OptimizerKind(_build_adamw, _adam_buffers, "device", True),
+    "adamw8bit": OptimizerKind(_build_quantised_adamw, _quantised_adam_buffers(8), "host"),
+    "adamw4bit": OptimizerKind(_build_quantised_adamw, _quantised_adam_buffers(4), "host"),
+    "adafactor": OptimizerKind(Adafactor, _adafactor_buffers, "host"),
+    "muon": OptimizerKind(MuonAdamW, _muon_buffers, "device"),
     "prodigy": OptimizerKind(Prodigy, _prodigy_buffers, "host"),
     "sgd": OptimizerKind(
-        _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
+        _build_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),
 }
 
@@ -359,7 +359,7 @@ def frozen_by_eps(
 ) -> str | None:
     """Return a warning if Adam's eps is above the RMS of the gradient, which freezes training without an error.
 
-    `grad_norm` is that before clipping, and `updates` the number of updates before this one.
+    `grad_norm` is the norm before clipping, and `updates` the number of previous updates.
     """
     eps, norm = config.adam_eps, min(grad_norm, config.max_grad_norm)
     rms = norm / math.sqrt(sum(p.numel() for p in parameters))
@@ -372,60 +372,60 @@ def frozen_by_eps(
 
 
 def rounding_key(update: int) -> Key:
-    """Return the key of an update, counted from 0, in which numbers of parameters and of rows are folded."""
+    """Return the rounding key of an update, counted from 0; indices of parameters and rows are folded into it."""
     return fold_in(fold_in(random.key(SEED), Stream.ROUNDING), update)
 
 
 def round_stochastically(x: Tensor, words: Tensor) -> Tensor:
-    """Return float32 values as bfloat16, whose mean over the words is x; infinities and NaN stay.
+    """Round float32 values x to bfloat16, with mean x over all words; infinities and NaN stay.
 
-    The lower 16 bits of a word are added to those that bfloat16 cuts off, and the sum is cut off.
+    The lower 16 bits of a word are added to the bits that bfloat16 lacks, and the sum is truncated.
 
     Args:
         x: values, float32.
         words: uniform integers of at least 16 bits, of the same shape.
     """
-    held = x.view(torch.int32)
-    rounded = ((held + (words & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
+    pattern = x.view(torch.int32)
+    rounded = ((pattern + (words & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 @torch.no_grad()
 def write_rounded(weight: Tensor, value: Tensor, key: Key, *, row: int) -> None:
-    """Round float32 values into a bfloat16 weight, in place; a draw depends on the row's number over all ranks alone.
+    """Round float32 values into a bfloat16 weight, in place; draws depend only on the row's index over all ranks.
 
     Args:
         weight: this rank's rows.
         value: values to round.
         key: key of the parameter in this update.
-        row: number of this rank's first row.
+        row: index, over all ranks, of this rank's first row.
     """
     if not weight.numel():  # a rank without rows
         return
     weight, value = (tensor.view(len(tensor), -1) if tensor.ndim else tensor.view(1, 1) for tensor in (weight, value))
-    at_once = max(1, DRAWN_AT_ONCE // max(1, weight.shape[1]))
-    for start in range(0, len(weight), at_once):
-        part = value[start : start + at_once]
+    rows_per_call = max(1, DRAWN_AT_ONCE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows_per_call):
+        part = value[start : start + rows_per_call]
         rows = torch.arange(row + start, row + start + len(part), device=weight.device)
         weight[start : start + len(part)] = round_stochastically(part, bits(fold_in(key, rows), tuple(part.shape)))
 
 
 def step_rounded(optimizer: Optimizer, places: list[tuple[int, int]], key: Key) -> None:
-    """Take a step of an elementwise optimizer, one parameter at a time in float32 if it is held in bfloat16.
+    """Take a step of an elementwise optimizer, parameter by parameter; those in bfloat16 step in float32.
 
     Args:
         optimizer: optimizer of plain parameters, with their gradients.
-        places: number of each parameter among all, and of this rank's first row, in the order of the groups.
+        places: indices of each parameter and of this rank's first row of it, in the order of the groups.
         key: key of the update.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
-    left = iter(places)
+    remaining = iter(places)
     try:
         for group, _ in groups:
             group["params"] = []
         for group, parameters in groups:
             for parameter in parameters:
-                number, row = next(left)
+                number, row = next(remaining)
                 group["params"] = [parameter]
                 if parameter.dtype == torch.float32 or parameter.grad is None:
                     optimizer.step()
@@ -442,7 +442,7 @@ def step_rounded(optimizer: Optimizer, places: list[tuple[int, int]], key: Key) 
 
 @contextmanager
 def _in_float32(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
-    """Yield a float32 copy of a parameter and of its gradient, which has the parameter's optimizer state meanwhile."""
+    """Yield a float32 copy of a parameter with its gradient; it has the parameter's optimizer state within the block."""
     master = nn.Parameter(parameter.detach().float())
     master.grad = None if parameter.grad is None else parameter.grad.float()
     optimizer.state[master] = optimizer.state.pop(parameter)

@@ -24,8 +24,8 @@ from fluvial.models.lora import HEADS, is_adapter
 from fluvial.models.quantised import quantise_linear
 from fluvial.models.routing import Routed
 
-# Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
-# too: each costs as much memory as it saves.
+# Operations whose results selective checkpointing stores: expensive, and few per block. Every second matrix product is
+# stored, too.
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -37,33 +37,31 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a module: those that diffusers or transformers name, else the entries of its lists.
+    """Return the repeated blocks of a module: those named by diffusers or transformers, else the entries of its lists.
 
-    Diffusers' and transformers' models list the classes of their blocks in `_no_split_modules`. In other modules each entry
-    of an outermost nn.ModuleList is a block. Blocks without parameters are left out. A module may have none: then it is one
-    unit.
+    Models of diffusers and transformers list the classes of their blocks in `_no_split_modules`. In other modules each entry
+    of an outermost nn.ModuleList is a block. Blocks without parameters are skipped. A module without blocks is one unit.
     """
     classes = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     blocks: list[nn.Module] = []
 
-    def visit(part: nn.Module, *, entry: bool) -> None:
-        holds = isinstance(part, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
-        if (type(part).__name__ in classes if classes else entry and not holds) and part is not module:
+    def visit(part: nn.Module, *, is_entry: bool) -> None:
+        is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)  # has no forward
+        if (type(part).__name__ in classes if classes else is_entry and not is_container) and part is not module:
             if any(True for _ in part.parameters()):
                 blocks.append(part)
             return
         for child in part.children():
-            visit(child, entry=isinstance(part, nn.ModuleList))
+            visit(child, is_entry=isinstance(part, nn.ModuleList))
 
-    visit(module, entry=False)
+    visit(module, is_entry=False)
     return list(dict.fromkeys(blocks))
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
     """Prepare a module in place, shard it unless it `is_whole`, and return it on its device.
 
-    Each block is a unit of communication.
-    Parameters on the meta device stay there, sharded, until `weights.load_weights` fills them.
+    Each block is a unit of communication. Parameters on the meta device stay there, sharded, until `load_weights`.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
@@ -84,7 +82,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     checkpoint_blocks(blocks, config)
     quantise_base(module, blocks, config, dtype)
     _move(module, on_host_tensors(module, blocks, config), config, world.device, frozen=dtype)
-    # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
+    # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which these models do not use.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in module.modules():
         if isinstance(part, Routed):
@@ -94,8 +92,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     if config.swaps_blocks:
         hint = f"`engine.offload` is {config.offload}, with which every rank computes with whole weights"
         raise UsageError("engine.replicas", config.replicas, "auto", hint)
-    # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
-    # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
+    # FSDP2 would cast all inputs, but timesteps and rotary embeddings need more precision than bfloat16. The module's
+    # inputs are cast above; its blocks get the dtypes of a module loaded in bfloat16.
     policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
     mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
     offloads = config.offload == "always"
@@ -103,7 +101,7 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         fully_shard(
             unit,
             mesh=mesh,
-            # A head reads features within the pass, and its gradient enters there, so what is in no block stays gathered.
+            # A head reads features within the pass, where its gradient enters, so parameters outside blocks stay gathered.
             reshard_after_forward=config.comm == "reshard" and not hasattr(unit, HEADS),
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if offloads else OffloadPolicy(),
@@ -117,10 +115,10 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
 
 
 def replicas(module: nn.Module, config: EngineConfig, *, ranks: int) -> int:
-    """Return the number of copies of a module: what the configuration says, or what "auto" makes of it.
+    """Return the number of copies of a module, with "auto" resolved.
 
-    If only adapters are trained, gathering the frozen weights for an update takes as much memory as holding them, and comes
-    on top of the shards. So "auto" lets every rank hold a copy where that needs no FSDP2.
+    If only adapters are trained, gathering the frozen weights for an update takes as much memory as a full copy, in addition
+    to the shards. So "auto" gives every rank a full copy if no FSDP2 is needed for it.
     """
     if config.replicas != "auto":
         return config.replicas
@@ -131,16 +129,16 @@ def replicas(module: nn.Module, config: EngineConfig, *, ranks: int) -> int:
 
 
 def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int) -> bool:
-    """Return whether each rank holds all parameters on its device, so that nothing needs FSDP2."""
+    """Return whether each rank has all parameters on its device, so that FSDP2 is not needed."""
     return replicas(module, config, ranks=ranks) == ranks and config.offload != "always"
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's floating-point inputs to the dtype of the computation, except numbers per sample.
+    """Cast a module's floating-point inputs to the compute dtype, except numbers per sample.
 
-    The inputs of linear layers that diffusers would keep in float32 are cast, too; a network names the parts that hold them
-    in `_keep_in_fp32_modules`. Some, as Kandinsky 5's embedding of the timestep, make their own input in float32 and leave
-    it so, which fails where the layer computes in the dtype of all others.
+    The inputs of linear layers that diffusers would keep in float32 are cast, too; a network lists these layers' parents in
+    `_keep_in_fp32_modules`. Some, such as Kandinsky 5's timestep embedding, create a float32 input, which fails because the
+    layer computes in the same dtype as all others.
     """
 
     def cast(value: Any) -> Any:
@@ -159,10 +157,10 @@ def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def quantise_base(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, dtype: torch.dtype) -> None:
-    """Quantise the frozen linear layers of the blocks in place, where `engine.base` names a format.
+    """Quantise the frozen linear layers of the blocks in place, if `engine.base` names a format.
 
-    What is in no block (embeddings of the input and of the timestep, the last projection) is a small part of a network, and
-    stays in the dtype of the computation.
+    Layers outside the blocks (input and timestep embeddings, last projection) are a small part of a network and stay in the
+    compute dtype.
 
     Raises:
         UsageError: there is no frozen linear layer.
@@ -175,14 +173,14 @@ def quantise_base(module: nn.Module, blocks: Sequence[nn.Module], config: Engine
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block's forward in place; blocks that are alike share one compiled region.
+    """Compile each block's forward in place; equal blocks share one compiled region.
 
-    Sharding and checkpointing of a block stay outside of the region, in eager mode. Programs are kept for later runs in
-    TORCHINDUCTOR_CACHE_DIR, which is a folder of the user's where it is not set: PyTorch's own would not outlast a reboot.
+    Sharding and checkpointing of a block stay outside of the region, in eager mode. Programs are cached in
+    TORCHINDUCTOR_CACHE_DIR, by default in the user's cache folder: PyTorch's default would not survive a reboot.
     """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluvial" / "compiled"
-        with suppress(OSError):  # a home that cannot be written: PyTorch's own folder
+        with suppress(OSError):  # home is not writable: use PyTorch's default
             folder.mkdir(parents=True, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     for block in blocks:
@@ -190,23 +188,23 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def count_programs() -> int:
-    """Return the number of programs that torch.compile has made in this process, recompilations included."""
+    """Return the number of programs compiled by torch.compile in this process, recompilations included."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None:
-    """Wrap blocks' forward in place so that only their inputs, or expensive results too, are kept for the backward pass.
+    """Wrap blocks' forward in place to store only their inputs, or also expensive results, for the backward pass.
 
-    The wrapped forward lies inside the sharding, so computing it again gathers nothing.
+    The wrapped forward lies inside the sharding, so recomputing it gathers nothing.
 
     Raises:
-        UsageError: there are fewer blocks than are to be checkpointed.
+        UsageError: `engine.checkpointed` exceeds the number of blocks.
     """
     if config.checkpointing == "none":
         return
     if config.checkpointed is not None and config.checkpointed > len(blocks):
         raise UsageError("engine.checkpointed", config.checkpointed, f"at most the {len(blocks)} blocks of the network")
-    contexts = _selective if config.checkpointing == "selective" else noop_context_fn
+    contexts = _make_selective_contexts if config.checkpointing == "selective" else noop_context_fn
     for block in blocks[: config.checkpointed]:
         block.forward = partial(_checkpoint, block.forward, contexts)
         if config.checkpointing == "host":
@@ -214,10 +212,10 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None
 
 
 def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward pass, and keep its inputs alone for the backward pass.
+    """Call a forward pass, and store only its inputs for the backward pass.
 
-    Inputs that need a gradient, by position or keyword and also in lists, are saved tensors, which `on_host` moves. The
-    others, such as rotary embeddings, are shared by the blocks, so that a copy of each would only cost memory.
+    Inputs that need a gradient (positional, keyword, or in lists) are saved tensors, which `on_host` moves. Others, such as
+    rotary embeddings, are shared by the blocks, so that copies would only cost memory.
     """
     leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     saved = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -234,9 +232,9 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
 
 
-def _selective() -> tuple[Any, Any]:
+def _make_selective_contexts() -> tuple[Any, Any]:
     """Return the contexts of a block's forward pass and of its recomputation."""
-    products = {True: 0, False: 0}  # counted separately in the recomputation, so that both passes keep the same ones
+    products = {True: 0, False: 0}  # counted separately in the recomputation, so that both passes store the same ones
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in ATTENTION:
@@ -251,10 +249,10 @@ def _selective() -> tuple[Any, Any]:
 
 
 def swapped_blocks(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig) -> list[nn.Module]:
-    """Return the blocks whose frozen weights lie on the host: evenly spread, so that much computes beside each copy.
+    """Return the blocks whose frozen weights are on the host, evenly spread so that copies overlap with computation.
 
     Raises:
-        UsageError: there are fewer blocks, or they have no frozen weights.
+        UsageError: `engine.offload` exceeds the number of blocks, or no block has frozen weights.
     """
     if not config.swaps_blocks:
         return []
@@ -277,10 +275,10 @@ def on_host_tensors(module: nn.Module, blocks: Sequence[nn.Module], config: Engi
 def _move(
     module: nn.Module, stay: Collection[int], config: EngineConfig, device: torch.device, *, frozen: torch.dtype
 ) -> None:
-    """Move parameters and buffers that have values to the device, but those that stay on the host.
+    """Move parameters and buffers with values to the device, except those that stay on the host.
 
-    Frozen parameters are cast to the dtype `frozen`, trained ones to that of the masters. Adapters keep float32: in bfloat16
-    a slow average would never move.
+    Frozen parameters are cast to `frozen`, trained ones to the dtype of the masters. Adapters stay in float32: in bfloat16 a
+    slow average would never move.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and not is_adapter(name):

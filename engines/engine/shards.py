@@ -1,4 +1,4 @@
-"""Parameters that are sharded by rows: reading this rank's part, sums over the ranks, and optimizers of plain tensors."""
+"""Row-sharded parameters: this rank's part, sums over the ranks, and optimizers on plain tensors."""
 
 import math
 import warnings
@@ -32,13 +32,13 @@ def local(tensor: Any) -> Tensor:
 
 
 def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> Tensor:
-    """Return this rank's part as a tensor that is laid out as `parameter`; the part itself if that is not sharded.
+    """Return this rank's part as a tensor laid out like `parameter`; the part itself if that is not sharded.
 
     Args:
         parameter: sharded parameter whose mesh and placements are used.
         part: part of this rank.
-        shape: shape over all ranks, by default that of the parameter.
-        replicated: whether each rank holds the whole tensor instead.
+        shape: shape over all ranks, by default the parameter's.
+        replicated: whether each rank has the full tensor instead.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -47,16 +47,16 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
         return DTensor(part, spec, requires_grad=False)
     like = torch.empty(parameter.shape if shape is None else shape, dtype=part.dtype, device="meta")
     placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
-    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
+    # As FSDP2 does it: from_local would move a shard on the CPU to the mesh's device.
     meta = TensorMeta(like.shape, like.stride(), like.dtype)
     return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 @contextmanager
 def plain(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
+    """Let an optimizer of sharded parameters work on this rank's parts as plain tensors, which share their storage.
 
-    An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
+    The first operation on a list of DTensors derives the layout of each: seconds for hundreds of adapters.
     """
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         yield
@@ -90,7 +90,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
-    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
+    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, in one all-reduce."""
     if not parts:
         return []
     flat = torch.cat(parts)
@@ -103,7 +103,7 @@ def sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
 
 
 def first_row(parameter: nn.Parameter) -> int:
-    """Return the number of this rank's first row of a parameter that is sharded by rows."""
+    """Return the index, over all ranks, of this rank's first row of a row-sharded parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -114,44 +114,44 @@ def first_row(parameter: nn.Parameter) -> int:
 def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
 
-    Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
-    module's dtypes. Memory: the shards themselves, and one tensor's shard while it is read.
+    Adapters are not read: the folder has the base weights. Values are cast to the module's dtypes. Memory: the shards, and
+    one tensor's shard while it is read.
 
     Args:
         module: module that `parallelize` returned.
-        folder: model folder of diffusers, with one weight file or several and their index; or a folder for each network of
-            the module by name.
+        folder: diffusers model folder, with one weight file or several and their index; or a folder per network of the
+            module, by name.
         world: process group the module is sharded over.
 
     Raises:
         UsageError: a tensor is missing or has another shape, or a file cannot be read.
     """
     if isinstance(folder, Mapping):
-        for name, each in folder.items():
-            load_weights(module.get_submodule(name), each, world=world)
+        for name, network_folder in folder.items():
+            load_weights(module.get_submodule(name), network_folder, world=world)
         return
-    # They share the module's storage.
-    state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
-    wanted = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+    # These tensors share the module's storage.
+    state = {name: t.detach() if isinstance(t, DTensor) else t.data for name, t in module.state_dict().items()}
+    base_tensors = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
     quantised = {plain_name(f"{name}.weight"): layer for name, layer in find_quantised(module).items()}
     with world.agreed():
-        held = shapes(folder)
-        expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        stored_shapes = shapes(folder)
+        expected = {name: tuple(tensor.shape) for name, tensor in base_tensors.items()}
         expected.update((name, (layer.out_features, layer.in_features)) for name, layer in quantised.items())
-        if missing := sorted(set(expected) - set(held)):
+        if missing := sorted(set(expected) - set(stored_shapes)):
             raise UsageError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
         for name, shape in expected.items():
-            if held[name] != shape:
+            if stored_shapes[name] != shape:
                 raise UsageError(
-                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(shape)} here"
+                    f"{folder} holds another model: {name} has shape {list(stored_shapes[name])} there, {list(shape)} here"
                 )
         for name, tensor in read_weights(folder, quantised):
             quantised[name].fill(tensor.to(world.device))
     reader = HuggingFaceStorageReader(str(folder))
-    reader.fs = _Only(folder)
+    reader.fs = _WeightFiles(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations within the library
-        dcp.load({**wanted}, storage_reader=reader)
+        warnings.simplefilter("ignore")  # deprecations within torch
+        dcp.load({**base_tensors}, storage_reader=reader)
 
 
 def plain_name(name: str) -> str:
@@ -159,8 +159,8 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-class _Only(FileSystem):
-    """A model folder as the library's reader lists it: the weight files alone."""
+class _WeightFiles(FileSystem):
+    """File system of torch's reader that lists only the weight files of a model folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

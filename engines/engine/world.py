@@ -1,4 +1,4 @@
-"""The process group of a run: one process, or as many as were started, e.g. by torchrun. Other modules see no difference."""
+"""Process group of a run: a single process, or several started e.g. by torchrun. Other modules need not distinguish."""
 
 import os
 import resource
@@ -28,15 +28,15 @@ _entered: ContextVar["World | None"] = ContextVar("world", default=None)
 
 
 def collective(function: Function) -> Function:
-    """Mark a function that every rank must call, in one order on all of them, and say so in its docstring."""
+    """Mark a function that all ranks must call, in the same order, and note this in its docstring."""
     function.__dict__["is_collective"] = True
-    function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\nEvery rank must take part.\n"
+    function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\nCollective: every rank must call it.\n"
     return function
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others: its rank, the number of ranks, its device, and the mesh for sharded parameters.
+    """Rank of this process, number of ranks, its device, and the mesh of sharded parameters.
 
     Groups of `sequence` neighbouring ranks work on the same samples (context parallelism). `data_rank` is the index of this
     rank's group, `data_size` the number of groups.
@@ -47,7 +47,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     sequence: int = 1
-    group: dist.ProcessGroup | None = None  # of the collectives below; None means torch's default group
+    group: dist.ProcessGroup | None = None  # process group of the collectives below; None is torch's default group
     timeout: float = TIMEOUT  # seconds that a collective waits for the other ranks
 
     @property
@@ -57,7 +57,7 @@ class World:
 
     @cached_property
     def data_rank(self) -> int:
-        """Index of this rank's group; the ranks of a group have the same samples."""
+        """Index of this rank's group; the ranks of a group share their samples."""
         return self.rank // self.sequence
 
     @cached_property
@@ -73,21 +73,21 @@ class World:
 
     @collective
     def background(self) -> "World":
-        """Return this world with a new group on the CPU, for collectives of another thread."""
+        """Return this world with a new CPU group, for collectives on another thread."""
         backend = "fake" if _is_fake() else "gloo"
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return replace(self, device=torch.device("cpu"), group=group)
 
     @collective
     def alone(self) -> "World":
-        """Return a world of this process alone, for modules that it holds whole."""
+        """Return a world of only this process, for modules that are not sharded."""
         if self.size == 1:
             return self
         mesh = self.new_mesh((self.size, 1), ("ranks", "alone"))["alone"]
         return replace(self, rank=0, size=1, sequence=1, mesh=mesh)
 
     def hybrid_mesh(self, replicas: int) -> DeviceMesh:
-        """Return the mesh for a number of replicas, each sharded over its part of the ranks, whose number it divides."""
+        """Return the mesh of hybrid sharding: `replicas` copies, each sharded over an equal part of the ranks."""
         if replicas == 1:
             return self.mesh
         if self.size % replicas:
@@ -99,9 +99,9 @@ class World:
         return _mesh(self.device, shape, names, self.timeout)
 
     def peak_memory(self) -> tuple[float, ...]:
-        """Return the largest bytes of memory that this process has held since it began, without waiting for the device.
+        """Return the peak memory of this process, in bytes, without waiting for the device.
 
-        On a GPU these are what tensors took and what PyTorch reserved for them; on the CPU it is the resident set.
+        On a GPU, the peaks of memory allocated by tensors and reserved by PyTorch; on the CPU, of the resident set.
         """
         if is_accelerator(self.device):
             module = torch.get_device_module(self.device)
@@ -118,7 +118,7 @@ class World:
         return torch.cat(gathered)
 
     def gather_items(self, item: T) -> list[T]:
-        """Return the items of all ranks, by rank. An item is any small object that can be pickled."""
+        """Return the items of all ranks, by rank. An item is any small picklable object."""
         gathered: list[Any] = [item] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, item, group=self.group)
@@ -131,7 +131,7 @@ class World:
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send each group its rows, and return the rows that this group receives, ordered by sender.
 
-        Within a group each rank does the same.
+        All ranks of a group exchange the same rows.
 
         Args:
             rows: `[sum(send), ...]`, ordered by receiver.
@@ -152,7 +152,7 @@ class World:
     def agreed(self) -> Iterator[None]:
         """Make every rank fail if one does: the first rank that failed raises its FluvialError, the others ElsewhereError.
 
-        Otherwise the others would wait in their next collective for a rank that is gone.
+        Otherwise the others would wait for the failed rank in their next collective.
         """
         problem: FluvialError | None = None
         try:
@@ -162,27 +162,27 @@ class World:
         except OSError as error:
             problem = RunError(str(error))
             problem.__cause__ = error
-        # On the CPU, and so by gloo, which notices a lost process and waits for no device.
+        # A CPU tensor, so gloo gathers it: it detects a lost process and does not wait for the device.
         failed = self.gather(torch.tensor([float(problem is not None)])).nonzero().flatten().tolist()
         if not failed:
             return
-        told = problem
+        failure = problem
         if failed[0] != self.rank:
-            told = ElsewhereError(f"rank {failed[0]} failed; its own message says why")
+            failure = ElsewhereError(f"rank {failed[0]} failed; its own message says why")
         elif not self.is_main:
-            told = RunError(f"rank {self.rank}: {problem}")
-        assert told is not None
-        told.on_all_ranks = True
-        if told is problem:
-            raise told
-        raise told from problem
+            failure = RunError(f"rank {self.rank}: {problem}")
+        assert failure is not None
+        failure.on_all_ranks = True
+        if failure is problem:
+            raise failure
+        raise failure from problem
 
 
 @contextmanager
 def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
-    """Join the process group that torchrun set up, or make one of a single process; leave it when the context ends.
+    """Join the process group of torchrun, or create one of a single process; leave it when the context ends.
 
-    The device is a GPU with the library of its kind (nccl on CUDA) if there is one, else the CPU with gloo.
+    The device is a GPU, if available, with its communication backend (nccl on CUDA), else the CPU with gloo.
 
     Args:
         timeout: seconds that a collective waits for the other ranks, once all have joined.
@@ -190,7 +190,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     Raises:
         UsageError: torchrun started more processes on this machine than it has GPUs.
         RunError: the processes did not find each other.
-        LostProcessError: another process died, or did not answer in time.
+        LostProcessError: another process died or timed out.
     """
     device = default_device()
     module, local = torch.get_device_module(device), int(os.environ.get("LOCAL_RANK", 0))
@@ -212,7 +212,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         store: dist.Store = dist.HashStore() if shared is None else shared
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, an H200) and
-    # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
+    # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` still selects it.
     failed, ended, cudnn = True, Event(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     if shared is not None:
@@ -239,7 +239,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
 
 @contextmanager
 def enter_world(world: World) -> Iterator[None]:
-    """Make a world the one that `current_world` returns, until the context ends."""
+    """Make `current_world` return a world until the context ends."""
     token = _entered.set(world)
     try:
         yield
@@ -256,7 +256,7 @@ def current_world() -> World:
 
 
 def leave(device: torch.device, *, failed: bool) -> None:
-    """Leave the process group; after a failure without waiting for the device or for the other ranks."""
+    """Leave the process group; after a failure, without waiting for the device or the other ranks."""
     if failed and is_accelerator(device):
         # NCCL destroys a communicator on all ranks together, after its collectives: ranks that wait for this one never come.
         dist.distributed_c10d._abort_process_group()
@@ -267,13 +267,13 @@ def leave(device: torch.device, *, failed: bool) -> None:
 def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: float) -> DeviceMesh:
     """Return a mesh of all ranks, and set the timeout of its groups and of the default group."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    for group in () if _is_fake() else (everyone, *mesh.get_all_groups()):
+    default_group = dist.group.WORLD
+    assert default_group is not None
+    for group in () if _is_fake() else (default_group, *mesh.get_all_groups()):
         group.set_timeout(timedelta(seconds=timeout))
     return mesh
 
 
 def _is_fake() -> bool:
-    """Return whether the other ranks are simulated: then nobody is waited for."""
+    """Return whether the other ranks are simulated, so that nothing waits for them."""
     return "fake" in dist.get_backend_config()

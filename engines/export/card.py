@@ -15,17 +15,12 @@ from fluvial.engines.files import LORA
 from fluvial.engines.run.log.records import flat, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
-# Fields that say where something was on a machine, or what does not change the weights.
-PRIVATE = {"out", "model", "prompts", "resume", "tracker", "engine", "checkpoint", "export"}
-PATHS = {
-    "pipeline.heldout",
-    "pipeline.text_cache",
-    "pipeline.weights",
-    "method.preferences",
-    "method.teacher",
-    "lora.weights",
+# Fields that say where something was on a machine, or that do not change the weights.
+UNSAID = {
+    *("out", "model", "prompts", "resume", "tracker", "engine", "checkpoint", "export", "lora.weights", "pipeline.heldout"),
+    *("pipeline.text_cache", "pipeline.weights", "method.preferences", "method.teacher", "data.images", "data.cache"),
+    *("data.errors", "evaluation.every", "evaluation.samples", "evaluation.final_samples"),
 }
-MACHINE = {"data.images", "data.cache", "data.errors", "evaluation.every", "evaluation.samples", "evaluation.final_samples"}
 CHANGES_WEIGHTS = {"engine.micro_batch", "engine.update_micro_batch", "engine.init", "engine.implementation"}
 FORMS = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
@@ -147,44 +142,33 @@ def _introduction(card: Card) -> str:
 def _loading(card: Card) -> str:
     """Return how the files are loaded, in code."""
     base = card.hub_id or "path/to/the/base/model"
-    start = f'pipeline = DiffusionPipeline.from_pretrained("{base}")'
-    imports = "from diffusers import DiffusionPipeline"
     folders = [f"path/to/this/folder/{part}" for part in card.parts] or ["path/to/this/folder"]
-    if card.kind == "full":
-        code = [imports, "", 'pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder")']
-    elif card.kind == "comfyui":
-        target = "loras" if card.is_adapter else "diffusion_models"
-        files = [
-            f"`{f'{part}/' if part else ''}{COMFY_LORA if card.is_adapter else COMFY_WEIGHTS}`"
-            for part in card.parts or [""]
-        ]
+    named = [*zip(card.parts or (_component(card),), folders, strict=True)]
+    imported, opened = "DiffusionPipeline", f'pipeline = DiffusionPipeline.from_pretrained("{base}")'
+    if card.kind == "comfyui":
+        target, file = ("loras", COMFY_LORA) if card.is_adapter else ("diffusion_models", COMFY_WEIGHTS)
+        files = [f"`{part}/{file}`" for part in card.parts] or [f"`{file}`"]
         return f"## Use\n\nCopy {' and '.join(files)} to `ComfyUI/models/{target}`."
+    if card.kind == "full":
+        code = ['pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder")']
     elif card.kind == "lora" and card.pipeline and card.settings["lora"]["form"]["kind"] == "lokr":  # pipelines refuse it
-        names = card.parts or (_component(card),)
-        code = [imports, "", start]
-        code += [f"pipeline.{name}.{_adapter(card, folder)}" for name, folder in zip(names, folders, strict=True)]
+        code = [opened, *(f"pipeline.{name}.{_adapter(card, folder)}" for name, folder in named)]
     elif card.kind == "lora" and card.pipeline:
         first, *second = folders
-        code = [imports, "", start, f'pipeline.load_lora_weights("{first}")']
+        code = [opened, f'pipeline.load_lora_weights("{first}")']
         code += [f'pipeline.load_lora_weights("{other}", load_into_transformer_2=True)' for other in second]
     elif card.kind == "lora":
-        code = [f"from diffusers import {card.network}", "", f'network = {card.network}.from_pretrained("{base}")']
-        code += [f"network.{_adapter(card, folders[0])}"]
+        imported = str(card.network)
+        code = [f'network = {card.network}.from_pretrained("{base}")', f"network.{_adapter(card, folders[0])}"]
     elif card.network:
-        names = card.parts or (_component(card),)
-        code = [
-            f"from diffusers import DiffusionPipeline, {card.network}"
-            if card.pipeline
-            else f"from diffusers import {card.network}",
-            "",
-        ]
-        code += [f'{name} = {card.network}.from_pretrained("{folder}")' for name, folder in zip(names, folders, strict=True)]
+        imported = f"DiffusionPipeline, {card.network}" if card.pipeline else card.network
+        code = [f'{name} = {card.network}.from_pretrained("{folder}")' for name, folder in named]
         if card.pipeline:
-            arguments = ", ".join(f"{name}={name}" for name in names)
+            arguments = ", ".join(f"{name}={name}" for name, _ in named)
             code.append(f'pipeline = DiffusionPipeline.from_pretrained("{base}", {arguments})')
     else:
         return ""
-    return "\n".join(["## Use", "", "```python", *code, "```"])
+    return "\n".join(["## Use", "", "```python", f"from diffusers import {imported}", "", *code, "```"])
 
 
 def _component(card: Card) -> str:
@@ -203,8 +187,7 @@ def _settings(card: Card) -> str:
     rows = [
         f"| `{name.removeprefix('method.')}` | `{json.dumps(value)}` |"
         for name, value in ours.items()
-        if theirs.get(name) != value
-        and (name in CHANGES_WEIGHTS or not {name, name.partition(".")[0]} & (PRIVATE | PATHS | MACHINE))
+        if theirs.get(name) != value and (name in CHANGES_WEIGHTS or not {name, name.partition(".")[0]} & UNSAID)
     ]
     if not rows:
         return f"## Training\n\nMethod `{card.method}` with its defaults."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
-from fluvial.engines.export.model_folder import export, write_lora, writing
+from fluvial.engines.export.model_folder import export, split_by_network, write_lora, writing
 from fluvial.engines.files import save_tensors
 from fluvial.engines.gathered import gather, gather_weights
 from fluvial.models import DiffusionModel
@@ -133,14 +133,12 @@ def _write_original(
     with writing(out, world, "export"):
         if not world.is_main:
             return
-        for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
-            prefix = f"{name}." if name else ""
-            stripped = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        scales = {name: part for name, _, part in split_by_network(module, lengths)}
+        for name, network, stripped in split_by_network(module, tensors):
             original = Original(pipeline, network.config)
             if adapter:
                 assert settings is not None
-                scales = {key.removeprefix(prefix): scale for key, scale in lengths.items() if key.startswith(prefix)}
-                converted = _adapter_to_original(original, network, stripped, settings, scales)
+                converted = _adapter_to_original(original, network, stripped, settings, scales[name])
             else:
                 converted = to_original(original, stripped)
             (out / name).mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def export(
         RunError: the folder cannot be written. Its earlier weights stay until all files are written.
     """
     tensors = gather_weights(module, average=average, merge=merge, dtype=dtype)
-    for name, network, like in _networks(module, layout(module, average=average, merge=merge, dtype=dtype)):
+    for name, network, like in split_by_network(module, layout(module, average=average, merge=merge, dtype=dtype)):
         named = zip(like, (tensor for _, tensor in islice(tensors, len(like))), strict=True)
         write_model(named, out / name, like=like, config=_config(network), max_shard_size=max_shard_size, world=world)
 
@@ -148,7 +148,7 @@ def write_lora(
     else:
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = gather_weights(module, average=average, adapter=adapter, dtype=dtype)
-    for name, network, names in _networks(module, like):
+    for name, network, names in split_by_network(module, like):
         part = component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(names, islice(tensors, len(names)), strict=True)}
@@ -180,14 +180,11 @@ def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, T
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
 
 
-def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """Yield the name of each model of a module, the model, and its part of `like`. A model alone has an empty name."""
-    if not isinstance(module, nn.ModuleDict):
-        yield "", module, dict(like)
-        return
-    for name, network in module.items():
-        prefix = f"{name}."
-        yield name, network, {each.removeprefix(prefix): tensor for each, tensor in like.items() if each.startswith(prefix)}
+def split_by_network(module: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """Yield the name of each model of a module, the model, and its part of some tensors. A model alone has no name."""
+    for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
+        prefix = f"{name}." if name else ""
+        yield name, network, {key.removeprefix(prefix): tensor for key, tensor in named.items() if key.startswith(prefix)}
 
 
 def _config(module: nn.Module) -> str | None:
@@ -209,12 +206,7 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
     Files of `out` that match the pattern and were not written again are removed. An index is removed before its files are
     replaced: opening the folder between two moves then fails, rather than mixing two exports.
     """
-    folder = out / ".partial"  # within `out`, so on the same disk even if `out` is a link
-    try:
-        with writing(out, world):
-            if world.is_main:
-                shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
-                folder.mkdir(parents=True)
+    with _temporary(out / ".partial", out, world) as folder:  # within `out`, so on the same disk even if `out` is a link
         yield folder
         with writing(out, world):
             if world.is_main:
@@ -230,6 +222,17 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
                 for name in old - {file.name for file in files}:
                     (out / name).unlink(missing_ok=True)
                 sync(out)
+
+
+@contextmanager
+def _temporary(folder: Path, out: Path, world: World, what: str = "weights") -> Iterator[Path]:
+    """Yield a new folder in which rank 0 prepares `out`; nothing of it is left afterwards."""
+    try:
+        with writing(out, world, what):
+            if world.is_main:
+                shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+                folder.mkdir(parents=True)
+        yield folder
     finally:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -286,12 +289,7 @@ def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path
     Raises:
         RunError: the folder cannot be written; `out` is as before.
     """
-    draft = out.with_name(f".{out.name}.partial")
-    try:
-        with writing(out, world, "export"):
-            if world.is_main:
-                shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
-                draft.mkdir(parents=True)
+    with _temporary(out.with_name(f".{out.name}.partial"), out, world, "export") as draft:
         yield draft
         with writing(out, world, "export"):
             if world.is_main:
@@ -304,6 +302,3 @@ def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path
                     shutil.rmtree(out)
                 os.rename(draft, out)
                 sync(out.parent)
-    finally:
-        if world.is_main:
-            shutil.rmtree(draft, ignore_errors=True)

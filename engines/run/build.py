@@ -1,6 +1,6 @@
 """Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.method import Images, Method, Preferences
+from fluvial.engines.run.method import Images, Method, NoisedRows, Preferences
 from fluvial.engines.run.monitoring.diagnostics import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -41,11 +41,13 @@ from fluvial.engines.run.rollouts import Memory
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.sampler import RolloutSampler
 from fluvial.engines.run.saving import read_micro_batch, runs_on
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
-from fluvial.engines.sampling.config import Schedules
+from fluvial.engines.sampling.config import Schedules, ScoutedGroups
 from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.noising import knows_its_schedule_only
+from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Copy
+from fluvial.engines.sampling.tail import NO_TAIL
 from fluvial.engines.scoring.audio import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
@@ -53,13 +55,14 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.waits import wait_for
-from fluvial.models import LoraConfig, Schedule, is_recorded, knows_any_level
+from fluvial.models import LoraConfig, Prediction, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
 from fluvial.models.lora_files import load_lora
 from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
+from fluvial.models.step_cache import GuidanceCache
 
 
 class RunParts(NamedTuple):
@@ -124,16 +127,14 @@ def build_parts(
             check_model(config, job.model.prediction, **known, conditioned=conditioned)
         _check_negative_prompt(config, job, asked)
         job = _encode_prompts(config, job, asked, world)  # before the network, so that encoders have the device alone
-        weights = job.model.weights if config.engine.init == "sharded" else None
-        engine, others, base = _open_engine(config, job, world, weights)
+        engine, base = _open_engine(config, job, world)
         with world.agreed():
             preferences = _preferences(config, job)
-        networks = _networks(config, job, engine, weights, others)
+        networks = _networks(config, job, engine)
         schedules = Schedules(job.model, config.method.sampling, world.device)
         schedule, _ = schedules.of(job.shape)
         copy = _copy(config, job, networks, world) if config.rollout.ahead else None
-        config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
-        pairs = _pairs(config, job, engine, schedule, resume_from, choices)
+        config, pairs, choices = _choose_passes(config, job, engine, schedule, resume_from)
         with world.agreed():
             # What servers make is compared with the engine's own network, on the main thread.
             apart = copy is not None and not config.rollout.is_served
@@ -182,10 +183,9 @@ def _encode_prompts(config: TrainConfig, job: Job, asked: Job, world: World) -> 
 
 
 @collective
-def _open_engine(
-    config: TrainConfig, job: Job, world: World, weights: Weights | None
-) -> tuple[Engine, dict[str, Collection[str]], str]:
-    """Return the engine of the policy, the parameters of other adapters that learn, and the fingerprint of all weights."""
+def _open_engine(config: TrainConfig, job: Job, world: World) -> tuple[Engine, str]:
+    """Return the engine of the policy, and the fingerprint of all weights."""
+    weights = _sharded_weights(config, job)
     with world.agreed():
         with wait_for(f"loading the network of {config.model}"):
             module, adapter = _network_in_training(config, job)
@@ -198,8 +198,7 @@ def _open_engine(
     if has_values(world.device):
         base = join_digests({name: digest for part in shares for name, digest in part.items()})
         base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
-    others = _list_adapters(config, module)
-    theirs = {name for names in others.values() for name in names}
+    theirs = {name for each in config.networks for name in _list_trained(config, module, each)}
     learnt = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
     settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
     engine = Engine(module, job.model.blocks(module), config.optimizer, world, **settings, parameters=learnt)
@@ -207,104 +206,79 @@ def _open_engine(
         raise UsageError("engine.compile", "reduce-overhead", "True or auto", "graphs need CUDA, and whole weights per rank")
     if config.rollout.reuse == "keys" and (reason := explain_no_keys(module)) is not None:
         raise UsageError("rollout.reuse", "keys", "exact", reason)
-    return engine, others, base + adapter
+    return engine, base + adapter
 
 
 @collective
-def _with_micro_batch(
+def _choose_passes(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
-) -> tuple[TrainConfig, dict[str, Choice]]:
-    """Return a run with a number as its micro-batch, and why that one if it was chosen now."""
-    if config.engine.micro_batch != "auto":
-        return config, {}
-    if resume_from is not None:
-        return with_values(config, {"engine.micro_batch": read_micro_batch(resume_from, engine.world)}), {}
-    with wait_for("choosing engine.micro_batch by trial"):
-        choice = choose_micro_batch(config, job, engine, schedule)
-    return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
+) -> tuple[TrainConfig, tuple[int, ...], dict[str, Choice]]:
+    """Return a run with a number as its micro-batch, its numbers of pairs per pass of an update, and why these were chosen.
 
-
-@collective
-def _pairs(
-    config: TrainConfig,
-    job: Job,
-    engine: Engine,
-    schedule: Schedule,
-    resume_from: Path | str | None,
-    choices: dict[str, Choice],
-) -> tuple[int, ...]:
-    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`.
-
-    Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
+    Those of a checkpoint are taken, and its pairs if it was written on a machine like this one. There are none where
     `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
+    choices = dict[str, Choice]()
+    if config.engine.micro_batch == "auto":
+        if resume_from is not None:
+            size = read_micro_batch(resume_from, engine.world)
+        else:
+            with wait_for("choosing engine.micro_batch by trial"):
+                choices["micro_batch"] = choose_micro_batch(config, job, engine, schedule)
+            size = choices["micro_batch"].micro_batch
+        config = with_values(config, {"engine.micro_batch": size})
     if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config) is not None:
-        return ()
+        return config, (), choices
     if resume_from is not None:
         known = checkpoint.read_manifest(resume_from, world=engine.world)["meta"]["runs_on"]
         pairs = known.pop("update_micro_batch", None)
         if pairs is not None and known == runs_on(config, engine.world):
-            return tuple(pairs)
+            return config, tuple(pairs), choices
     with wait_for("choosing engine.update_micro_batch by trial"):
-        choice = choose_pairs(config, job, engine, schedule)
-    choices[choice.name] = choice
+        choices["update_micro_batch"] = choice = choose_pairs(config, job, engine, schedule)
     # Each further size of compiled blocks is one more program.
-    return choice.sizes[:1] if engine.compiles else choice.sizes
+    return config, choice.sizes[:1] if engine.compiles else choice.sizes, choices
 
 
-def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collection[str]]:
-    """Return the parameters of the adapters that are networks of their own and learn, by network."""
-    learn = [name for name, network in config.networks.items() if isinstance(network, Trained) and config.train == "lora"]
-    return {name: [*adapter_names(module, name).values(), *list_head(module, name)] for name in learn}
+def _list_trained(config: TrainConfig, module: nn.Module, name: str) -> list[str]:
+    """Return the parameters of a network of the method that learns as an adapter of the policy's module; else none."""
+    if config.train != "lora" or not isinstance(config.networks[name], Trained):
+        return []
+    return [*adapter_names(module, name).values(), *list_head(module, name)]
 
 
 @collective
-def _networks(
-    config: TrainConfig, job: Job, engine: Engine, weights: Weights | None, adapters: Mapping[str, Collection[str]]
-) -> BuiltNetworks:
-    """Return the networks that the method declares.
-
-    Args:
-        adapters: parameters of those that are adapters and learn, by name.
-    """
+def _networks(config: TrainConfig, job: Job, engine: Engine) -> BuiltNetworks:
+    """Return the networks that the method declares."""
     frozen, trained = dict[str, ShardedModule](), dict[str, Engine]()
     for name, network in config.networks.items():
         if isinstance(network, Start | Base) and config.train == "full":
-            frozen[name] = _open_frozen(config, job, engine.world, weights)
+            frozen[name] = _open_frozen(config, job, engine.world)
         elif isinstance(network, Trained):
-            trained[name] = _open_trained(config, job, name, engine, weights, adapters.get(name))
+            trained[name] = _open_trained(config, job, name, network, engine)
         elif isinstance(network, Teacher) and not network.is_adapter:
             assert network.weights is not None
-            taught = job.with_weights(network.weights)
-            frozen[name] = _open_frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
+            frozen[name] = _open_frozen(config, job.with_weights(network.weights), engine.world)
     options: Any = {"negative": config.method.sampling.guidance.negative, "continues": config.lora.weights is not None}
     return BuiltNetworks(config.networks, engine, trained, frozen, job.model, **options)
 
 
-def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:
-    """Return the files of the teachers that are adapters of the policy's module, by network."""
-    teachers = {name: network for name, network in config.networks.items() if isinstance(network, Teacher)}
-    return {name: each.weights for name, each in teachers.items() if each.weights is not None and each.is_adapter}
-
-
-def _open_trained(
-    config: TrainConfig, job: Job, name: str, engine: Engine, weights: Weights | None, adapter: Collection[str] | None
-) -> Engine:
+def _open_trained(config: TrainConfig, job: Job, name: str, network: Trained, engine: Engine) -> Engine:
     """Return the engine of a second network that learns: of an adapter of the policy's module, or of a module of its own."""
-    network = config.networks[name]
-    assert isinstance(network, Trained)
-    if adapter is not None:
-        return Engine(engine.sharded, config=network.optimizer, parameters=adapter)
+    if config.train == "lora":
+        return Engine(engine.sharded, config=network.optimizer, parameters=_list_trained(config, engine.module, name))
     with engine.world.agreed():
         module = _network(config, job)
         blocks = job.model.blocks(module)
         if network.head:
             add_head(module, blocks, name, seed=config.seed)
+    weights = _sharded_weights(config, job)
     return Engine(module, blocks, network.optimizer, engine.world, sharding=config.engine, weights=weights)
 
 
-def _open_frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None) -> ShardedModule:
+def _open_frozen(config: TrainConfig, job: Job, world: World) -> ShardedModule:
     """Return a job's network for forward passes alone."""
+    weights = _sharded_weights(config, job)
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
@@ -318,8 +292,8 @@ def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) 
     """Return a second network, which samples while the engine's own is trained."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
-        weights = job.model.weights if config.engine.init == "sharded" else None
-    return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=networks.sampling_adapter)
+    blocks, weights = job.model.blocks(module), _sharded_weights(config, job)
+    return Copy(module, blocks, world, config.engine, weights=weights, adapter=networks.sampling_adapter)
 
 
 def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
@@ -414,6 +388,62 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
         )
 
 
+def check_model(
+    config: TrainConfig,
+    prediction: Prediction,
+    *,
+    recorded: bool = False,
+    any_level: bool = False,
+    conditioned: bool = False,
+) -> None:
+    """Raise UsageError if a run does not fit its model.
+
+    Args:
+        prediction: what the model predicts.
+        recorded: whether the model is a pipeline without an adapter.
+        any_level: whether that pipeline's velocity is known at levels between those of its schedule.
+    """
+    method, sampling, model = config.method, config.method.sampling, config.model
+    sampler = sampling.sampler
+    own_levels = f"{model} predicts epsilon or has no adapter, and knows only the levels of its schedule"
+    on_schedule = knows_its_schedule_only(prediction, recorded=recorded and not any_level)
+    if sampler.rule.prediction not in (prediction, None):
+        fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
+        raise UsageError("sampling.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")
+    for field, solver in (("sampling.sampler", sampler.solver), ("evaluation.solver", config.evaluation.solver)):
+        if on_schedule and solver in ("sa_solver", "consistency"):
+            raise UsageError(field, solver, "dpmpp_2m", own_levels)
+    if method.needs.prediction not in (prediction, None):
+        raise UsageError("method", method.method_name, f"one for {prediction}", f"{model} does not predict a velocity")
+    if method.needs.off_schedule and on_schedule:
+        raise UsageError("method", method.method_name, "one that trains on recorded steps", own_levels)
+    if recorded and config.evaluation_steps != sampling.steps:
+        raise UsageError("evaluation.steps", config.evaluation.steps, "that of the rollout", own_levels)
+    groups = sampling.groups
+    if on_schedule and isinstance(groups, ScoutedGroups) and groups.steps != sampling.steps:
+        raise UsageError("sampling.groups.steps", groups.steps, f"that of the rollout, {sampling.steps}", own_levels)
+    if recorded and isinstance(config.rollout.step_cache, GuidanceCache):
+        raise UsageError("rollout.step_cache", "guidance", "none", f"{model} has no adapter, and its pipeline's guidance")
+    if recorded and config.evaluation_guidance != sampling.guidance:
+        raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
+    if on_schedule and sampling.window.tail != NO_TAIL:
+        raise UsageError("sampling.window.tail", sampling.window.tail.solver, "its default", own_levels)
+    for name, scale in config.own_guidance.items():
+        field = "ref_guidance" if hasattr(method, "ref_guidance") else "kl.guidance" if name == "ref" else "guidance"
+        if recorded:
+            raise UsageError(field, scale, "None", f"{model} has no adapter, and its pipeline's guidance")
+        if conditioned and scale != 1 and sampling.guidance.scale == 1:
+            hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
+            raise UsageError(field, scale, "None or 1", hint)
+    if not isinstance(method.rows, NoisedRows):
+        return
+    noising = method.rows.noising.choose_levels(on_schedule=on_schedule)
+    if noising != method.rows.noising:
+        noising.check_steps(sampling.steps)
+    if on_schedule and noising.levels.kind not in ("schedule", "stratified"):
+        raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
+
+
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
     """Return the given preferences of the run, if it learns from a folder of them."""
     if isinstance(source := config.method.source, Preferences):
@@ -494,7 +524,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     module = _network(config, job)
     folder = config.lora.weights  # of an adapter that the run continues from
     adapter = None if folder is None else read_adapter(folder, job, module, "lora.weights")
-    taught = _list_adapted_teachers(config)
+    listed = {name: network for name, network in config.networks.items() if isinstance(network, Teacher)}
+    taught = {name: each.weights for name, each in listed.items() if each.weights is not None and each.is_adapter}
     teachers = {name: read_adapter(path, job, module, "teacher") for name, path in taught.items()}
     for path in taught.values() if config.train == "full" else ():
         raise UsageError(f"`teacher` names {path}, an adapter, and `train` is full: train lora, or merge the adapter")
@@ -535,4 +566,9 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:
     """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
-    return jobs.build(job, empty=config.engine.init == "sharded" and job.model.weights is not None)
+    return jobs.build(job, empty=_sharded_weights(config, job) is not None)
+
+
+def _sharded_weights(config: TrainConfig, job: Job) -> Weights | None:
+    """Return the folder that each rank reads its own shards of a job's network from; None where it is loaded as a whole."""
+    return job.model.weights if config.engine.init == "sharded" else None

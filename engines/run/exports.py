@@ -79,8 +79,7 @@ def export_run(
     """
     with world.agreed():
         place, run = _locate(path)
-    start = "average." if average else "weight."
-    tensors, manifest = checkpoint.read(place, lambda key: key.startswith(start) and _is_trained(key), world=world)
+    tensors, manifest = _read_trained(place, ("average.",) if average else ("weight.",), world)
     with world.agreed():
         config, adapter = _settings(manifest, place, run)
         if average and not tensors:
@@ -117,13 +116,10 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
         UsageError: there is no such checkpoint, or its model cannot be opened.
         RunError: the checkpoint is damaged or of another model.
     """
-    starts = ("average.", "weight.") if average else ("weight.",)
-    tensors, manifest = checkpoint.read(path, lambda key: key.startswith(starts) and _is_trained(key), world=world)
-    start = starts[0] if any(key.startswith(starts[0]) for key in tensors) else "weight."
+    tensors, manifest = _read_trained(path, ("average.", "weight.") if average else ("weight.",), world)
     with world.agreed():
         config, adapter = _settings(manifest, path, _locate(path)[1])
         job = _job(config)
-        tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(start)}
         module = _build_network(config, job, adapter, tensors, manifest, path, alone=True)
     return module.requires_grad_(False), None if adapter is None else job.model.weights
 
@@ -209,9 +205,15 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
     return folder, folder.parent.parent if is_run(str(folder.parent.parent)) else None
 
 
-def _is_trained(key: str) -> bool:
-    """Return whether a tensor of a checkpoint is of the policy, not of an adapter that follows it."""
-    return not is_adapter(key) or key.removesuffix(".weight").endswith(".default")
+def _read_trained(path: Path | str, starts: tuple[str, ...], world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of the policy in a checkpoint by their names, of the first kind that it has, and its manifest."""
+
+    def is_trained(key: str) -> bool:  # and not of an adapter that follows it
+        return key.startswith(starts) and (not is_adapter(key) or key.removesuffix(".weight").endswith(".default"))
+
+    tensors, manifest = checkpoint.read(path, is_trained, world=world)
+    start = next((each for each in starts if any(key.startswith(each) for key in tensors)), "")
+    return {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}, manifest
 
 
 def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
@@ -252,8 +254,7 @@ def _build_network(
         with convert_errors(RunError, ValueError, says=f"the adapter of the checkpoint does not fit {config.model}"):
             add_lora(module, restore_lora(adapter), adapter["layers"])
     parameters = dict(module.named_parameters())
-    for key, tensor in tensors.items():
-        name = key.partition(".")[2]  # after weight. or average.
+    for name, tensor in tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
             here = list(parameters[name].shape) if name in parameters else "nothing"
             raise RunError(

@@ -15,7 +15,7 @@ from fluvial.core.random import Key
 from fluvial.engines.choices import is_set
 from fluvial.engines.data.prompt_table import examples
 from fluvial.engines.data.prompts import with_recorded_sizes
-from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
+from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors, no_effect
 from fluvial.engines.named_models import MODELS
@@ -42,28 +42,13 @@ from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 from fluvial.models.lora import lora_layers
 
-__all__ = [
-    "Job",
-    "build",
-    "build_job",
-    "edit_words",
-    "from_run",
-    "handwriting",
-    "of_run",
-    "open_job",
-    "to_sample",
-    "to_train",
-    "words",
-]
+__all__ = ["Job", "build", "build_job", "edit_words", "from_run", "handwriting", "of_run", "to_sample", "to_train", "words"]
 
 
-def handwriting(
-    *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = (), unet: bool = False
-) -> Job:
+def handwriting(*, unet: bool = False) -> Job:
     """Return the built-in job: write 4-digit codes so that a recogniser reads them.
 
     Args:
-        weights, prompts, data: see `build_job`.
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
@@ -80,34 +65,30 @@ def handwriting(
         "likeness": likeness,
     }
     evaluators = {"reward": recogniser.characters, "heldout": heldout_recogniser().characters}
-    return _make_built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
+    return _make_built_in(kind, base, codes, write, rewards, evaluators)
 
 
 handwriting_unet = partial(handwriting, unet=True)
 
 
-def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+def words() -> Job:
     """Return the job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
 
-    The arguments are those of `build_job`.
-
     Raises:
-        UsageError: a package of the recognisers is not installed, or a file holds a line that is not a word.
+        UsageError: a package of the recognisers is not installed.
     """
     from fluvial.models import words as built_in
 
-    rewards, evaluators = _read_by_ocr("words")
-    base = weights or built_in.BASE
-    return _make_built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+    return _make_built_in(built_in.Words, built_in.BASE, built_in.words, built_in.write, *_read_by_ocr("words"))
 
 
-def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+def edit_words() -> Job:
     """Return the job: correct a wrong letter of an image of a word; RapidOCR reads it, and the other letters have to stay.
 
-    The arguments are those of `build_job`. The records of a file of prompts have a column `image`.
+    The records of a file of prompts have a column `image`.
 
     Raises:
-        UsageError: a package of the recognisers is not installed, or a record is not a word with an image of 24x96 pixels.
+        UsageError: a package of the recognisers is not installed.
     """
     from fluvial.models import words as built_in
 
@@ -121,11 +102,7 @@ def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data
     rewards, evaluators = _read_by_ocr("edit-words")
     rewards["unchanged"] = built_in.unchanged
     evaluators = {"unchanged": built_in.unchanged, **evaluators}
-    base = weights or built_in.EDIT_BASE
-    job = _make_built_in(built_in.EditWords, base, list_known, write, rewards, evaluators, prompts, data)
-    with convert_errors(UsageError, ValueError):
-        job.model.encode(model_inputs(job.prompts))
-    return job
+    return _make_built_in(built_in.EditWords, built_in.EDIT_BASE, list_known, write, rewards, evaluators)
 
 
 def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
@@ -142,32 +119,22 @@ def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
 
 def _make_built_in(
     load: Callable[[Path], Any],
-    weights: Path,
-    known: Callable[[Any], Sequence[str | Prompt]],
+    base: Path,
+    list_known: Callable[[Any], Sequence[str | Prompt]],
     write: Callable[[Key, Sequence[Any]], Tensor],
     rewards: Mapping[str, Reward],
     evaluators: Mapping[str, Reward],
-    prompts: Sequence[str],
-    data: Sequence[str],
 ) -> Job:
-    """Return the job of a built-in model, whose prompts are `list_known("train")` unless there are files of them."""
-    model, heldout = load(weights), as_prompts(known("heldout"))
-    train: Sequence[Prompt] = as_prompts(known("train"))
-    source_weights = dict[str, float]()
-    if prompts or data:
-        columns, apart = media_columns(model, ()), texts(heldout)
-        train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=apart, media=columns)
-        check_columns(model, train, columns)
+    """Return the job of a built-in model, with all prompts that there are."""
     return Job(
-        model,
-        train,
+        load(base),
+        list_known("train"),
         rewards,
-        heldout=heldout,
+        heldout=list_known("heldout"),
         evaluators=evaluators,
         load=load,
         data=lambda key, prompts: write(key, model_inputs(prompts)),
         encode=lambda images: images * 2 - 1,
-        source_weights=source_weights,
     )
 
 
@@ -186,8 +153,17 @@ def build_job(model: str, *, weights: Path | None = None, prompts: Sequence[str]
         raise UsageError(
             "model", model, f"{' or '.join(MODELS)}, a folder, or an id on the Hub such as owner/name (fluvial models)"
         )
-    job: Job = resolve_name(MODELS[model].job)(weights=weights, prompts=prompts, data=data)
-    return job
+    job: Job = resolve_name(MODELS[model].job)()
+    job = job if weights is None else job.with_weights(weights)
+    if not prompts and not data:
+        return job
+    columns, apart = media_columns(job.model, ()), texts(job.heldout)
+    train, source_weights = read_training(prompts, data, check=job.model.check_prompt, heldout=apart, media=columns)
+    check_columns(job.model, train, columns)
+    if columns:
+        with convert_errors(UsageError, ValueError):
+            job.model.encode(model_inputs(train))
+    return replace(job, prompts=train, source_weights=source_weights)
 
 
 def to_sample(
@@ -219,8 +195,7 @@ def to_sample(
         if prompts:
             raise no_effect("prompts", f"with model {name}, which is sampled from any")
         return build_job(name, weights=weights)
-    no_data: Any = {"prompts": prompts, "data": (), "preferences": None, "read_before": None}
-    read = partial(_with_prompts, settings=settings, **no_data) if prompts else None
+    read = partial(_with_prompts, settings=settings, prompts=prompts) if prompts else None
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     if prompts and not is_recorded(model):
@@ -317,9 +292,9 @@ def _with_prompts(
     *,
     settings: PipelineConfig,
     prompts: Sequence[str],
-    data: Sequence[str],
-    preferences: Path | None,
-    read_before: PromptsOfRun | None,
+    data: Sequence[str] = (),
+    preferences: Path | None = None,
+    read_before: PromptsOfRun | None = None,
 ) -> tuple[Any, PromptsOfRun]:
     """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
     columns = {} if data else media_columns(model, settings.media)
@@ -370,27 +345,21 @@ def of_run(config: TrainConfig) -> Job:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
     if (config.prompts or config.data.images) and config.method.is_scored and config.method.needs.rewards is not None:
         check_has_reward(config.model, config.rewards)
-    job = to_train(
-        config.model,
-        asked,
-        steps=config.method.sampling.steps,
-        guidance=config.method.sampling.guidance,
-        weights=config.pipeline.weights,
-        compute=config.engine.compute_dtype(default_device()),
-        prompts=config.prompts,
-        data=config.data.images,
-        preferences=preferences,
-    )
+    job = _train(config, asked, prompts=config.prompts, data=config.data.images, preferences=preferences)
     check_second_scale(job.model, guided=config.is_guided)
     return with_images(job, config)
 
 
-def open_given(config: TrainConfig, job: Job) -> Job:
-    """Return a job whose model is a name with the pipeline of that name, opened with the settings of a run.
+def open_given(config: TrainConfig, job: Job | None) -> Job:
+    """Return the job of a run: as it is given, with the pipeline that its model names, or by default that of `of_run`.
 
     Raises:
         UsageError: the run is for another model, or this one cannot be opened.
     """
+    if job is None:
+        return of_run(config)
+    if job.is_opened:
+        return job
     name: Any = job.model
     if config.model != name:
         recipe = f"recipes.{config.method.method_name}({name!r})"
@@ -402,16 +371,17 @@ def open_given(config: TrainConfig, job: Job) -> Job:
     if config.prompts or config.data.images:
         field = "prompts" if config.prompts else "data.images"
         raise no_effect(field, "with a job that has prompts")
-    opened = to_train(
-        name,
-        replace(config.pipeline, weights=None),
-        steps=config.method.sampling.steps,
-        guidance=config.method.sampling.guidance,
-        weights=config.pipeline.weights,
-        compute=config.engine.compute_dtype(default_device()),
-        read_before=PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights)),
-    )
+    prompts = PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights))
+    opened = _train(config, replace(config.pipeline, weights=None), read_before=prompts)
     return replace(opened, rewards=job.rewards, evaluators=job.evaluators)
+
+
+def _train(config: TrainConfig, pipeline: PipelineConfig, **sources: Any) -> Job:
+    """Return the job of training the model of a run, see `to_train`."""
+    sampling = config.method.sampling
+    settings: Any = {"steps": sampling.steps, "guidance": sampling.guidance, "weights": config.pipeline.weights}
+    compute = config.engine.compute_dtype(default_device())
+    return to_train(config.model, pipeline, **settings, compute=compute, **sources)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:

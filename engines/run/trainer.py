@@ -74,9 +74,8 @@ class Trainer(Loop):
                 world = stack.enter_context(init_world(timeout=config.engine.timeout))
             self.world = world = world.group_ranks(config.engine.context_parallel)
             with world.agreed():
-                if job is not None and not job.is_opened:
-                    job = jobs.open_given(config, job)
                 if job is not None:
+                    job = jobs.open_given(config, job)
                     config = replace(config, pipeline=with_size_of(job, config.pipeline))
                 saved = None  # what each setting saves that was chosen for the memory
                 if config.engine.fit is not None:

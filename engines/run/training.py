@@ -23,18 +23,9 @@ from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.monitoring.diagnostics import (
-    EvaluationPoint,
-    KeptImages,
-    Probe,
-    best_of,
-    describe_gaming,
-    evaluator_of,
-    explain,
-    find_gaming,
-)
-from fluvial.engines.run.monitoring.expected import describe_run, estimate_seconds
-from fluvial.engines.run.passes.probe import notes
+from fluvial.engines.run.monitoring import diagnostics
+from fluvial.engines.run.monitoring.diagnostics import EvaluationPoint, KeptImages, Probe
+from fluvial.engines.run.monitoring.expected import describe_run, describe_spread, estimate_seconds
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import FolderLock, RunFolder
@@ -59,12 +50,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
             for group in ("reports", "curves"):
                 plugins.load_all(group)
             open_store(config.checkpoint_folder)
-            if job is None:
-                with wait_for(f"opening {' and '.join((config.model, *config.rewards))}"):
-                    job = jobs.of_run(config)
-            elif not job.is_opened:
-                with wait_for(f"opening {config.model}"):
-                    job = jobs.open_given(config, job)
+            with wait_for(f"opening {' and '.join((config.model, *(config.rewards if job is None else ())))}"):
+                job = jobs.open_given(config, job)
             lock = None
             if world.is_main:
                 resumes = config.resume or config.checkpoint.resume_from is not None
@@ -93,7 +80,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     progress.say(line)
                 if config.resume and start is None:
                     progress.say(f"{config.checkpoint_folder} holds no checkpoint yet: the run starts from the beginning")
-                for note in notes(trainer.config, trainer.engine):
+                for note in describe_spread(trainer.config, trainer.engine):
                     progress.say(note)
                 for name, choice in trainer.choices.items():
                     progress.say(str(choice))
@@ -139,7 +126,9 @@ class Training:
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, AbandonedRolloutError | LostProcessError):
                 raise
-            failure: BaseException = explain(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
+            failure: BaseException = (
+                diagnostics.explain(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
+            )
             if failure is error:
                 error.add_note(f"in the phase {trainer.phase}")
             stopped = self._save_finished(error)
@@ -236,20 +225,24 @@ class Training:
         trainer, count, update = self.trainer, self.config.evaluation.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
-        points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])
+        points, recent, evaluator = (
+            trainer.progress.evaluations,
+            trainer.progress.recent,
+            diagnostics.evaluator_of([*evaluation.score]),
+        )
         if recent:
             points.append(EvaluationPoint(update, evaluation.score[evaluator], fmean(recent)))
             recent.clear()
-        best = best_of(points)
+        best = diagnostics.best_of(points)
         if not count or best is None:
             return ""
         if best.update == update:
             self._save()
-        gaming = find_gaming(points, count)
+        gaming = diagnostics.find_gaming(points, count)
         if not gaming:
             return ""
         where = f"{self.config.checkpoint_folder}/{best.update:06d}"
-        why = describe_gaming(gaming, evaluator)
+        why = diagnostics.describe_gaming(gaming, evaluator)
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:

@@ -1,1 +1,1 @@
-"""Rewards: what a reward is, and the threads that run it beside the rollout."""
+"""Rewards: their protocol, and the threads that run them in parallel with the rollout."""

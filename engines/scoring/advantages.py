@@ -14,15 +14,15 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.choices import refuse_unused
 from fluvial.engines.errors import UsageError
 
-# Lagrange multiplier of each reward that has a floor: part of a run's checkpoints.
+# Lagrange multiplier per reward with a floor; saved in checkpoints.
 Multipliers = dict[str, float]
 
 
 def parse_floors(texts: Sequence[str], *, field: str) -> dict[str, float]:
-    """Return the floor of each reward by its name, from `name=floor` each.
+    """Return floors by the name of the reward, from texts `name=floor`.
 
     Raises:
-        UsageError: one is not a name and a number, or a name stands twice.
+        UsageError: a text is not a name and a number, or a name is repeated.
     """
     floors: dict[str, float] = {}
     for text in texts:
@@ -42,16 +42,16 @@ def parse_floors(texts: Sequence[str], *, field: str) -> dict[str, float]:
 def update_multipliers(
     multipliers: Mapping[str, float], means: Mapping[str, float], floors: Mapping[str, float], *, lr: float, most: float
 ) -> Multipliers:
-    """Return the multipliers of rewards that are kept above floors after a rollout; a missing one starts at 0.
+    """Return the multipliers of rewards with floors, updated after a rollout; missing ones start at 0.
 
         maximise E[r]  subject to  E[c_k] >= f_k        L = E[r] + sum_k lambda_k (E[c_k] - f_k)
         lambda_k <- clip(lambda_k + lr (f_k - mean c_k), 0, most)
 
-    The policy climbs L for the present multipliers, where c_k is a reward of weight lambda_k. Each multiplier descends it
-    after every rollout (as in RCPO, arXiv 1805.11074).
+    The policy maximises L at the current multipliers, where c_k is a reward of weight lambda_k. Each multiplier takes a
+    descent step on L after every rollout (as in RCPO, arXiv 1805.11074).
 
     Args:
-        multipliers: those before, by name of the reward.
+        multipliers: previous multipliers, by name of the reward.
         means: mean of each reward over the rollout.
         lr: step size, per unit of the reward.
     """
@@ -61,41 +61,41 @@ def update_multipliers(
 
 
 def learnt_weights(weights: Tensor, names: Sequence[str], multipliers: Mapping[str, float]) -> Tensor:
-    """Return the weight of each reward in the advantage, `[K]`: a multiplier in place of the weight of one with a floor."""
+    """Return the weight of each reward in the advantage, `[K]`; for a reward with a floor it is the multiplier."""
     return torch.tensor([multipliers.get(name, weight) for name, weight in zip(names, weights.tolist(), strict=True)])
 
 
 SMALLEST = (1e-12, 1e30)
 
-# The last rewards of each prompt, oldest first: part of a run's checkpoints.
+# Recent rewards per prompt, oldest first; saved in checkpoints.
 History = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages.
+    """Conversion of rewards to advantages.
 
     Args:
         scale: Standard deviation by which a reward's distance to its group's mean is divided: group (of its group), batch
             (of all samples of the rollout) or none.
         eps: Number added to that standard deviation, in the unit of the reward.
-        clip: Bound of the advantages, which are clipped to [-clip, clip]; None clips nothing.
-        combine: How several rewards become one advantage: sum (of the weighted rewards) or gdpo (each reward is normalised
-            in its group, then weighted, then normalised over the batch, arXiv 2601.05242) or advantages (each reward is
-            normalised in its group, then weighted, as in MixGRPO's code).
-        ddof: Delta degrees of freedom of the standard deviations: 1 (unbiased) or 0 (of the population, as numpy's, which
-            Flow-GRPO's code takes).
-        drop_zero: Leave samples with advantage 0 out of the loss, its KL term and the count that it is averaged over, as
-            Flow-GRPO's code does. Otherwise they get the KL term, and count.
-        rescale: Bound that clipped advantages are scaled to, A rescale / clip (AWM's code divides by the clip); None scales
-            nothing.
+        clip: Bound of the advantages, which are clipped to [-clip, clip]; None does not clip.
+        combine: Combination of several rewards into one advantage: sum (of the weighted rewards), gdpo (each reward is
+            normalised in its group, then weighted, then normalised over the batch, arXiv 2601.05242) or advantages (each
+            reward is normalised in its group, then weighted, as in MixGRPO's code).
+        ddof: Delta degrees of freedom of the standard deviations: 1 (unbiased) or 0 (of the population, numpy's default, as
+            in Flow-GRPO's code).
+        drop_zero: Exclude samples with advantage 0 from the loss, its KL term and the count that it is averaged over, as
+            Flow-GRPO's code does. Otherwise they have the KL term, and count.
+        rescale: Bound to which clipped advantages are scaled, A rescale / clip (AWM's code divides by the clip); None does
+            not scale.
         extremes: Number of the best and of the worst samples per group that are trained on, by the weighted sum of their
-            rewards (DanceGRPO's code for HunyuanVideo takes 4 and 4 of 24); the others count for their group's mean alone.
+            rewards (DanceGRPO's code for HunyuanVideo uses 4 and 4 of 24); the others only count in their group's mean.
             0 trains on all.
-        history: Number of the last rewards of each prompt, over past rollouts, whose mean and standard deviation normalise
-            its rewards in place of its group's (DDPO's code); 0 takes the group's.
-        history_min: Number of rewards of a prompt below which those of all samples of the rollout are taken.
-        floors: Rewards that are kept above a floor instead of being maximised, as name=floor, e.g. ocr=0.8. Each gets a
+        history: Number of recent rewards per prompt, over past rollouts, whose mean and standard deviation normalise its
+            rewards instead of its group's (DDPO's code); 0 uses the group's.
+        history_min: Number of rewards of a prompt below which the rewards of all samples of the rollout are used instead.
+        floors: Rewards that are constrained to a floor instead of being maximised, as name=floor, e.g. ocr=0.8. Each gets a
             Lagrange multiplier as its weight, which rises while its mean over a rollout is below the floor and falls, down
             to 0, while it is above.
         floor_lr: Step size of the multipliers: their change per rollout and unit of the reward.
@@ -118,7 +118,7 @@ class AdvantageConfig:
 
     @property
     def floor_of(self) -> dict[str, float]:
-        """Floor of each reward that has one, by name."""
+        """Floors by the name of the reward."""
         return parse_floors(self.floors, field="advantage.floors")
 
     def __post_init__(self) -> None:
@@ -161,8 +161,8 @@ class AdvantageConfig:
 def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of rewards, `[..., K] -> [...]`.
 
-    Equal rewards have sums of the same bits, wherever they stand: a matrix product rounds its last rows otherwise, and a
-    flat group would have a best sample.
+    Equal rewards have bit-identical sums at any position. A matrix product rounds its last rows differently, so that a group
+    of equal rewards would have a best sample.
     """
     total = rewards.new_zeros(rewards.shape[:-1])
     for reward, weight in zip(rewards.unbind(-1), weights.unbind(), strict=True):
@@ -171,10 +171,10 @@ def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 class Grades(NamedTuple):
-    """What N scored samples are worth to a method, `[N]` each, on the host."""
+    """Rewards, advantages and keep mask of N samples, `[N]` each, on the host."""
 
     reward: Tensor  # weighted sum of the rewards
-    advantage: Tensor  # [N, S] where steps have rewards of their own
+    advantage: Tensor  # [N, S] with rewards per step
     keep: Tensor  # 1 for samples that the loss is averaged over, else 0
 
 
@@ -188,22 +188,22 @@ def grade(
     prompts: Sequence[str] = (),
     history: History,
 ) -> Grades:
-    """Return the reward and the advantage of each sample, and which samples are learnt from.
+    """Return the reward and the advantage of each sample, and which samples are trained on.
 
     Args:
         rewards: `[N, K]`.
         weights: weight of each reward, `[K]`.
         group: index of each sample's group, `[N]`.
-        config: how rewards become advantages.
-        gains: reward of each of a sample's S steps, `[N, S]`; the advantages are theirs in place of the sample's, each
-            compared with the same step of the group.
+        config: settings of the advantages.
+        gains: reward of each step, `[N, S]`, or None. With it advantages are per step, relative to the same step of the
+            group's samples.
         prompts: prompt of each sample, `[N]`, read if `config.history` is set.
-        history: last rewards of each prompt; those of these samples are added if `config.history` is set.
+        history: recent rewards per prompt; those of these samples are added if `config.history` is set.
     """
     reward = weigh_rewards(rewards, weights)
     if gains is not None:
-        one = torch.ones(1)
-        advantage = torch.stack([advantages(gain[:, None], one, group, config) for gain in gains.unbind(1)], dim=1)
+        unit_weight = torch.ones(1)
+        advantage = torch.stack([advantages(gain[:, None], unit_weight, group, config) for gain in gains.unbind(1)], dim=1)
     elif config.history:
         advantage = history_advantages(reward, prompts, history, config)
     else:
@@ -215,7 +215,7 @@ def grade(
 
 
 def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:
-    """Return the advantage of each sample, `[B]`; zeros where there are no rewards.
+    """Return the advantage of each sample, `[B]`; zeros without rewards.
 
     Rewards are `[B, K]`, weights one per reward, `[K]`, and `group` is the index of each sample's group, `[B]`.
     """
@@ -234,7 +234,7 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
 def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
     """Return 1 for the `count` best and the `count` worst samples of each group, else 0, `[B]`; all 1 for count 0.
 
-    Samples of equal reward are taken in their order in the batch. `group` is the index of each sample's group, `[B]`.
+    Ties are broken by the order in the batch. `group` is the index of each sample's group, `[B]`.
     """
     if not count:
         return torch.ones_like(reward)
@@ -255,28 +255,28 @@ def clip_advantages(advantage: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def history_advantages(reward: Tensor, prompts: Sequence[str], history: History, config: AdvantageConfig) -> Tensor:
-    """Return the advantage of each sample by the last rewards of its prompt, `[B]`, and add its reward to the history.
+    """Return advantages relative to the recent rewards of each prompt, `[B]`, and add the rewards to the history.
 
         A = (r - mean_p) / (std_p + eps)
 
-    mean_p and std_p are those of the last `config.history` rewards of the prompt, those of this rollout included. As long as
-    there are fewer than `config.history_min`, they are those of all samples of the rollout.
+    mean_p and std_p are over the last `config.history` rewards of the prompt, including this rollout. With fewer than
+    `config.history_min` rewards, they are over all samples of the rollout.
 
-    The rewards, `[B]`, are the same on every rank, and `history` is changed in place.
+    The rewards, `[B]`, are equal on all ranks, and `history` is changed in place.
 
     Source: DDPO, arXiv 2305.13301, and its published code.
     """
-    wide = reward.to(torch.float64)
-    for prompt, value in zip(prompts, wide.tolist(), strict=True):
-        known = history.setdefault(prompt, [])
-        known.append(value)
-        del known[: -config.history]
+    reward64 = reward.to(torch.float64)
+    for prompt, value in zip(prompts, reward64.tolist(), strict=True):
+        recent = history.setdefault(prompt, [])
+        recent.append(value)
+        del recent[: -config.history]
 
     def moments(prompt: str) -> tuple[float, float]:
-        known = history[prompt]
-        rewards = torch.tensor(known, dtype=torch.float64) if len(known) >= config.history_min else wide
+        recent = history[prompt]
+        rewards = torch.tensor(recent, dtype=torch.float64) if len(recent) >= config.history_min else reward64
         return float(rewards.mean()), float(rewards.std(correction=config.ddof))
 
     by_prompt = {prompt: moments(prompt) for prompt in dict.fromkeys(prompts)}
     mean, std = torch.tensor([by_prompt[prompt] for prompt in prompts], dtype=torch.float64).reshape(-1, 2).unbind(1)
-    return clip_advantages(((wide - mean) / (std + config.eps)).to(reward.dtype), config)
+    return clip_advantages(((reward64 - mean) / (std + config.eps)).to(reward.dtype), config)

@@ -1,4 +1,4 @@
-"""A reward as it is written in settings: its name, its options and its weight.
+"""Text of a reward in settings: its name, its options and its weight.
 
     NAME[:OPTION=VALUE,OPTION=VALUE...][=WEIGHT]
 
@@ -6,11 +6,11 @@
     pickscore:device=cuda:1,weights=models/pick     options
     pickscore:device=cuda:1,weights=models/pick=2   options, and the weight 2
     mine:score=0.5                                  the function `score` of the module `mine`, weight 0.5
-    mine:Score:scale=2,sharp=true=0.5               the class `Score` of the module `mine`, made with two options
+    mine:Score:scale=2,sharp=true=0.5               the class `Score` of the module `mine`, created with two options
 
-A name of one word that fluvial, the job or an installed package knows takes options after its colon; any other word before a
-colon is a module. A value holds no comma; several values of one option are joined by "+". What follows the last `=` of all
-is the weight if it is a number; an option whose own value ends so needs a weight behind it.
+A name known to fluvial, the job or an installed package takes options after its colon; any other word before a colon is a
+module. A value cannot contain a comma; several values of one option are joined by "+". A number after the last `=` is the
+weight, so an option whose value ends in `=` and a number needs a weight after it.
 """
 
 import inspect
@@ -33,35 +33,35 @@ WORDS: dict[str, bool] = {"true": True, "false": False}
 
 
 class RewardText(NamedTuple):
-    """A reward as it is written."""
+    """The parts of a reward's text."""
 
     name: str
     options: dict[str, str]
-    weight: str | None  # as it is written; None where there is none
+    weight: str | None  # as written; None without a weight
 
 
 def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
-    """Return the parts of a reward's text, see the head of this file.
+    """Parse a reward's text, see the docstring of this module.
 
     Args:
-        known: names that are no modules.
-        field: setting that it is a value of, for messages.
+        known: names that are not modules.
+        field: name of the setting, for messages.
 
     Raises:
-        UsageError: an option is not name=value, or stands twice.
+        UsageError: an option is not name=value, or is repeated.
     """
-    head, separator, rest = text.partition("=")
+    head, separator, tail = text.partition("=")
     words = head.split(":")
     places = 1 if words[0] in known else 2
     if len(words) <= places:
-        return RewardText(head, {}, rest if separator else None)
+        return RewardText(head, {}, tail if separator else None)
     name, first = ":".join(words[:places]), ":".join(words[places:])
-    *others, last = (f"{first}={rest}" if separator else first).split(",")
-    option, value = _split(last)
+    *others, last = (f"{first}={tail}" if separator else first).split(",")
+    option, value = _split_option(last)
     value, separator, weight = (value or "").rpartition("=")
     if not separator or parse_weight(weight) is None:
         value, weight, separator = f"{value}{separator}{weight}", "", ""
-    stated = [*map(_split, others), (option, value if "=" in last else None)]
+    stated = [*map(_split_option, others), (option, value if "=" in last else None)]
     for option, value in stated:
         if value is None or not option.isidentifier():
             raise UsageError(
@@ -73,7 +73,7 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
 
 
 def make_reward(label: str, reward: Any, options: Mapping[str, str]) -> Any:
-    """Return the reward of a class, or of a function, with options; without options a function is the reward itself.
+    """Create a reward from a class or a function and options; a function without options is returned unchanged.
 
     Args:
         label: start of messages, e.g. "rewards 'mine:Score'".
@@ -83,12 +83,12 @@ def make_reward(label: str, reward: Any, options: Mapping[str, str]) -> Any:
     """
     if not callable(reward) or not (options or inspect.isclass(reward)):
         return reward
-    values = _values(label, reward, options, factory=False)
+    values = _convert_options(label, reward, options, factory=False)
     return build_object(label, reward, values) if inspect.isclass(reward) else partial(reward, **values)
 
 
 def build_object(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Return what a class or a factory makes of options; UsageError if it raises."""
+    """Call a class or a factory with options; UsageError if it raises."""
     try:
         return make(**values)
     except (FluvialError, ValueError, OSError, ImportError) as error:
@@ -98,28 +98,28 @@ def build_object(label: str, make: Callable[..., Any], values: Mapping[str, Any]
 
 
 def _strip_name(message: str, label: str) -> str:
-    """Return a message without the name that it begins with, if the label before it ends with that name."""
-    name, colon, rest = message.partition(": ")
-    return rest if colon and label.endswith(repr(name)) else message
+    """Remove the leading name of a message if its label already ends with that name."""
+    name, colon, text = message.partition(": ")
+    return text if colon and label.endswith(repr(name)) else message
 
 
 def from_factory(label: str, make: Callable[..., Any], options: Mapping[str, str]) -> Any:
-    """Return the reward that a class or a factory makes, see `make_reward`."""
-    return build_object(label, make, _values(label, make, options, factory=True))
+    """Create a reward with a class or a factory, see `make_reward`."""
+    return build_object(label, make, _convert_options(label, make, options, factory=True))
 
 
-def _split(word: str) -> tuple[str, str | None]:
+def _split_option(word: str) -> tuple[str, str | None]:
     """Return the name and the value of name=value; None without a value."""
     name, separator, value = word.partition("=")
     return name.strip(), value if separator else None
 
 
-def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *, factory: bool) -> dict[str, Any]:
-    """Return options as values of the types that a class or a function declares."""
+def _convert_options(label: str, make: Callable[..., Any], options: Mapping[str, str], *, factory: bool) -> dict[str, Any]:
+    """Convert options to the types that a class or a function declares."""
     is_factory = inspect.isclass(make) or factory
     parameters = dict(inspect.signature(make).parameters)
     hints: dict[str, Any] = {}
-    with suppress(TypeError, NameError):  # an object that is called, or types that only a checker knows
+    with suppress(TypeError, NameError):  # a callable object, or types that exist only for type checkers
         hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
     samples = () if is_factory else (*list(parameters)[:2], *KNOWN)
     fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -133,11 +133,11 @@ def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *,
     for name, parameter in accepted.items():
         if parameter.default is parameter.empty and name not in options:
             raise UsageError(f"{label} needs the option {name}: write {name}=value after its name and a colon")
-    return {name: _value(f"{label}: {name}", text, hints.get(name, Any)) for name, text in options.items()}
+    return {name: _convert_option(f"{label}: {name}", text, hints.get(name, Any)) for name, text in options.items()}
 
 
-def _value(label: str, text: str, hint: Any) -> Any:
-    """Return an option's text as a value of a type."""
+def _convert_option(label: str, text: str, hint: Any) -> Any:
+    """Convert an option's text to a type."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
     plain = [str(choice) for choice in choices]

@@ -1,4 +1,4 @@
-"""The reward of pairs: how often a sample wins against the others of its group, and the strengths that comparisons show.
+"""Rewards from pairwise comparisons: win rates within a group, and Bradley-Terry strengths.
 
 Source: Pref-GRPO, arXiv 2508.20751, whose judge is a VLM (`win_rate` of `engines.extensions.judges`).
 """
@@ -29,9 +29,9 @@ def bradley_terry(wins: Tensor, *, prior: float = 0.5) -> Tensor:
         P(i beats j) = p_i / (p_i + p_j),   theta_i = log p_i
 
     The strengths maximise sum_ij w_ij log P(i beats j) + a sum_i [log P(i beats 0) + log P(0 beats i)], where item 0 has the
-    strength 1: each item has a wins and a losses against it. This keeps the strengths finite where an item won or lost all
-    its comparisons, or has none, whose theta is 0; the maximum is unique, because the sum is strictly concave in theta. Each
-    iteration is that of the MM algorithm,
+    strength 1: each item has a wins and a losses against it. This keeps the strengths finite if an item won or lost all
+    its comparisons; without any, its theta is 0. The maximum is unique, because the sum is strictly concave in theta. Each
+    iteration is one of the MM algorithm,
 
         p_i <- (sum_j w_ij + a) / (sum_j (w_ij + w_ji) / (p_i + p_j) + 2 a / (p_i + 1))
 
@@ -40,7 +40,7 @@ def bradley_terry(wins: Tensor, *, prior: float = 0.5) -> Tensor:
         prior: a > 0, wins and losses of each item against one of strength 1.
 
     Raises:
-        ValueError: `wins` is no square matrix of finite numbers >= 0 with a diagonal of 0, or `prior` is not above 0.
+        ValueError: `wins` is not a square matrix of finite numbers >= 0 with a diagonal of 0, or `prior` is not above 0.
 
     Source: Bradley and Terry 1952, Biometrika 39 (model); Hunter 2004, Annals of Statistics 32 (MM algorithm); Caron and
     Doucet 2012, J. Comput. Graph. Stat. 21 (virtual comparisons as a prior).
@@ -60,7 +60,7 @@ def bradley_terry(wins: Tensor, *, prior: float = 0.5) -> Tensor:
     return torch.from_numpy(np.log(p))
 
 
-SHOWN = "images", "videos", "prompts"  # what a judge sees of samples
+SHOWN = "images", "videos", "prompts"  # inputs that a judge receives
 # (first images [P, ...], second images [P, ...], prompts) -> 1 where the first is better, 0 the second, 0.5 neither, [P]
 Judge = Callable[[Tensor, Tensor, Sequence[str]], Any]
 
@@ -68,13 +68,13 @@ Judge = Callable[[Tensor, Tensor, Sequence[str]], Any]
 class Pairwise:
     """Wins of a sample over the number of its comparisons, in [0, 1]; a tie is half a win.
 
-    Each two samples of a group are compared once, the earlier one first, in one call per group. The win rates of a group
-    have the mean 1/2, whatever its samples are worth; in a group of two they are 0, 1/2 or 1.
+    Every pair of samples in a group is compared once, the earlier one first, in one call per group. The win rates of a group
+    have the mean 1/2, whatever its quality; in a group of two they are 0, 1/2 or 1.
 
     Args:
         judge: Function `(first, second, prompts)` that returns 1 for each pair whose first image is better, 0 for the
-            second, 0.5 for neither and NaN or None for no verdict: itself, or module:name, or a reward of the job by its
-            name, whose higher score wins.
+            second, 0.5 for neither and NaN or None for no verdict. It may also be module:name, or the name of a reward of
+            the job, whose higher score wins.
     """
 
     def __init__(self, judge: str | Judge, rewards: Mapping[str, Reward] | None = None) -> None:
@@ -102,9 +102,9 @@ class Pairwise:
             better, worse = scores[first], scores[second]
             won = torch.where(better.isnan() | worse.isnan(), torch.nan, ((better - worse).sign() + 1) / 2)
         else:
-            asked = [prompts[place] for place in first]
-            returned = self.judge(images[first], images[second], list(asked))
-            won = read_scores(returned, asked, label="pairwise: the judge").scores
+            pair_prompts = [prompts[place] for place in first]
+            returned = self.judge(images[first], images[second], list(pair_prompts))
+            won = read_scores(returned, pair_prompts, label="pairwise: the judge").scores
             if len(wrong := won[(won < 0) | (won > 1)]):
                 raise RunError(f"pairwise: the judge returned {wrong[0]:g}, expected a number from 0 to 1 per pair")
         return win_rates(won, len(images))

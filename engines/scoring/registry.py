@@ -1,4 +1,4 @@
-"""Which rewards a run uses: those of the job, reward models, those that extensions make, or `module:name`."""
+"""Selection of a run's rewards: those of the job, reward models, rewards of extensions, or `module:name`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,18 +19,17 @@ from fluvial.models.rewards.table import REWARD_MODELS
 def select(
     rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards", videos: bool = True
 ) -> dict[str, tuple[Reward, float]]:
-    """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
+    """Return the requested rewards and their weights, by name; by default the first reward of the job.
 
     Args:
-        rewards: rewards of the job, by name; they come before others of the same name.
+        rewards: rewards of the job, by name; they take precedence over others.
         names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
             `rewards`, a reward model, a client of a server, an entry point of `fluvial.rewards`, or `module:name`.
         field: setting that names them, for messages.
-        videos: whether samples may be videos; else a reward model of videos is refused before its weights are fetched.
+        videos: whether samples may be videos; otherwise a video reward model raises before its weights are fetched.
 
     Raises:
-        UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, an option is wrong, or a weight
-            is no number.
+        UsageError: a name is unknown, repeated, cannot be imported or is not a reward, or an option or a weight is invalid.
     """
     selected: dict[str, tuple[Reward, float]] = {}
     makers = built_in(rewards)
@@ -49,8 +48,8 @@ def select(
         if name in makers and name not in rewards:
             reward = makers[name](label, options)
         else:
-            found_object = plugins.load(name, "rewards", table={**rewards, **makers, **rewards}, field=field)
-            reward = make_reward(label, found_object, options)
+            loaded = plugins.load(name, "rewards", table={**rewards, **makers, **rewards}, field=field)
+            reward = make_reward(label, loaded, options)
         if (problem := reward_problem(reward)) is not None:
             raise UsageError(f"{label} {problem}")
         selected[name] = reward, value
@@ -58,13 +57,13 @@ def select(
 
 
 def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
-    """Return how each reward that is made of options is made, `(label, options) -> reward`, by name.
+    """Return the factories of rewards with options, `(label, options) -> reward`, by name.
 
-    A reward model is imported when it is made. Others are those of the tables that entry points of `fluvial.reward_makers`
-    name, such as the clients of servers.
+    A reward model is imported when it is created. Other factories come from the tables of the entry points
+    `fluvial.reward_makers`, such as the clients of servers.
 
     Args:
-        rewards: rewards of the job, which others may be made of.
+        rewards: rewards of the job, from which others may be built.
     """
 
     def other(make: Callable[..., Any], label: str, options: Mapping[str, str]) -> Any:
@@ -105,12 +104,12 @@ def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
 
 
 def check_records(rewards: Mapping[str, Any], prompts: Sequence[Prompt], *, label: str = "reward") -> None:
-    """Raise UsageError, in one line, if a reward needs a column that the prompts' records lack."""
+    """Raise UsageError, in one line, if a reward needs a column that a prompt's record lacks."""
     for name, reward in rewards.items():
         for condition in filter(signature_of(reward).takes, CONDITIONS):
-            without = next((prompt for prompt in prompts if find_condition(prompt, condition) is None), None)
-            if without is not None:
+            lacking = next((prompt for prompt in prompts if find_condition(prompt, condition) is None), None)
+            if lacking is not None:
                 raise UsageError(
-                    f"{label} {name!r} takes {condition}, and prompt {without.text!r} has none: give its record a "
+                    f"{label} {name!r} takes {condition}, and prompt {lacking.text!r} has none: give its record a "
                     f"column {CONDITIONS[condition]}"
                 )

@@ -1,4 +1,4 @@
-"""Reward threads: rewards score a chunk of images, whole groups too, while the next chunk is generated, or with gradient."""
+"""Reward threads, which score chunks or groups while the next chunk is generated, and rewards with gradient."""
 
 import copy
 import time
@@ -25,7 +25,7 @@ Row = tuple[Tensor, Prompt, Tensor | None]  # image, prompt and latent of a samp
 
 
 class GroupBuffer:
-    """Keeps samples until their group is complete. The samples of a group have consecutive ids."""
+    """Buffer of samples until their group is complete. The samples of a group have consecutive ids."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,10 +33,10 @@ class GroupBuffer:
         self._like: Samples | None = None
 
     def add(self, samples: Samples, ids: Sequence[int]) -> list[Samples]:
-        """Take samples in, and return the groups that are complete with them.
+        """Add samples, and return the groups that they complete.
 
         Args:
-            ids: index of each in the rollout, -1 for a repeat, which is left out.
+            ids: index of each sample in the rollout, -1 for padding, which is skipped.
         """
         self._like = samples
         for i, number in enumerate(ids):
@@ -47,34 +47,34 @@ class GroupBuffer:
 
     @collective
     def exchange(self, world: World) -> list[Samples]:
-        """Return the groups that are complete with the samples of other ranks.
+        """Exchange samples with other ranks, and return the groups that they complete.
 
         A group goes to the first rank that has samples of it.
         """
         if world.data_size == 1:
             return []
         waiting = {group: [(number, row[1]) for number, row in sorted(rows.items())] for group, rows in self.waiting.items()}
-        held = world.gather_items(waiting)[:: world.sequence]
-        owner = {group: rank for rank in reversed(range(len(held))) for group in held[rank]}
+        waiting_by_rank = world.gather_items(waiting)[:: world.sequence]
+        owner = {group: rank for rank in reversed(range(len(waiting_by_rank))) for group in waiting_by_rank[rank]}
         rank = world.data_rank
         # Ordered by receiver, and then by id.
         sent = sorted((owner[group], number) for group in waiting if owner[group] != rank for number, _ in waiting[group])
         coming = [
             (number, prompt)
-            for other, groups in enumerate(held)
+            for other, groups in enumerate(waiting_by_rank)
             for number, prompt in sorted(row for group, rows in groups.items() for row in rows if owner[group] == rank)
             if other != rank
         ]
         moved = [
             [(owner[group], len(rows)) for group, rows in groups.items() if owner[group] != other]
-            for other, groups in enumerate(held)
+            for other, groups in enumerate(waiting_by_rank)
         ]
         if not any(moved):
             return []
         send = [sum(count for to, count in moved[rank] if to == receiver) for receiver in range(world.data_size)]
         receive = [sum(count for to, count in moved[sender] if to == rank) for sender in range(world.data_size)]
         rows = [self.waiting[number // self.size].pop(number) for _, number in sent]
-        self.waiting = {group: rest for group, rest in self.waiting.items() if rest}
+        self.waiting = {group: remaining for group, remaining in self.waiting.items() if remaining}
         like = self._like
         assert like is not None, "every rank makes samples"
         images = world.exchange(_stack([image for image, _, _ in rows], like.images), send, receive)
@@ -88,7 +88,7 @@ class GroupBuffer:
         return self._complete()
 
     def _complete(self) -> list[Samples]:
-        """Take out the groups that are complete."""
+        """Remove and return the complete groups."""
         parts = []
         for group in sorted(group for group, rows in self.waiting.items() if len(rows) == self.size):
             rows = [row for _, row in sorted(self.waiting.pop(group).items())]
@@ -105,13 +105,13 @@ class GroupBuffer:
 
 
 def _stack(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return tensors as one, `[N, ...]`, also where there are none."""
+    """Stack tensors to `[N, ...]`; there may be none."""
     return torch.stack(list(rows)) if rows else like.new_empty(0, *like.shape[1:])
 
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
-POLL = 0.1  # seconds between two looks whether scores that come later are still waited for
-BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
+POLL = 0.1  # polling interval while waiting for pending scores, in seconds
+BAD = 2  # failures of samples tried one by one, after which the remaining samples of a chunk are skipped
 
 Later = Future[Any]  # of what a reward returns
 
@@ -120,20 +120,20 @@ Later = Future[Any]  # of what a reward returns
 class Tally:
     """Counts of a reward's thread over the chunks of a rollout."""
 
-    seconds: float = 0.0  # that the reward computed
+    seconds: float = 0.0  # compute time of the reward
     failed: int = 0  # invalid samples
-    problem: str = ""  # of the last of them
+    problem: str = ""  # reason of the last invalid sample
 
 
 class RewardRunner:
     """Scores chunks of samples on one thread, in order.
 
-    A call that raises gives its samples no score. If the error may come from one of them, they are scored one by one.
+    A call that raises gives its samples no score. If one of them may be the cause, they are scored one by one.
 
     Args:
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
-        tolerated: number of invalid samples between two calls of `results` above which the reward is not called any more,
-            because the run stops anyway; None calls it always.
+        tolerated: number of invalid samples between two calls of `results` above which the reward is no longer called,
+            because the run will stop; None always calls it.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class RewardRunner:
         self.work: Queue[tuple[Future[Scored | Later], Samples, Tally] | None] = Queue()
         self.waiting: list[
             tuple[Future[Scored | Later], Sequence[Prompt]]
-        ] = []  # the images stay no longer than they are scored
+        ] = []  # without images, which are freed once scored
         self.tally = Tally()  # since the last call of `results`
-        # A daemon: a reward that hangs does not keep the process alive.
+        # A daemon thread, so that a hanging reward does not keep the process alive.
         Thread(target=self._serve, name="reward", daemon=True).start()
 
     def submit(
@@ -158,7 +158,7 @@ class RewardRunner:
         self.work.put((future, Samples(images, prompts, latents, group), self.tally))
 
     def fork(self) -> Self:
-        """Return a runner on the same thread whose results are those of its own chunks."""
+        """Return a runner on the same thread with separate chunks and results."""
         other = copy.copy(self)
         other.waiting, other.tally = [], Tally()
         return other
@@ -167,7 +167,7 @@ class RewardRunner:
         """Return the scores of each chunk submitted since the last call, in order.
 
         Args:
-            stop: whether scores that the reward promised are waited for no longer; those that are not there are `abandoned`.
+            stop: function that returns whether to stop waiting for pending scores, which are then `abandoned`.
 
         Raises:
             RunError: the reward took too long; the message names the prompts.
@@ -196,17 +196,17 @@ class RewardRunner:
         return scored.scores
 
     def close(self) -> None:
-        """End the thread, without waiting for a call that hangs."""
+        """End the thread, without waiting for a hanging call."""
         self.work.put(None)
 
     def _serve(self) -> None:
         while (chunk := self.work.get()) is not None:
             future, scored = chunk[0], self._score_chunk(*chunk[1:])
-            del chunk  # an update needs the memory of its images
+            del chunk  # frees its images, whose memory an update needs
             future.set_result(scored)
 
     def _score_chunk(self, samples: Samples, tally: Tally) -> Scored | Later:
-        """Return the scores of a chunk, whatever the reward does, and count them."""
+        """Return the scores of a chunk, whatever the reward raises, and count invalid ones."""
         compute_on(samples.images.device)
         use_here(samples.images, samples.latents)
         if self.tolerated is not None and tally.failed > self.tolerated:
@@ -214,11 +214,11 @@ class RewardRunner:
         start = time.perf_counter()
         try:
             scored = self._call(samples)
-        except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
-            # What a reward lacks, or cannot reach, for all samples, it would for each.
-            whole = samples.group is not None or isinstance(error, OSError | FluvialError)
+        except BaseException as error:  # also sys.exit in a reward, which the run must report
+            # These errors would recur for each single sample.
+            is_common = samples.group is not None or isinstance(error, OSError | FluvialError)
             line = self._line(error, samples.prompts)
-            scored = make_invalid(len(samples.prompts), line) if whole else self._one_by_one(samples, error)
+            scored = make_invalid(len(samples.prompts), line) if is_common else self._one_by_one(samples, error)
         tally.seconds += time.perf_counter() - start
         if isinstance(scored, Scored):
             tally.failed += int(torch.isnan(scored.scores).sum())
@@ -226,7 +226,7 @@ class RewardRunner:
         return scored
 
     def _await_scores(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
-        """Return the scores that a reward has promised, which takes as long as the reward lets it."""
+        """Wait for pending scores of a reward, without a time limit."""
         while not later.done():
             if stop():
                 return make_invalid(len(prompts), f"{self.label} was not waited for")._replace(abandoned=True)
@@ -247,7 +247,7 @@ class RewardRunner:
         return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
 
     def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
-        """Return the scores of the samples that the reward can score alone; the line names the first that it cannot."""
+        """Score the samples one by one; the problem line names the first that fails."""
         parts, problem, bad = list[Scored](), self._line(error, samples.prompts), 0
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
@@ -256,8 +256,8 @@ class RewardRunner:
                 parts.append(
                     scored if isinstance(scored, Scored) else self._await_scores(scored, single.prompts, lambda: False)
                 )
-            except BaseException as own:
-                problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
+            except BaseException as sample_error:
+                problem, bad = problem if bad else self._line(sample_error, single.prompts), bad + 1
                 parts.append(make_invalid(1, problem))
         return concatenate(parts)._replace(problems=(problem,), failed=True)
 
@@ -266,11 +266,11 @@ class Collected(NamedTuple):
     """Scores of N samples by several rewards, on one rank."""
 
     scores: Tensor  # [N, K], NaN where invalid; 0 for samples that another rank scores
-    parts: dict[str, dict[int, float]]  # further numbers of rewards by "reward/name" and sample
-    problems: list[str]  # a line for each reason of an invalid score
-    computed: float  # seconds of the reward that computed longest
-    waited: float  # seconds that its end was waited for
-    abandoned: bool = False  # scores that a reward promised were not waited for
+    parts: dict[str, dict[int, float]]  # additional scores by "reward/name" and sample
+    problems: list[str]  # one line per reason of an invalid score
+    computed: float  # compute time of the slowest reward, in seconds
+    waited: float  # time waited for the rewards, in seconds
+    abandoned: bool = False  # pending scores were not awaited
 
 
 class RewardRunners:
@@ -278,8 +278,8 @@ class RewardRunners:
 
     Args:
         timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
-        group: samples per group; a reward that compares them gets a group per call; 0 has no groups.
-        tolerated: number of invalid samples of a reward above which it is not called any more, see `RewardRunner`.
+        group: samples per group; rewards that compare them get one group per call. 0 means no groups.
+        tolerated: number of invalid samples of a reward above which it is no longer called, see `RewardRunner`.
     """
 
     def __init__(
@@ -300,25 +300,25 @@ class RewardRunners:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin without samples."""
+        """Reset to no samples."""
         self.groupwise = [runner for runner in self.runners if runner.signature.takes("group")]
         self.buffer = GroupBuffer(self.group) if self.groupwise else None
-        self._ids: list[int] = []  # of the samples so far, -1 for repeats
-        self._groups: list[int] = []  # of the groups so far
+        self._ids: list[int] = []  # index of each sample so far, -1 for padding
+        self._groups: list[int] = []  # index of each group so far
 
     def discard(self) -> None:
-        """Forget the samples so far: others take their place."""
+        """Discard the samples so far; others replace them."""
         for runner in self.runners:
             runner.waiting = []
         self._begin()
 
     def fork(self, group: int | None = None) -> Self:
-        """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
+        """Return runners on the same threads with separate samples and results, for another rollout.
 
-        They are used on one thread at a time, but on another than these.
+        They may be used on another thread than these, but only on one at a time.
 
         Args:
-            group: samples per group, by default as many as here.
+            group: samples per group, by default unchanged.
         """
         other = copy.copy(self)
         other.runners = [runner.fork() for runner in self.runners]
@@ -333,7 +333,7 @@ class RewardRunners:
 
         Args:
             images, prompts, latents: the samples, see `Samples`.
-            ids: index of each sample in the rollout, -1 for a repeat, whose score is not used; by default those that follow.
+            ids: index of each sample in the rollout, -1 for padding, whose score is not used; by default the next ones.
         """
         ids = range(len(self._ids), len(self._ids) + len(prompts)) if ids is None else ids
         self._ids.extend(ids)
@@ -347,8 +347,8 @@ class RewardRunners:
         """Return the scores of all chunks submitted since the last call.
 
         Args:
-            batch: number of samples of all ranks; by default those that were submitted.
-            stop: whether scores that a reward promised are waited for no longer.
+            batch: number of samples of all ranks; by default the number of submitted samples.
+            stop: function that returns whether to stop waiting for pending scores.
 
         Raises:
             RunError: a reward took too long.
@@ -365,12 +365,12 @@ class RewardRunners:
                 places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
             scored = concatenate(runner.results(stop))
             abandoned |= scored.abandoned
-            rows_here = [row for row, place in enumerate(places) if place >= 0]
-            kept = [places[row] for row in rows_here]
-            table[kept, column] = scored.scores[rows_here]
+            scored_rows = [row for row, place in enumerate(places) if place >= 0]
+            scored_places = [places[row] for row in scored_rows]
+            table[scored_places, column] = scored.scores[scored_rows]
             problems += scored.problems
             for part, values in scored.parts.items():
-                parts[f"{name}/{part}"] = dict(zip(kept, values[rows_here].tolist(), strict=True))
+                parts[f"{name}/{part}"] = dict(zip(scored_places, values[scored_rows].tolist(), strict=True))
         computed = max((runner.tally.seconds for runner in self.runners), default=0.0)
         for runner in self.runners:
             runner.tally.seconds = 0.0
@@ -378,7 +378,7 @@ class RewardRunners:
 
     @collective
     def exchange(self, world: World) -> None:
-        """Start scoring the groups whose samples are on several ranks, on one of them."""
+        """Start scoring groups whose samples are on several ranks, each group on one of them."""
         if self.buffer is not None:
             self._start(self.buffer.exchange(world))
 
@@ -413,7 +413,7 @@ def weighted_sum(rewards: Mapping[str, tuple[Reward, float]], samples: Samples, 
     """Return the weighted sum of rewards of samples, `[B]`, with gradient.
 
     Args:
-        objective: name of what follows the gradient, for messages.
+        objective: name of the method that follows the gradient, for messages.
 
     Raises:
         UsageError: a reward gives no gradient.

@@ -1,4 +1,4 @@
-"""Scores of a reward as one float32 number per image, and one line for each that cannot be learnt from."""
+"""Validation of scores: one float32 number per image, and one line per invalid score."""
 
 import inspect
 import math
@@ -12,27 +12,27 @@ from torch import Tensor
 from fluvial.engines.errors import RunError
 
 SHOWN = 60  # characters of a value in a message
-SCORE = "score"  # the number of a mapping that is learnt from
-LARGEST = 1e9  # size of a score; above it the spread of a group would be lost in rounding
+SCORE = "score"  # key of the score in a mapping that is trained on
+LARGEST = 1e9  # largest magnitude of a score; beyond it, rounding would hide differences within a group
 
 
 class Scored(NamedTuple):
     """The scores of N samples by one reward."""
 
     scores: Tensor  # [N] float32 on the CPU; NaN for a sample that has no valid score
-    parts: dict[str, Tensor] = {}  # noqa: RUF012  # [N] each, further numbers that the reward returned; they are logged
-    problems: tuple[str, ...] = ()  # a line for each reason of an invalid score
-    failed: bool = False  # the reward raised, or returned something else than scores
-    abandoned: bool = False  # scores that the reward promised were not waited for
+    parts: dict[str, Tensor] = {}  # noqa: RUF012  # [N] each, additional scores, which are only logged
+    problems: tuple[str, ...] = ()  # one line per reason of an invalid score
+    failed: bool = False  # the reward raised, or did not return scores
+    abandoned: bool = False  # pending scores were not awaited
 
 
 def make_invalid(count: int, problem: str) -> Scored:
-    """Return the result of a call that gave no score at all."""
+    """Return the result of a call without any valid score."""
     return Scored(torch.full((count,), math.nan), {}, (problem,), failed=True)
 
 
 def concatenate(parts: Sequence[Scored]) -> Scored:
-    """Return results one after the other; a part that one of them lacks is NaN there."""
+    """Concatenate results; missing parts are NaN."""
     names = dict.fromkeys(name for part in parts for name in part.parts)
     columns = {
         name: torch.cat([part.parts.get(name, torch.full((len(part.scores),), math.nan)) for part in parts])
@@ -44,34 +44,35 @@ def concatenate(parts: Sequence[Scored]) -> Scored:
 
 
 def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
-    """Return what a reward returned: numbers, or a mapping of several with the key `score`, without gradient.
+    """Read the scores that a reward returned: numbers, or a mapping with the key `score`; gradients are dropped.
 
-    A score that is no number, not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in `problems`.
+    A score that is not a number, not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in
+    `problems`.
 
     Args:
-        prompts: prompts of the samples that it was called with.
+        prompts: prompts of the scored samples.
         label: start of a message, e.g. "reward 'bright'".
 
     Raises:
-        RunError: it is not one real number per sample; the message says what it is, and names the prompts.
+        RunError: the value is not one real number per sample; the message describes it, and names the prompts.
     """
     parts: dict[str, Tensor] = {}
     if isinstance(returned, Mapping) and SCORE in returned:
         parts = {
-            str(name): _numbers(values, prompts, label=f"{label}, {name},")
+            str(name): _read_numbers(values, prompts, label=f"{label}, {name},")
             for name, values in returned.items()
             if name != SCORE
         }
         returned = returned[SCORE]
-    scores = _numbers(returned, prompts, label=label)
-    wrong = ~(scores.abs() <= LARGEST)  # NaN too
-    said = _elements(returned) or scores.tolist()
-    problems = [_problem(said[i], prompts[i], label) for i in torch.nonzero(wrong).flatten().tolist()]
-    return Scored(scores.masked_fill(wrong, math.nan), parts, tuple(problems))
+    scores = _read_numbers(returned, prompts, label=label)
+    invalid = ~(scores.abs() <= LARGEST)  # NaN too
+    elements = _list_elements(returned) or scores.tolist()
+    problems = [_describe_problem(elements[i], prompts[i], label) for i in torch.nonzero(invalid).flatten().tolist()]
+    return Scored(scores.masked_fill(invalid, math.nan), parts, tuple(problems))
 
 
-def _problem(element: Any, prompt: str, label: str) -> str:
-    """Return why a score is invalid."""
+def _describe_problem(element: Any, prompt: str, label: str) -> str:
+    """Describe why a score is invalid."""
     score = read_number(element)
     if score is None:
         return f"{label} is {describe(element)} for {format_prompts([prompt])}, expected a finite number"
@@ -80,11 +81,11 @@ def _problem(element: Any, prompt: str, label: str) -> str:
     return f"{label} is {score:g} for {format_prompts([prompt])}, expected a finite number"
 
 
-def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
+def _read_numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
     """Return one real number per sample, finite or not; raise RunError for anything else."""
     count = len(prompts)
     try:
-        scores = _tensor(returned)
+        scores = _read_tensor(returned)
     except Exception as error:
         raise RunError(
             f"{label} returned {describe(returned)} that cannot be read as numbers ({one_line(error)}), expected {count} "
@@ -93,7 +94,7 @@ def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
     if scores is None:
         raise RunError(
             f"{label} returned {describe(returned)}, expected a tensor or a list of {count} numbers, one per image"
-            f"{_advice(returned)} ({format_prompts(prompts)})"
+            f"{_advise(returned)} ({format_prompts(prompts)})"
         )
     if scores.shape != (count,):
         raise RunError(
@@ -104,7 +105,7 @@ def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
 
 
 def describe(value: Any) -> str:
-    """Return a value as it is named in a message, e.g. "a dict with the keys 'score'"."""
+    """Describe a value for a message, e.g. "a dict with the keys 'score'"."""
     if value is None:
         return "None"
     if inspect.iscoroutine(value):
@@ -125,7 +126,7 @@ def describe(value: Any) -> str:
 
 
 def format_prompts(prompts: Sequence[str]) -> str:
-    """Return up to three prompts as they are named in a message."""
+    """Format up to three prompts for a message."""
     unique = list(dict.fromkeys(prompts))
     shown = ", ".join(repr(prompt) for prompt in unique[:3])
     return f"prompt{'s' if len(unique) > 1 else ''} {shown}{', ...' if len(unique) > 3 else ''}"
@@ -136,15 +137,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _tensor(returned: Any) -> Tensor | None:
-    """Return numbers as a float32 tensor, or None for what is no array and no list of real numbers."""
+def _read_tensor(returned: Any) -> Tensor | None:
+    """Convert numbers to a float32 tensor; None if the value is not an array or a list of real numbers."""
     if isinstance(returned, Tensor):
         if returned.dtype.is_complex:
             return None
-        return returned.detach().to(device="cpu", dtype=torch.float32, copy=True)  # it may fill one buffer in each call
+        return returned.detach().to(device="cpu", dtype=torch.float32, copy=True)  # the reward may reuse its buffer
     if isinstance(returned, Real) and not isinstance(returned, bool):
         return torch.tensor(float(returned))
-    if (elements := _elements(returned)) is not None:
+    if (elements := _list_elements(returned)) is not None:
         numbers = read_numbers(elements)
         return None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
     if hasattr(returned, "__array__"):
@@ -155,8 +156,8 @@ def _tensor(returned: Any) -> Tensor | None:
     return None
 
 
-def _elements(returned: Any) -> Sequence[Any] | None:
-    """Return what a list holds, or an array of objects, which numpy makes of numbers and None; None for all else."""
+def _list_elements(returned: Any) -> Sequence[Any] | None:
+    """Return the elements of a list or an object array (numpy's type for numbers and None), else None."""
     if isinstance(returned, list | tuple):
         return returned
     kind = getattr(returned, "dtype", None)
@@ -164,7 +165,7 @@ def _elements(returned: Any) -> Sequence[Any] | None:
 
 
 def read_numbers(elements: Sequence[Any]) -> list[float] | None:
-    """Return the number of each element of a list, NaN for anything else; None if it holds other things alone."""
+    """Convert elements to numbers, NaN for anything else; None if there are elements but no numbers."""
     numbers = [read_number(element) for element in elements]
     if any(element is not None for element in elements) and all(number is None for number in numbers):
         return None
@@ -172,19 +173,19 @@ def read_numbers(elements: Sequence[Any]) -> list[float] | None:
 
 
 def read_number(element: Any) -> float | None:
-    """Return a real number of Python, numpy, or a tensor without dimensions, as a float; None for anything else."""
+    """Convert a real number (Python, numpy, 0-d tensor) to a float; None for anything else."""
     if isinstance(element, Tensor):
         return float(element.detach()) if element.ndim == 0 and not element.dtype.is_complex else None
-    if not isinstance(element, Real) and type(element).__name__ != "bool":  # numpy's bool is no Real
+    if not isinstance(element, Real) and type(element).__name__ != "bool":  # numpy's bool is not a Real
         return None
     try:
         return float(element)
-    except OverflowError:  # a larger integer of Python
+    except OverflowError:  # an int beyond the range of floats
         return math.inf
 
 
-def _advice(returned: Any) -> str:
-    """Return what to do about a common mistake, and let go of what would warn later."""
+def _advise(returned: Any) -> str:
+    """Return advice on a common mistake, and close a coroutine, which would warn later."""
     if inspect.iscoroutine(returned):
         returned.close()
         return ": define it with def, not async def"

@@ -17,35 +17,35 @@ from fluvial.models.host_values import to_device
 from fluvial.models.replay.kinds import read_sound, read_video
 
 SAMPLES = ("images", "videos", "latents", "audios")  # a reward takes at least one of these
-# What prompts may lack, and the column of their records; a parameter with a default keeps it then.
+# Optional media of prompts, by the column of their records. If it is missing, a parameter keeps its default.
 CONDITIONS = {"condition_images": "image", "condition_videos": "video", "condition_audios": "audio"}
 KNOWN = (*SAMPLES, "audio_rate", "prompts", "metadata", "group", "model_inputs", *CONDITIONS)
-FIRST = ("images", "prompts")  # what the first two parameters stand for, if their names say nothing else
+FIRST = ("images", "prompts")  # inputs of the first two parameters, unless their names are in `KNOWN`
 EXPECTED = "a function of (images, prompts)"
 
 
 class Samples(NamedTuple):
-    """Samples that a reward is called with, B of them."""
+    """B samples, the input of a reward."""
 
     images: Tensor  # [B, C, H, W] in [0, 1], of videos [B, C, F, H, W]
     prompts: Sequence[Prompt]
     latents: Tensor | None = None  # [B, *event], the samples before they are decoded
-    group: int | None = None  # number of their group in the rollout, where they are one whole group
+    group: int | None = None  # index of their group in the rollout, if they are one full group
 
     def part(self, rows: slice) -> "Samples":
-        """Return some of the samples."""
+        """Return a slice of the samples."""
         latents = None if self.latents is None else self.latents[rows]
         return Samples(self.images[rows], self.prompts[rows], latents, self.group)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How a reward is called.
+    """Call signature of a reward.
 
     Args:
-        positional: what is passed by position, in this order; names of `KNOWN`.
-        named: what is passed by name.
-        optional: what is passed by name where all prompts have it; names of `CONDITIONS`.
+        positional: inputs passed by position, in this order; names of `KNOWN`.
+        named: inputs passed by name.
+        optional: inputs passed by name if all prompts have them; names of `CONDITIONS`.
     """
 
     positional: tuple[str, ...] = FIRST
@@ -53,31 +53,31 @@ class Signature:
     optional: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Return whether the reward needs something."""
+        """Return whether the reward needs an input."""
         return name in (*self.positional, *self.named)
 
     def accepts(self, name: str) -> bool:
-        """Return whether the reward uses something, if it is there."""
+        """Return whether the reward uses an input, if it is available."""
         return self.takes(name) or name in self.optional
 
     def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
-        """Return what a reward returns for samples; UsageError if the samples lack an input of the reward."""
-        values = [_value(name, samples) for name in self.positional]
-        held = [
+        """Call a reward with samples; UsageError if they lack one of its inputs."""
+        values = [_copy_input(name, samples) for name in self.positional]
+        available = [
             name for name in self.optional if all(find_condition(prompt, name) is not None for prompt in samples.prompts)
         ]
-        return reward(*values, **{name: _value(name, samples) for name in (*self.named, *held)})
+        return reward(*values, **{name: _copy_input(name, samples) for name in (*self.named, *available)})
 
 
 def signature_of(reward: Any) -> Signature:
-    """Return how a reward is called.
+    """Return the call signature of a reward.
 
-    Its first two parameters are the images and the prompts, or what their names say. A further parameter is passed what its
-    name says; one of `CONDITIONS` with a default keeps it where a prompt has no such file. One of another name keeps its
-    default.
+    Its first two parameters are images and prompts, unless their names are in `KNOWN`. Further parameters get the input of
+    their name; one of `CONDITIONS` with a default keeps it if a prompt has no such file. Parameters with other names keep
+    their defaults.
 
     Raises:
-        ValueError: it cannot be called as a reward; the message continues after the name of the reward.
+        ValueError: it cannot be called as a reward; the message completes a sentence that begins with the reward's name.
     """
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
         raise ValueError(f"is an async function, expected {EXPECTED}: define it with def")
@@ -88,7 +88,7 @@ def signature_of(reward: Any) -> Signature:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some functions written in C have none
         return Signature()
-    signature_read, problem = _read(signature)
+    signature_read, problem = _read_parameters(signature)
     names = (*signature_read.positional, *signature_read.named, *signature_read.optional)
     if problem is None and len({*names}) < len(names):
         problem = "two of its parameters stand for the same"
@@ -103,7 +103,7 @@ def signature_of(reward: Any) -> Signature:
 
 
 def reward_problem(reward: Any) -> str | None:
-    """Return why an object cannot be called as a reward, or None; a check for `plugins.load`."""
+    """Describe why an object cannot be called as a reward, or return None; a check for `plugins.load`."""
     try:
         signature_of(reward)
     except ValueError as error:
@@ -111,8 +111,8 @@ def reward_problem(reward: Any) -> str | None:
     return None
 
 
-def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
-    """Return what each parameter is passed, and what is wrong with them."""
+def _read_parameters(signature: inspect.Signature) -> tuple[Signature, str | None]:
+    """Return the inputs of all parameters, and a problem or None."""
     positional, named, optional = list[str](), list[str](), list[str]()
     for place, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -130,8 +130,8 @@ def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
     return Signature(tuple(positional), tuple(named), tuple(optional)), None
 
 
-def _value(name: str, samples: Samples) -> Any:
-    """Return what is passed for a parameter, which the reward may keep and change; UsageError if the samples lack it."""
+def _copy_input(name: str, samples: Samples) -> Any:
+    """Return a copy of a parameter's input; UsageError if the samples lack it."""
     if name == "videos" and samples.images.ndim != 5:
         raise UsageError(
             f"it takes videos, and these are images {list(samples.images.shape[1:])}: name its parameter images"
@@ -152,18 +152,18 @@ def _value(name: str, samples: Samples) -> Any:
         "group": lambda: samples.group,
         "model_inputs": lambda: model_inputs(samples.prompts),
         "latents": lambda: None if samples.latents is None else samples.latents.clone(),
-        **{name: lambda name=name: [_condition(prompt, name, samples) for prompt in samples.prompts] for name in CONDITIONS},  # type: ignore[misc]
+        **{name: lambda name=name: [_read_media(p, name, samples) for p in samples.prompts] for name in CONDITIONS},  # type: ignore[misc]
     }
     return values[name]()
 
 
 def find_condition(prompt: Prompt, name: str) -> Path | bytes | None:
-    """Return the file of a prompt's record that a name of `CONDITIONS` stands for; None without one."""
+    """Return the file in a prompt's record for a name of `CONDITIONS`, or None."""
     condition: Path | bytes | None = getattr(prompt, CONDITIONS[name])
     return condition
 
 
-def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
+def _read_media(prompt: Prompt, name: str, samples: Samples) -> Any:
     """Return the image, video or sound of a prompt's record, see `Reward`, on the device of the samples."""
     file, device = find_condition(prompt, name), samples.images.device
     if file is None:
@@ -180,7 +180,7 @@ def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
 
 
 def stack_frames(frames: Sequence[Any]) -> Tensor:
-    """Return frames, images of PIL in colour, as `[3, F, H, W]` in [0, 1]."""
+    """Stack RGB frames, as PIL images, to `[3, F, H, W]` in [0, 1]."""
     import numpy as np
 
     return torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])).permute(3, 0, 1, 2) / 255

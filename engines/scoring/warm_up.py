@@ -1,4 +1,4 @@
-"""Trying every reward on blank images before a run computes anything: what is wrong is known in the first seconds."""
+"""Trial of every reward on blank images at the start of a run, so that errors appear in the first seconds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,14 +11,14 @@ from fluvial.engines.scoring.signature import Samples
 
 
 def warm_up(runners: Sequence[RewardRunner], blank: Samples, *, count: int, group: int = 0) -> None:
-    """Score a blank batch with every reward; a NaN for one is no failure, and promised scores are not awaited.
+    """Score a blank batch with every reward; NaN is not a failure, and pending scores are not awaited.
 
     Args:
-        blank: one blank sample, and prompts that are taken in turn.
-        group: number of samples of a group, for rewards that compare its samples.
+        blank: one blank sample, and prompts that are used in turn.
+        group: samples per group, for rewards that compare them.
 
     Raises:
-        RunError: a reward raised, took too long, or returned something else than scores; in one line.
+        RunError: a reward raised, took too long, or did not return scores; in one line.
     """
     for runner in runners:
         groupwise = runner.signature.takes("group") and group > 0

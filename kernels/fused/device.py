@@ -22,14 +22,14 @@ def sum_chunks(sums_ptr, chunks, LEVELS: tl.constexpr):
     total = tl.zeros([1 << LEVELS], tl.float32)
     for first in range(0, chunks, 1 << LEVELS):
         offset = first + tl.arange(0, 1 << LEVELS)
-        # Other programs of the same launch may have stored them: past the first-level cache, which sees only its own.
+        # Bypass the first-level cache: other programs of the same launch may have stored these sums.
         total += tl.load(sums_ptr + offset, mask=offset < chunks, other=0.0, cache_modifier=".cg")
     return tree_sum(total, LEVELS)
 
 
 @triton.jit
 def is_last(counter_ptr, chunks):
-    """Count a program of a row, and return whether all others of the row have stored their partial sums before it."""
+    """Count this program, and return whether all others of its row have already stored their partial sums."""
     tl.debug_barrier()
     return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == chunks - 1
 

@@ -1,13 +1,13 @@
 """The fused kernels of one step, x_next ~ N(a x + b v, std^2 I), which all samplers and most operations share.
 
     residual_sums  one pass over x, v, x_next (and v_ref, v_uncond), for the sums of r^2, r = x_next - a x - b v, and of
-                   (v - v_ref)^2 per sample. With one launch, the last program of a row also does what finish does
-    finish         log-prob and KL, or the policy loss and its diagnostics, from those sums; where a row is one chunk,
-                   residual_sums does this itself
-    gradients      one pass for all gradients of those results
+                   (v - v_ref)^2 per sample. With a single launch, the last program of a row also does the work of finish
+    finish         log-prob and KL, or the policy loss and its diagnostics, from these sums; residual_sums does this itself
+                   if a row is one chunk
+    gradients      one pass for all gradients of these results
 
-An operand that an operation does not have is None, and its branch is not compiled. Without x the residual is
-r = x_next - v, which is all that velocity_error needs.
+An operand that an operation lacks is None, and its branch is not compiled. Without x the residual is r = x_next - v, as
+velocity_error needs.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ DIAGNOSTICS = 6
 
 @triton.jit
 def residual_sums(
-    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
-    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, s_* apart
+    a_ptr, b_ptr, std_ptr,  # [B] float32, strides s_*
+    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], row strides s_*
+    g_ptr, old_ptr, advantage_ptr, kl_scale_ptr,  # [B] float32, strides s_*
     s_a, s_b, s_std, s_x, s_v, s_next, s_ref, s_uncond, s_g, s_old, s_advantage, s_kl_scale,
-    sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
-    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
+    sums_ptr,  # [B, 2, chunks] float32, or None if a row is one chunk
+    counter_ptr,  # [B] int32 zeros, reset to zeros; None if `finish` follows
     out_ptr,  # [B] float32
     more_ptr,  # [.., B] float32, or None
     length, batch, chunks, inverse, count, clip_low, clip_high, kl_coef,
@@ -80,7 +80,7 @@ def residual_sums(
         tl.store(sums_ptr + program % chunks, square)
         if ref_ptr is not None:
             tl.store(sums_ptr + chunks + program % chunks, distance)
-        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+        if counter_ptr is not None:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if is_last(counter_ptr + row, chunks):
                 all_squares = sum_chunks(sums_ptr, chunks, GROUP)
                 all_distances = 0.0
@@ -157,12 +157,12 @@ def results(
 
 @triton.jit
 def gradients(
-    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
-    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, s_* apart
-    step_ptr,  # [B, N], rows s_step apart: gradient of x_next if it is a result of the step, else None
+    a_ptr, b_ptr, std_ptr,  # [B] float32, strides s_*
+    x_ptr, v_ptr, next_ptr, ref_ptr, uncond_ptr,  # [B, N], row strides s_*
+    g_ptr, grad_ptr, grad_kl_ptr, slope_ptr, kl_scale_ptr,  # [B] float32, strides s_*
+    step_ptr,  # [B, N], row stride s_step: gradient of x_next as a result of the step, or None
     s_a, s_b, s_std, s_x, s_v, s_next, s_ref, s_uncond, s_g, s_grad, s_grad_kl, s_slope, s_kl_scale, s_step,
-    dx_ptr, dv_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], rows N apart; None where not needed
+    dx_ptr, dv_ptr, dnext_ptr, dref_ptr, duncond_ptr,  # [B, N], row stride N; None where not needed
     length, chunks, inverse, kl_coef,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -257,12 +257,12 @@ def _exp_minus_one_minus(x):
 
 
 class StepInputs(NamedTuple):
-    """The tensors of a step; those that an operation does not have are None."""
+    """The tensors of a step; None where an operation lacks one."""
 
-    a: Tensor | None  # [B] float32, as b, std and guidance
+    a: Tensor | None  # [B] float32; so are b, std and guidance
     b: Tensor | None
     std: Tensor | None
-    x: Tensor | None  # [B, *event], as v, x_next, v_ref and v_uncond
+    x: Tensor | None  # [B, *event]; so are v, x_next, v_ref and v_uncond
     v: Tensor
     x_next: Tensor
     v_ref: Tensor | None = None
@@ -282,7 +282,7 @@ class Policy(NamedTuple):
 
 
 def reduction_weights(length: int, reduction: str) -> tuple[float, float]:
-    """Return the factor of a sample's sum of squares, and how often the density's constant counts."""
+    """Return the factors of a sample's sum of squares and of the density's constant."""
     return (1 / length, 1.0) if reduction == "mean" else (1.0, float(length))
 
 
@@ -332,7 +332,7 @@ def step_gradients_operation(
     """Launch the backward pass and return the needed gradients of (x, v, x_next, v_ref, v_uncond), the others empty.
 
     Args:
-        grad, grad_kl: gradients of the log-prob (or error, or policy loss) and of the KL, `[B]`.
+        grad, grad_kl: gradients of the log-prob (or error or policy loss) and of the KL, `[B]`.
         slope, kl_scale, kl_coef: for a policy loss, d loss / d log-prob and the weight of the KL, |dt| or 1 and kl_coef.
         step_grad: gradient of x_next as a result of the step, `[B, *event]`.
     """
@@ -380,7 +380,7 @@ class Saved(NamedTuple):
 
 
 def save(ctx: Any, saved: Saved, **options: Any) -> None:
-    """Keep the tensors (the inputs themselves and per-sample numbers) and the options."""
+    """Save the tensors (inputs and per-sample numbers) and the options for the backward pass."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved.step, saved.slope, saved.kl_scale)
     ctx.options = options

@@ -16,16 +16,16 @@ SUMS = 4  # |x0+ - x0|, (x0+ - x0)^2, |x0- - x0|, (x0- - x0)^2
 
 @triton.jit
 def error_sums(
-    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
-    sums_ptr,  # [B, 4, chunks] float32, or None where a row is one chunk
-    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
+    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], row strides s_*
+    sums_ptr,  # [B, 4, chunks] float32, or None if a row is one chunk
+    counter_ptr,  # [B] int32 zeros, reset to zeros; None if `finish` follows
     loss_ptr,  # [B] float32
     weights_ptr,  # [B, 2] float32: w+, w-
-    t_ptr, prob_ptr,  # [B] float32, s_* apart
+    t_ptr, prob_ptr,  # [B] float32, strides s_*
     s_v, s_old, s_x0, s_xt, s_t, s_prob, length, chunks, inverse, beta, scale, weight_min,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store each sample's loss; if a row has several chunks, their four sums, and the last program the loss."""
+    """Store each sample's loss; with several chunks per row, their four sums, and the loss in the last program."""
     BLOCK: tl.constexpr = 1 << LEVELS
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
@@ -35,7 +35,7 @@ def error_sums(
     positive_sq = tl.zeros([BLOCK // 2], tl.float32)
     negative_abs = tl.zeros([BLOCK // 2], tl.float32)
     negative_sq = tl.zeros([BLOCK // 2], tl.float32)
-    # All loads in flight and sums of whole blocks would take twice the registers: half as many programs per multiprocessor.
+    # Unrolled loads and sums of full blocks would take twice the registers and halve the programs per multiprocessor.
     for i in tl.range(BLOCKS, loop_unroll_factor=1):
         offset = tl.arange(0, BLOCK) + i * BLOCK
         positive, negative = _errors(
@@ -58,7 +58,7 @@ def error_sums(
         sums_ptr += 4 * row * chunks
         for k in tl.static_range(4):
             tl.store(sums_ptr + k * chunks + program % chunks, sums[k])
-        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+        if counter_ptr is not None:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if is_last(counter_ptr + row, chunks):
                 _loss(
                     _all_sums(sums_ptr, chunks, GROUP), row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale,
@@ -96,10 +96,10 @@ def _all_sums(sums_ptr, chunks, LEVELS: tl.constexpr):
 
 @triton.jit
 def gradient(
-    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], rows s_* apart
-    dv_ptr,  # [B, N], rows N apart
+    v_ptr, old_ptr, x0_ptr, xt_ptr,  # [B, N], row strides s_*
+    dv_ptr,  # [B, N], row stride N
     weights_ptr,  # [B, 2] float32
-    t_ptr, prob_ptr, grad_ptr,  # [B] float32, s_* apart
+    t_ptr, prob_ptr, grad_ptr,  # [B] float32, strides s_*
     s_v, s_old, s_x0, s_xt, s_t, s_prob, s_grad, length, chunks, inverse, beta, scale,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tensors as rows, and the partition of a row, which depends on its length alone so that a sample's bits do, too."""
+"""Tensors viewed as rows, and the partition of a row, which depends only on its length."""
 
 import math
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ BLOCKS = 4
 ELEMENTS_A_WARP = 8 * (64 if torch.version.hip else 32)
 
 
-# Multiply-adds are fused only where the kernels say so (tl.fma). Otherwise the compiler decides by what surrounds an
-# expression, and the same log-prob would have other bits in a kernel that goes on to subtract from it.
+# Multiply-adds are fused only where the kernels request it (tl.fma). Otherwise the compiler decides by the surrounding
+# code, and the same log-prob would have other bits in different kernels.
 EXACT = {"enable_fp_fusion": False}
 
 
 # Launches of a forward pass over rows of several chunks: 1 (the last program of a row adds up its partial sums) or 2
-# (another kernel does). Both add in the same order, to the same bits. It is 2 until a GPU has shown that 1 is no slower.
+# (another kernel does). Both add in the same order, to the same bits; kernels/README.md compares their speed.
 LAUNCHES = 2
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -38,7 +38,7 @@ class Partition(NamedTuple):
     blocks: int
     levels: int
     warps: int
-    chunk_levels: int  # the partial sums of a row are added in blocks of 2^chunk_levels
+    chunk_levels: int  # partial sums of a row are added in blocks of 2^chunk_levels
     chunk_warps: int
 
 
@@ -53,7 +53,7 @@ def partition(length: int) -> Partition:
 
 @contextmanager
 def launches(count: Literal[1, 2]) -> Iterator[None]:
-    """Use that many launches per forward pass over long rows, for comparisons."""
+    """Set the number of launches per forward pass over long rows within the block, for comparisons."""
     global LAUNCHES
     kept, LAUNCHES = LAUNCHES, count
     try:
@@ -65,8 +65,8 @@ def launches(count: Literal[1, 2]) -> Iterator[None]:
 def counters(rows: int, device: torch.device) -> Tensor | None:
     """Return the counters of the programs of `rows` rows, all zero, or None with two launches.
 
-    A kernel leaves them at zero, so that nothing has to clear them. Kernels of one stream run one after another and share
-    its counters; other streams have their own.
+    A kernel resets them to zero. Kernels of one stream run one after another and share its counters; other streams have
+    their own.
     """
     if LAUNCHES == 2:
         return None
@@ -85,8 +85,8 @@ def row_length(tensor: Tensor) -> int:
 def operand(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """Return a tensor `[B, *event]` or `[B]` as (rows of unit stride, stride between rows); None gives (None, 0).
 
-    It is a view if the layout allows it, else a copy. Rows may lie apart (a slice of a trajectory, one half of a guided
-    batch) or coincide (an expanded tensor).
+    It is a view if the layout allows it, else a copy. Rows may have gaps between them (a slice of a trajectory, half of
+    a guided batch) or coincide (an expanded tensor).
     """
     if tensor is None:
         return None, 0

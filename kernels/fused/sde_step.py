@@ -24,14 +24,14 @@ from fluvial.kernels.fused.transforms import differentiable, refuse_gradient_of_
 
 @triton.jit
 def draw(
-    a_ptr, b_ptr, std_ptr,  # [B] float32, s_* apart
-    x_ptr, v_ptr, uncond_ptr,  # [B, N], rows s_* apart
-    g_ptr,  # [B] float32, s_g apart
+    a_ptr, b_ptr, std_ptr,  # [B] float32, strides s_*
+    x_ptr, v_ptr, uncond_ptr,  # [B, N], row strides s_*
+    g_ptr,  # [B] float32, stride s_g
     low_ptr, high_ptr,  # [B] int64, words of 32 bits
     s_a, s_b, s_std, s_x, s_v, s_uncond, s_g, s_low, s_high,
-    out_ptr,  # [B, N] float32, rows N apart
-    sums_ptr,  # [B, 2, chunks] float32, or None where a row is one chunk
-    counter_ptr,  # [B] int32 zeros, left as zeros; None where `finish` follows
+    out_ptr,  # [B, N] float32, row stride N
+    sums_ptr,  # [B, 2, chunks] float32, or None if a row is one chunk
+    counter_ptr,  # [B] int32 zeros, reset to zeros; None if `finish` follows
     log_prob_ptr,  # [B] float32
     length, batch, chunks, inverse, count,
     BLOCKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
@@ -70,7 +70,7 @@ def draw(
     else:
         sums_ptr += 2 * row * chunks
         tl.store(sums_ptr + program % chunks, square)
-        if counter_ptr is not None:  # noqa: SIM102 (the first is known to the compiler)
+        if counter_ptr is not None:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if is_last(counter_ptr + row, chunks):
                 results(
                     sum_chunks(sums_ptr, chunks, GROUP), 0.0, row, batch, log_prob_ptr, None, b_ptr, std_ptr, None, None,

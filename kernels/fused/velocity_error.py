@@ -30,7 +30,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _difference(v: Tensor, target: Tensor) -> StepInputs:
-    """Return the step of no sample, whose residual is target - v."""
+    """Return a step without x, whose residual is target - v."""
     return StepInputs(a=None, b=None, std=None, x=None, v=v, x_next=target)
 
 

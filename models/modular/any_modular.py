@@ -26,11 +26,10 @@ from fluvial.models.replay.arguments import SEVERAL, forms
 from fluvial.models.replay.capture import SCALES, UNGUIDED
 from fluvial.models.replay.checks import check_images, check_initial_noise, foreign, refusal
 from fluvial.models.replay.experts import place_network
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_media, get_text, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_media, get_text
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import TOLERANCES, fits_within
 from fluvial.models.replay.sounds import Output, alone, split_output
-from fluvial.models.replay.stand_in import make_stand_in
 
 OURS = ("return_dict", *SCALES)  # arguments of pipelines that are not modular, by which the shared code speaks
 
@@ -272,9 +271,7 @@ class AnyModular(AnyPipeline):
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._open_empty(self.folder)
             blocks = split(pipe, self._arguments(self.example, self.steps))
-            stand_ins = {
-                part: make_stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
-            }
+            stand_ins = self._stand_ins()
             with quietly(), foreign(self.pipeline, "be loaded"):
                 used = blocks.parts()
                 made = {name: part for name, part in self._read_processors().items() if name in used}
@@ -320,23 +317,17 @@ class AnyModular(AnyPipeline):
         return output
 
     def _place_parts(self, pipe: Any, blocks: Blocks) -> None:
-        """Freeze the parts of a pipeline on the device, and set its guidance and its scheduler."""
-        from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+        """Freeze the other parts of a pipeline, and set its guidance and its scheduler."""
+        from diffusers import DDIMScheduler
 
-        for name, part in pipe.components.items():
-            if isinstance(part, nn.Module) and name not in self._networks:
-                part.requires_grad_(False).eval().to(self.device)
         settings = getattr(getattr(pipe, "scheduler", None), "config", {})
-        if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:  # as `AnyPipeline`
-            pipe.register_components(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        self._freeze(pipe, pipe.register_components)
         if self.prediction == "epsilon":  # as the adapter of Stable Diffusion
             pipe.register_components(scheduler=DDIMScheduler.from_config(settings, clip_sample=False, thresholding=False))
         if settings.get("scheduler_type") == "unipc":  # of Helios, whose levels are those of its Euler steps
             pipe.scheduler.register_to_config(scheduler_type="euler")
         for guider in _guiders(pipe):
             guider.guidance_scale = self.asked.get(SCALES[0], 1.0)
-        if isinstance(getattr(pipe, "vae", None), nn.Module):
-            use_modes(pipe.vae)
         if hasattr(blocks.loop, "set_progress_bar_config"):
             blocks.loop.set_progress_bar_config(disable=True)
         module = vars(sys.modules[type(blocks.inner).__module__])

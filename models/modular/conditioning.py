@@ -69,8 +69,7 @@ class Form(NamedTuple):
                 restored.append(leaf(next(numbers)))
             else:
                 restored.append(leaf)
-        values: dict[str, Any] = optree.tree_unflatten(self.tree, restored)
-        return values
+        return optree.tree_unflatten(self.tree, restored)
 
 
 def describe(pipeline: str, entered: Entered, streams: Sequence[LoopStream]) -> tuple[Form, list[Tensor], list[float]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fluvial.models.modular.blocks import Entered, Ran, is_scheduler
 from fluvial.models.replay.checks import refusal
-from fluvial.models.replay.latents import BASE
+from fluvial.models.replay.latents import read_places
 
 ROUNDING = 1e-3  # relative error of a scheduler's step
 
@@ -67,7 +67,7 @@ def find_streams(pipeline: str, run: Run, entered: Entered) -> list[LoopStream]:
     afters = [_return_noise(run, values, variables, asked, seed) for seed in range(2)]
     moved = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()]
     moved = [name for name in moved if not _same(getattr(afters[0][1], name, None), values[name])]
-    place_lists = [_find_places(run, values, variables, name, len(asked)) for name in moved]
+    place_lists = [_find_places(run, values, variables, name) for name in moved]
     streams = []
     for call, each in enumerate(asked):
         fields = [(name, places[call]) for name, places in zip(moved, place_lists, strict=True) if places[call] is not None]
@@ -188,33 +188,22 @@ def _return_noise(
     return noise, ran.after
 
 
-def _find_places(
-    run: Run, values: Mapping[str, Any], variables: Mapping[str, Any], name: str, calls: int
-) -> list[Tensor | None]:
+def _find_places(run: Run, values: Mapping[str, Any], variables: Mapping[str, Any], name: str) -> list[Tensor | None]:
     """Return for each scheduler's step the elements of a value that its sample consists of, `[m]`; None for another."""
-    whole, unit = values[name], 1
-    count = whole.numel()
+    whole = values[name]
 
     def samples(value: Tensor) -> list[Tensor]:
         asked = run({**values, name: value.reshape(whole.shape).to(whole)}, variables).asked
         return [each.sample.detach().flatten() for each in asked]
 
-    places: list[Tensor | None] = [None] * calls
-    index = torch.arange(count)
-    while unit < count or unit == 1:
-        for call, sample in enumerate(samples((index // unit % BASE).float())):
-            digit = sample.float().round().long().cpu()
-            before = places[call]
-            places[call] = unit * digit if before is None else before + unit * digit
-        unit *= BASE
     # Other numbers tell whether the sample is those elements, and no function of them.
-    probe = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(whole.dtype)
-    for call, sample in enumerate(samples(probe)):
-        place = places[call]
-        assert place is not None
-        inside = bool(((place >= 0) & (place < count)).all()) and len(place.unique()) == len(place)
-        if not inside or not torch.equal(sample.to(whole.dtype).cpu(), probe[place]):
-            places[call] = None
+    probe = torch.randn(whole.numel(), generator=torch.Generator().manual_seed(0)).to(whole.dtype)
+    probed = [sample.to(whole.dtype).cpu() for sample in samples(probe)]
+    read = read_places(lambda digits: torch.cat([each.float() for each in samples(digits)]), whole.numel())
+    places = list[Tensor | None]()
+    for sample, place in zip(probed, read.split([*map(len, probed)]), strict=True):
+        inside = bool(((place >= 0) & (place < len(probe))).all()) and len(place.unique()) == len(place)
+        places.append(place if inside and torch.equal(sample, probe[place]) else None)
     return places
 
 

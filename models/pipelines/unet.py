@@ -108,8 +108,7 @@ class StableDiffusion(Pipeline):
             size = [self.vae_scale * side for side in x.shape[-2:]]
             sizes = to_device(torch.tensor([*size, 0, 0, *size]), x.device).expand(len(x), -1)
             arguments["added_cond_kwargs"] = {"text_embeds": cond.pooled.to(x.dtype), "time_ids": sizes}
-        output: Tensor = module(self.network_input(x, cond), **arguments)[0]
-        return output
+        return module(self.network_input(x, cond), **arguments)[0]
 
 
 class StableDiffusionXL(StableDiffusion):

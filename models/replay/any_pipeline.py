@@ -10,7 +10,7 @@ pipeline with its real transformer.
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -495,30 +495,42 @@ class AnyPipeline(WithExperts):
     def _load_pipeline(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
-            from diffusers import FlowMatchEulerDiscreteScheduler
-
-            stand_ins = {
-                part: make_stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
-            }
+            stand_ins = self._stand_ins()
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._open(**stand_ins)
                 for name, network in stand_ins.items():  # parts that are optional are read from the folder all the same
                     setattr(pipe, name, network)
                 self._frozen = frozen_networks(pipe)
-                for name, part in pipe.components.items():
-                    if isinstance(part, nn.Module) and name not in stand_ins:
-                        part.requires_grad_(False).eval().to(self.device)
-                settings = pipe.scheduler.config
-                if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
-                    # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
-                    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
+                self._freeze(pipe, pipe.register_modules)
                 for name, real in self._frozen.items():
                     setattr(pipe, name, make_stand_in(copy_empty(real), self.device, real.dtype))
-                if isinstance(getattr(pipe, "vae", None), nn.Module):
-                    use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
+
+    def _stand_ins(self) -> dict[str, Any]:
+        """Return a stand-in for each network that is trained."""
+        networks = {part: self.build_part(part, empty=True) for part in self._networks}
+        return {part: make_stand_in(network, self.device, self.compute) for part, network in networks.items()}
+
+    def _freeze(self, pipe: Any, register: Callable[..., None]) -> None:
+        """Freeze the other parts of a pipeline on the device; its VAE encodes to modes, and its scheduler takes Euler steps.
+
+        Args:
+            pipe: the pipeline.
+            register: function that replaces parts of it.
+        """
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module) and name not in self._networks:
+                part.requires_grad_(False).eval().to(self.device)
+        settings = getattr(getattr(pipe, "scheduler", None), "config", {})
+        if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
+            # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
+            register(scheduler=FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"]))
+        if isinstance(getattr(pipe, "vae", None), nn.Module):
+            use_modes(pipe.vae)
 
     def _runs(
         self, pipe: Any, prompt: TextPrompt, *, apart: bool = False, single: Sequence[bool] | None = None

@@ -114,14 +114,8 @@ def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: f
         raise refusal(
             pipeline, f"its {what} have shape {tuple(images.shape)}, and its samples are decoded to {tuple(decoded.shape)}"
         )
-    error = float((decoded - images.to(decoded)).norm() / images.norm())
-    if not error <= tolerance:
-        raise refusal(
-            pipeline,
-            f"its last samples, decoded, differ from its own {what} by {error:.2g} of their norm, expected at most "
-            f"{tolerance:g}: it may change the samples after the last step",
-        )
-    return error
+    differ, why = f"its last samples, decoded, differ from its own {what}", "it may change the samples after the last step"
+    return _check_error(pipeline, decoded, images.to(decoded), tolerance, differ, why)
 
 
 def check_together(pipeline: str, together: Tensor, apart: Tensor, *, tolerance: float) -> float:
@@ -130,11 +124,13 @@ def check_together(pipeline: str, together: Tensor, apart: Tensor, *, tolerance:
     Raises:
         ReplayError: it is above the tolerance.
     """
-    error = float((together - apart).norm() / apart.norm())
+    differ = "samples that it decodes together differ from the same ones decoded apart"
+    return _check_error(pipeline, together, apart, tolerance, differ, "its decoding mixes the samples of a batch")
+
+
+def _check_error(pipeline: str, made: Tensor, expected: Tensor, tolerance: float, differ: str, why: str) -> float:
+    """Return the relative error in root mean square; ReplayError, of what differs and why, if it is above the tolerance."""
+    error = float((made - expected).norm() / expected.norm())
     if not error <= tolerance:
-        raise refusal(
-            pipeline,
-            f"samples that it decodes together differ from the same ones decoded apart by {error:.2g} of their norm, "
-            f"expected at most {tolerance:g}: its decoding mixes the samples of a batch",
-        )
+        raise refusal(pipeline, f"{differ} by {error:.2g} of their norm, expected at most {tolerance:g}: {why}")
     return error

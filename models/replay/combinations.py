@@ -257,8 +257,7 @@ def _least_squares(columns: Sequence[Tensor], wanted: Tensor) -> list[float]:
     Columns are equal where guidance skips a layer that has no effect; LAPACK's default driver, gelsy, then misses the sum.
     """
     table, target = (each.detach().double().cpu() for each in (torch.stack([*columns], dim=1), wanted[:, None]))
-    solved: list[float] = torch.linalg.lstsq(table, target, driver="gelsd").solution[:, 0].tolist()
-    return solved
+    return torch.linalg.lstsq(table, target, driver="gelsd").solution[:, 0].tolist()
 
 
 def _best(

@@ -36,8 +36,7 @@ class Through(nn.Module):
                 "the pipeline", f"its {self.part} is called on the other side of the boundary between its networks"
             )
         timestep = host_values.to_device(timestep, hidden_states.device)
-        output: tuple[Tensor] = self.experts(hidden_states=hidden_states, timestep=timestep, **arguments)
-        return output
+        return self.experts(hidden_states=hidden_states, timestep=timestep, **arguments)
 
 
 def list_trained(pipe: Any, component: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Pipelines pack latents into tokens, scale and shift them. All of these are z[j] 
 be inverted, so that encoded images become samples without knowing the pipeline's code.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,11 +52,7 @@ def latent_layout(vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...],
             f"its VAE is given {len(offset)} latents, of which {varying} depend on the sample, expected {count}, as many as "
             "elements of the sample",
         )
-    place, unit, index = torch.zeros(count, dtype=torch.int64), 1, torch.arange(count)
-    while unit < count:
-        digit = (probe((index // unit % BASE).float()).flatten() - offset) / scale
-        place += unit * digit.round().long().clamp(0, BASE - 1)
-        unit *= BASE
+    place = read_places(lambda digits: ((probe(digits).flatten() - offset) / scale).nan_to_num().clamp(0, BASE - 1), count)
     layout = LatentLayout(place, scale, offset, tuple(zeros.shape))
     sample = torch.randn(count, generator=torch.Generator().manual_seed(0))
     probed = probe(sample).flatten()
@@ -63,6 +60,13 @@ def latent_layout(vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...],
     if (probed - expected).norm() > TOLERANCE * probed.norm() or len(place.unique()) != count:
         raise refusal(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
     return layout
+
+
+def read_places(probe: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """Return the element of `count` numbers that each output of a function of them is, from the digits of their places."""
+    index, digits = torch.arange(count), math.ceil(math.log(max(count, 2), BASE))
+    units = [BASE**digit for digit in range(digits)]
+    return sum((unit * probe((index // unit % BASE).float()).round().long().cpu() for unit in units), torch.tensor(0))
 
 
 def to_samples(latents: Tensor, layout: LatentLayout, shape: tuple[int, ...]) -> Tensor:

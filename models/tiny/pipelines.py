@@ -20,8 +20,7 @@ from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.kinds import ARGUMENTS
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
-from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
-from fluvial.models.tiny.networks import BETAS, LATENT, PACKED, WIDTH, XL, network_settings
+from fluvial.models.tiny.settings import LATENT, WIDTH, autoencoder_settings, network_settings, read_table, special
 
 # Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
 # steps read what its first step has kept of it.
@@ -55,122 +54,15 @@ class TinyCall(NamedTuple):
     sounds: bool = False  # whether it makes sounds and no images
 
 
-# Settings of the transformer where a pipeline gives it more channels than the sample's.
-WIDER: dict[str, dict[str, Any]] = {
-    "FluxFillPipeline": {"in_channels": 3 * PACKED, "out_channels": PACKED},
-    "FluxControlPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
-    "FluxControlImg2ImgPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
-    "FluxControlInpaintPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
-    "CogView4ControlPipeline": {"in_channels": 2 * LATENT},
-    "WanImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
-    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
-    "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
-    "LucyEditPipeline": {"in_channels": 2 * LATENT},
-    "Cosmos2TextToImagePipeline": {"in_channels": LATENT + 1},
-    "Cosmos2VideoToWorldPipeline": {"in_channels": LATENT + 1 + 1},
-    "HunyuanVideoImageToVideoPipeline": {"image_condition_type": "token_replace"},
-    "HunyuanSkyreelsImageToVideoPipeline": {"in_channels": 2 * LATENT},
-    "Kandinsky5I2VPipeline": {"visual_cond": True},
-    "Kandinsky5I2IPipeline": {"visual_cond": True},
-    "HunyuanVideo15Pipeline": {"task_type": "t2v"},
-    "HunyuanVideo15ImageToVideoPipeline": {"target_size": 32},
-    "PRXPixelPipeline": {"in_channels": 3},
-    "Kandinsky6TI2VAPipeline": {"visual_token_type_num_embeddings": 2},
-    "StableDiffusion3InpaintPipeline": {"in_channels": 16 + 16 + 1, "out_channels": 16},
-    "LongCatImagePipeline": {"in_channels": 4 * 16},
-    "LongCatImageEditPipeline": {"in_channels": 4 * 16},
-    "BriaFiboPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
-    "BriaFiboEditPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
-    "WanVACEPipeline": {"vace_layers": [0], "vace_in_channels": 2 * LATENT + 4},
-    "SanaImageToVideoPipeline": {},
-    "HunyuanImageRefinerPipeline": {
-        "in_channels": 4 * LATENT,
-        "out_channels": 2 * LATENT,
-        "patch_size": (1, 1, 1),
-        "rope_axes_dim": (2, 2, 4),
-    },
-}
-
 # First letters of schedulers that are not a flow's.
 NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
-# Pipelines with another scheduler than the type of their parameter.
-OTHERS = {
-    "PixArtAlphaPipeline": "DPMSolverMultistepScheduler of epsilon",
-    "SanaSprintPipeline": "SCMScheduler",
-    "SanaSprintImg2ImgPipeline": "SCMScheduler",
-    "StableDiffusionXLModularPipeline": "EulerDiscreteScheduler of epsilon",
-}
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
 UNGUIDED = ("AceStepPipeline",)  # whose guidance has a memory; its timesteps are noise levels
 INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
-
-# Parts that a pipeline can be built without, but not run.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "ChronoEditPipeline": ("image_encoder", "image_processor"),
-    "SkyReelsV2ImageToVideoPipeline": ("image_encoder", "image_processor"),
-    "MotifVideoImage2VideoPipeline": ("feature_extractor",),
-    "HunyuanImagePipeline": ("guider", "ocr_guider"),
-    "PRXPipeline": ("vae",),
-    **{
-        f"StableDiffusionXL{task}Pipeline": ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-        for task in ("", "Img2Img", "Inpaint")
-    },
-}
-
-# Settings that a pipeline itself is built with.
-OWN: dict[str, dict[str, Any]] = {
-    "Krea2Pipeline": {"text_encoder_select_layers": (1, 2)},
-    "StableDiffusion3PAGPipeline": {"pag_applied_layers": "blocks.0"},
-    "StableDiffusion3PAGImg2ImgPipeline": {"pag_applied_layers": "blocks.0"},
-    "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
-    "DiTPipeline": {"id2label": {"0": "a fox, a red fox", "1": "two cats, cats", "2": "an owl", "9": "9 owls in 1 barn"}},
-}
-
-# Channels of the VAE's latents, and its blocks, where a pipeline has their number built in.
-IMAGE_VAES: dict[str, dict[str, int]] = {
-    "LongCatImagePipeline": {"channels": 16},
-    "LongCatImageEditPipeline": {"channels": 16},
-    "StableDiffusion3InpaintPipeline": {"channels": 16},
-    "LuminaPipeline": {"blocks": 4},
-    "Lumina2Pipeline": {"blocks": 4},
-    "Kandinsky5T2IPipeline": {"blocks": 4},
-    "Kandinsky5I2IPipeline": {"blocks": 4},
-}
-
-TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
-
-# Layers of the text encoder where a pipeline takes the outputs of certain ones.
-DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipeline": 36}
-
-# Arguments of the call, by pipeline.
-CALLS: dict[str, dict[str, Any]] = {
-    "AceStepPipeline": {"audio_duration": 0.32},
-    "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
-    "StableAudio3Pipeline": {"duration": 0.32},
-    "StableAudio3AudioToAudioPipeline": {"duration": 0.32, "init_noise_level": 0.6, "logsnr_min": -2.0},
-    "StableAudio3InpaintPipeline": {"duration": 0.32, "mask_start_seconds": 0.1, "mask_end_seconds": 0.2},
-    "FluxKontextPipeline": {"_auto_resize": False},
-    "FluxKontextInpaintPipeline": {"_auto_resize": False},
-    "Flux2KleinPipeline": {"text_encoder_out_layers": [0, 1, 2]},
-    "Flux2KleinInpaintPipeline": {"text_encoder_out_layers": [0, 1, 2]},
-    "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
-    "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
-    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": {"overlap_history": 1, "base_num_frames": 5},
-    "Ideogram4Pipeline": {"max_sequence_length": 128},
-    "Kandinsky6TI2VAPipeline": {"sample_audio": False},
-    "Kandinsky5I2IPipeline": {"max_sequence_length": 512},
-    "LTX2ImageToVideoPipeline": {"image_crf": 0},
-    "Lumina2Pipeline": {"system_prompt": ""},
-    "QwenImageEditPipeline": {"max_sequence_length": 128},
-    "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
-    "QwenImageLayeredPipeline": {"max_sequence_length": 128},
-}
 # First parts of the names of pipelines that scale images to about a megapixel. At less than the published VAEs' factor of
 # 8, the attention in the VAE and in the network takes minutes on a CPU.
 SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
 LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
-# Of a video, where 5 are not a whole number of the VAE's, or fewer than the pipeline scales its first ones by.
-FRAMES = {"MochiPipeline": 7, "Kandinsky5I2VPipeline": 17}
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
     *("Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
@@ -213,11 +105,11 @@ def scheduler_of_no_flow(name: str) -> str:
     import diffusers
 
     if is_modular(name):
-        return OTHERS.get(name, "")
+        return str(special(name, "scheduler", ""))
     kind = getattr(diffusers, name)
     names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
     other = " or ".join(names) or "it takes none"
-    return OTHERS.get(name, other if all(one.startswith(NO_FLOWS) for one in names) else "")
+    return str(special(name, "scheduler", other if all(one.startswith(NO_FLOWS) for one in names) else ""))
 
 
 def make_prompt(name: str, text: str) -> str:
@@ -237,8 +129,8 @@ def find_call(name: str) -> TinyCall:
         if one in takes and ((conditioned and one not in UNTRIED) or takes[one].default is inspect.Parameter.empty)
     )
     known = {"max_sequence_length": 32, "use_resolution_binning": False, "complex_human_instruction": None, "strength": 0.6}
-    call = {key: value for key, value in {**known, **CALLS.get(name, {})}.items() if key in takes}
-    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
+    call = {key: value for key, value in {**known, **special(name, "call", {})}.items() if key in takes}
+    frames = special(name, "frames", 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
     size = 64 if name.startswith(LARGEST) else 32 if name.startswith(LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
@@ -260,7 +152,7 @@ def build(name: str, /, **arguments: Any) -> Any:
 
     kind = getattr(diffusers, name)
     parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
-    chosen = {**OWN.get(name, {}), **arguments}
+    chosen = {**special(name, "own", {}), **arguments}
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
@@ -268,7 +160,7 @@ def build(name: str, /, **arguments: Any) -> Any:
             parts[part] = (
                 chosen[part]() if inspect.isroutine(chosen[part]) or isinstance(chosen[part], partial) else chosen[part]
             )
-        elif part in (*NEEDED.get(name, ()), "transformer", "scheduler"):
+        elif part in (*special(name, "needed", ()), "transformer", "scheduler"):
             parts[part] = _part(part, hints[part], name, hints)
         elif missing:
             parts[part] = None if part in kind._optional_components else _part(part, hints[part], name, hints)
@@ -375,7 +267,7 @@ def _deep_vae(pipeline: str) -> Any:
     """Return a tiny VAE whose images are 8 times as high and wide as its latents."""
     if pipeline.startswith("QwenImage"):
         return build_network("AutoencoderKLQwenImage", dim_mult=[1] * 4, temperal_downsample=[False] * 3)
-    return encoders.vae(**{**IMAGE_VAES.get(pipeline, {}), "blocks": 4})
+    return encoders.vae(**{**special(pipeline, "vae", {}), "blocks": 4})
 
 
 def write(pipeline: Any, folder: Path) -> Path:
@@ -385,9 +277,8 @@ def write(pipeline: Any, folder: Path) -> Path:
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
     text = index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers")
-    if (
-        names := OWN.get(type(pipeline).__name__, {}).get("id2label")
-    ) is not None:  # which diffusers reads, and does not save
+    names = special(type(pipeline).__name__, "own", {}).get("id2label")
+    if names is not None:  # which diffusers reads, and does not save
         text = json.dumps({**json.loads(text), "id2label": names}, indent=2)
     index.write_text(text, encoding="utf-8")
     return folder
@@ -400,15 +291,15 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler" and ("unet" in hints or pipeline == "DiTPipeline"):
-        return diffusers.DDIMScheduler(**BETAS)
+        return diffusers.DDIMScheduler(**read_table()["betas"])
     if part == "scheduler":
         return _scheduler(names, pipeline)
     if part == "unet":
-        wider = {**(XL if "XL" in pipeline else {}), "in_channels": 9 if "Inpaint" in pipeline else LATENT}
+        wider = {**(read_table()["xl"] if "XL" in pipeline else {}), "in_channels": 9 if "Inpaint" in pipeline else LATENT}
         return _check_size(_classes(hint)[0], network_settings(_classes(hint)[0], wider))
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
-        return _check_size(kind, network_settings(kind, WIDER.get(pipeline, {})))
+        return _check_size(kind, network_settings(kind, special(pipeline, "network", {})))
     if part.endswith(("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")) and part not in NO_TEXT:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
@@ -419,24 +310,25 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
         return _part("transformer", hints["transformer"], pipeline, hints)
-    if part == "text_encoder" and pipeline in TEXT_ENCODERS:
-        return encoders.language_model(getattr(transformers, TEXT_ENCODERS[pipeline]), layers=DEPTHS[pipeline])
+    layers = special(pipeline, "layers", 2)
+    if part == "text_encoder" and (known := special(pipeline, "text_encoder", None)) is not None:
+        return encoders.language_model(getattr(transformers, known), layers=layers)
     kinds = _classes(hint)
     if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
         kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds
     for kind in kinds:
-        if part == "vae" and pipeline in IMAGE_VAES:
-            return encoders.vae(**IMAGE_VAES[pipeline])
+        if part == "vae" and (sizes := special(pipeline, "vae", None)) is not None:
+            return encoders.vae(**sizes)
         if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
             return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if part == "image_processor" and pipeline == "HunyuanVideoImageToVideoPipeline":
             return _images(kind.__name__, encoders.LLAVA_SIZE)
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
-        if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
+        if kind.__name__ in read_table()["autoencoders"] or part.endswith(("vae", "vqvae")):
             return _check_size(kind, autoencoder_settings(kind, pipeline))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
-            return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
+            return encoders.language_model(kind, layers=layers)
         if part.endswith("guider"):
             return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
         if issubclass(kind, diffusers.ModelMixin):

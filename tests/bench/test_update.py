@@ -1,7 +1,9 @@
-"""The engine's update counted, on one process and on two: collectives, host reads, memory, and the gradient."""
+"""The engine's update counted, on one process and on two: collectives, host reads, memory, operations, and the gradient."""
 
 import json
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,32 @@ import pytest
 import torch
 from helpers import launch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.update.cases import MODEL, SIZES, UpdateConfig
+from fluvial.bench.update.cases import (
+    ETA,
+    MODEL,
+    OPTIMIZER,
+    SCALE,
+    SIZES,
+    UpdateCase,
+    UpdateConfig,
+    make_rollout,
+    update_engine,
+)
 from fluvial.bench.update.measure import COMPARED, ComparedUpdates, CountRow, summarize
+from fluvial.core.random import key
+from fluvial.core.transitions import bind
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
+from fluvial.models import LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.handwriting.model import CodeCond
+from fluvial.models.pipelines.sd3 import SD3
 
 pytestmark = pytest.mark.long
 
@@ -47,6 +69,63 @@ def test_counts_of_an_update(ranks: int) -> None:
         distances = [value for name, value in result["gradients"].items() if name.endswith(side)]
         assert distances
         assert all(low <= value < high for value in distances), side
+
+
+SAMPLES, STEPS = 8, 10
+PROMPTS = [Prompt("1234")] * SAMPLES
+MARGIN = 1.02
+# What was reached. flow_grpo's loop dispatches 113 and 253.
+ROLLOUT, UPDATE = 97.7, 183.3
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts dispatched aten operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace == "aten":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def roll(engine: Engine, settings: Sampling) -> list[Chunk]:
+    requests = Requests(PROMPTS, range(SAMPLES), key(3))
+    with engine.inference() as module:
+        return list(generate(MODEL, module, requests, settings, micro_batch=SAMPLES))
+
+
+def test_operations_and_host_reads_per_sample_and_step() -> None:
+    """A rollout reads nothing, because its table is made on the host; an update reads its numbers once.
+
+    The model is the small SD3 transformer with LoRA of rank 16 on attention, with guidance in float32.
+    """
+    case = UpdateCase(SIZES["small"], "lora", STEPS, guidance=True, samples=SAMPLES, micro_batch=SAMPLES)
+    with init_world() as world:
+        module = case.size.build("full", world.device)
+        add_lora(module, LoraConfig(), SD3.lora_targets)
+        engine = Engine(module, MODEL.blocks(module), OPTIMIZER, world, updates=100)
+        rollout, schedule = make_rollout(engine, case, world), on_device(MODEL.schedule(STEPS), world.device)
+        stochastic = StochasticSteps(bind("flow_sde", ETA, schedule.levels), range(STEPS))
+        settings = Sampling(case.size.event, schedule, Guidance(SCALE), stochastic=stochastic)
+        with HostReads() as encoding:  # reads on the host, before anything is on the device
+            settings.guidance.encode(MODEL, PROMPTS)
+        works: tuple[tuple[Callable[[], Any], float, int], ...] = (
+            (lambda: roll(engine, settings), ROLLOUT, encoding.total),
+            (lambda: update_engine(engine, rollout, micro_batch=SAMPLES), UPDATE, 1),
+        )
+        for work, most, count in works:
+            work()
+            with Dispatched() as dispatched:
+                work()
+            assert dispatched.counts.total() / (SAMPLES * STEPS) <= most * MARGIN, dispatched.counts.most_common(20)
+            with HostReads() as reads:
+                work()
+            assert reads.total == count, reads.counts
 
 
 def gradient_of_guided(**options: Any) -> list[Tensor]:

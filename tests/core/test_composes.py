@@ -13,7 +13,7 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
-from helpers.core_functions import BATCH, ROWS, FunctionCall, public
+from helpers.core_functions import BATCH, CHECKS, HOST, ROWS, FunctionCall, public
 from helpers.tables import DTYPES
 from helpers.tolerances import COMPUTE_DTYPE
 from torch import Tensor
@@ -27,19 +27,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 Arguments = dict[str, Tensor]
 
 
-def rows(accept: Callable[[FunctionCall], object], *, graphs: bool = False) -> pytest.MarkDecorator:
-    """Return the rows that are accepted as the tests of a function.
+def rows(accept: Callable[[FunctionCall], object]) -> pytest.MarkDecorator:
+    """Return the rows that are accepted as the tests of a function."""
+    return pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if accept(row)])
 
-    Args:
-        graphs: whether it makes a graph, which takes seconds for a whole rollout: one is made by default.
-    """
-    long = [row for row in ROWS if graphs and row.name.startswith("rollout.") and row.name != "rollout.rollout flow_sde"]
-    found = [pytest.param(row, id=row.name, marks=pytest.mark.long if row in long else ()) for row in ROWS if accept(row)]
-    return pytest.mark.parametrize("row", found)
+
+# A graph takes long to make: one holds the functions of a module, by default the first row of each alone.
+FIRST = list({row.name.split()[0]: row for row in reversed(ROWS)}.values())
+
+
+def graphs(accept: Callable[[FunctionCall], object]) -> pytest.MarkDecorator:
+    """Return the rows that are accepted, by module, as the tests of a function that makes graphs."""
+    found: dict[tuple[str, bool], list[FunctionCall]] = {}
+    for row in filter(accept, ROWS):
+        found.setdefault((row.name.split(".")[0], row in FIRST), []).append(row)
+    return pytest.mark.parametrize(
+        "several",
+        [
+            pytest.param(each, id=module if first else f"{module}, other forms", marks=() if first else pytest.mark.long)
+            for (module, first), each in found.items()
+        ],
+    )
 
 
 # Functions whose results have the dtype of what they are given, and those of one number per sample that depends on it alone.
-KEEP = ("checks", "ema", "sigmas", "step.kl", "table", "types")
+KEEP = ("checks", "ema", "host", "sigmas", "step.kl", "table", "types")
 OBJECTIVES = ("adjoint", "adversarial", "awm", "correction", "crd", "dgpo", "distill", "dpo", "guidance", "nft", "policy")
 MATHEMATICS = (*OBJECTIVES, "flow_m", "gaussian", "step", "trans")
 TOGETHER = ("dgpo.group_weight", "dpo.best_and_worst", "nft.check", "transitions.check", "transitions.sampler_name")
@@ -72,7 +84,8 @@ def equal(found: Any, expected: Any) -> None:
 
 
 def test_every_public_function_is_in_the_table() -> None:
-    assert {row.name.split()[0] for row in ROWS} == set(public())
+    named = {row.name.split()[0] for row in ROWS if "." in row.name}
+    assert {*named, *HOST, *CHECKS} == set(public())
 
 
 @rows(lambda row: not row.name.startswith(KEEP))
@@ -172,13 +185,18 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
-@rows(lambda row: not row.not_compiled, graphs=True)
-def test_compile(row: FunctionCall, compiled: Callable[..., Any]) -> None:
+@graphs(lambda row: not row.not_compiled)
+def test_compile(several: list[FunctionCall], compiled: Callable[..., Any]) -> None:
+    def call(arguments: list[Arguments]) -> list[Any]:
+        return [row.call(**each) for row, each in zip(several, arguments, strict=True)]
+
     results = []
-    for function in (row.call, compiled(row.call)):
-        arguments = row.arguments()
-        learned = [arguments[name].requires_grad_() for name in row.learned()]
-        found = tensors(function(**arguments))
+    for function in (call, compiled(call)):
+        arguments = [row.arguments() for row in several]
+        learned = [
+            each[name].requires_grad_() for row, each in zip(several, arguments, strict=True) for name in row.learned()
+        ]
+        found = tensors(function(arguments))
         loss = sum((t * weights(i, t)).sum() for i, t in enumerate(found) if t.requires_grad)
         gradients = torch.autograd.grad(loss, learned) if isinstance(loss, Tensor) else ()
         results.append([*(tensor.detach() for tensor in found), *gradients])
@@ -193,8 +211,11 @@ def test_fake(row: FunctionCall) -> None:
     assert [(tensor.shape, tensor.dtype) for tensor in found] == [(tensor.shape, tensor.dtype) for tensor in expected]
 
 
-@rows(bool, graphs=True)
-def test_make_fx(row: FunctionCall) -> None:
-    names = [*row.arguments()]
-    graph = make_fx(lambda *values: tensors(row.call(**dict(zip(names, values, strict=True)))))
-    equal(graph(*row.arguments(0).values())(*row.arguments(1).values()), row.call(**row.arguments(1)))
+@graphs(bool)
+def test_make_fx(several: list[FunctionCall]) -> None:
+    def call(*values: Tensor) -> list[Tensor]:
+        left = iter(values)
+        return tensors([row.call(**{name: next(left) for name in row.arguments()}) for row in several])
+
+    first, second = ([value for row in several for value in row.arguments(seed).values()] for seed in (0, 1))
+    equal(make_fx(call)(*first)(*second), call(*second))

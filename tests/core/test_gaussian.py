@@ -1,13 +1,11 @@
 """The Gaussian of every sampler: mean, draw, log-density, KL, their gradients, dtypes and layouts."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from helpers.refusals import refuses
 from helpers.tables import (
-    DTYPES,
     ETA_CONDITION,
     EVENTS,
     SAMPLERS,
@@ -17,7 +15,7 @@ from helpers.tables import (
     normals,
     reference_coefficients,
 )
-from helpers.tolerances import COMPUTE_DTYPE, log_prob_tolerance, tolerance
+from helpers.tolerances import log_prob_tolerance, tolerance
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +28,6 @@ from fluvial.core.transitions import Transition, dance_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
 every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 events = st.sampled_from(EVENTS)
 seeds = st.integers(0, 2**32)
@@ -91,10 +88,9 @@ def test_density_is_that_of_torch(
 
 
 @every_stochastic_sampler
-@every_reduction
-@given(data=st.data(), eta=etas, event=events, seed=seeds)
+@given(data=st.data(), reduction=st.sampled_from(REDUCTIONS), eta=etas, event=events, seed=seeds)
 def test_the_gradient_is_the_published_one(
-    row: SamplerRow, reduction: Reduction, data: st.DataObject, eta: float, event: tuple[int, ...], seed: int
+    row: SamplerRow, data: st.DataObject, reduction: Reduction, eta: float, event: tuple[int, ...], seed: int
 ) -> None:
     levels = data.draw(row.levels)
     x, v, x_next = (t.requires_grad_() for t in normals(seed, 3, len(levels[0]), *event).unbind())
@@ -164,40 +160,15 @@ def test_the_gradient_of_kl_vanishes_only_at_the_reference(reduction: Reduction,
     assert torch.equal(at_reference, torch.zeros_like(v))
 
 
-@every_dtype
-@pytest.mark.parametrize("zero_dim", [False, True], ids=["batched", "0-d"])
-def test_everything_is_computed_in_float32_or_float64(dtype: torch.dtype, zero_dim: bool) -> None:
-    # A 0-d float32 coefficient does not promote a bfloat16 tensor: computed without an upcast, the error is 2^-8.
-    step = Transition(*(c[0] for c in STEP)) if zero_dim else STEP
-    low = [t.to(dtype) for t in normals(11, 4, 3, 1271).unbind()]
-    x, v, x_next, noise = low
-    dx, dv, dx_next, dnoise = (t.double() for t in low)
-    a, b, std = (c.double() if zero_dim else view(c.double(), x) for c in step)
-    residual = dx_next - (a * dx + b * dv)
-    terms = -(residual**2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
-    condition = ((dx_next.abs() + (a * dx).abs() + (b * dv).abs()) / std).max().item() * 4
-    expected = {
-        "mean": (mean(step, x, v), a * dx + b * dv, tolerance("mean", dtype, condition=8)),
-        "sample": (sample(step, x, v, noise), a * dx + b * dv + std * dnoise, tolerance("mean", dtype, condition=8)),
-        "log_prob": (
-            log_prob(step, x, v, x_next),
-            terms.mean(1),
-            tolerance("log_prob", dtype, condition=condition, reduced=1271),
-        ),
-        "unscaled": (
-            log_prob(step, x, v, x_next, form="unscaled", reduction="sum"),
-            -(residual**2).sum(1),
-            tolerance("log_prob", dtype, condition=16, reduced=1271),
-        ),
-        "kl": (
-            kl(step, v, x),
-            (b**2 * (dv - dx) ** 2 / (2 * std**2)).mean(1),
-            tolerance("log_prob", dtype, condition=16, reduced=1271),
-        ),
-    }
-    for name, (got, want, limit) in expected.items():
-        assert got.dtype == COMPUTE_DTYPE[dtype], name
-        assert_close(got.double(), want, **limit, msg=partial("{}: {}".format, name))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_coefficients_without_a_dimension_promote_half_precision(dtype: torch.dtype) -> None:
+    """A 0-d float32 coefficient does not promote a bfloat16 tensor by itself: without an upcast, the error is 2^-8."""
+    step, halves = Transition(*(c[0] for c in STEP)), normals(11, 4, 3, 1271).to(dtype).unbind()
+    for function in (sample, log_prob, kl):
+        tensors = halves[:2] if function is kl else halves[:3]
+        got, want = function(step, *tensors), function(double(step), *(tensor.double() for tensor in tensors))
+        assert got.dtype == torch.float32
+        assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_dtypes_of_results_and_gradients() -> None:
@@ -227,16 +198,6 @@ def test_a_non_contiguous_input_is_the_same_input(event: tuple[int, int]) -> Non
         assert_close(log_prob(STEP, *tensors), log_prob(STEP, *dense), **limit)
         assert_close(kl(STEP, *tensors[:2]), kl(STEP, *dense[:2]), **limit)
         assert torch.equal(sample(STEP, *tensors), sample(STEP, *dense))
-
-
-@pytest.mark.parametrize("event", EVENTS, ids=str)
-def test_an_empty_batch_is_answered(event: tuple[int, ...]) -> None:
-    empty = torch.empty(0, *event)
-    for step in (dance_sde(torch.empty(0), torch.empty(0), eta=0.5), Transition(*(c[0] for c in STEP))):
-        assert sample(step, empty, empty, empty).shape == empty.shape
-        for got in (log_prob(step, empty, empty, empty), kl(step, empty, empty)):
-            assert got.shape == (0,)
-            assert got.dtype == torch.float32
 
 
 def test_extreme_values_stay_finite_or_ordered() -> None:

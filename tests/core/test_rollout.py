@@ -1,4 +1,4 @@
-"""Rollouts: which steps are taken, which are recorded, and that an update recomputes the record exactly."""
+"""Rollouts: which steps are taken and recorded, in one part or two, and that an update recomputes the record exactly."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.sigmas import from_scheduler, linear
 from fluvial.core.table import Record, plan
-from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode
+from fluvial.core.transitions import bind, cps, dance_sde, ddim, flow_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
 every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
@@ -356,3 +356,104 @@ def test_ddim_keeps_its_own_deterministic_steps() -> None:
 def test_a_step_out_of_range(name: str, steps: list[int]) -> None:
     arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": FLOW, "key": key(0), name: steps}
     refuses(f"rollout: {name} holds steps .*expected 0 to 3", rollout, velocity, **arguments)
+
+
+def counted(x: Tensor, sigma: Tensor, step: int) -> Tensor:
+    """Return a velocity that depends on the number of the step, too."""
+    return velocity(x, sigma, step) * (1 + step)
+
+
+@pytest.mark.parametrize("window", [range(2, 5), range(3, 4), [2, 4]], ids=str)
+@every_stochastic_sampler
+def test_two_parts_are_the_whole(row: SamplerRow, window: list[int] | range) -> None:
+    grid = row.grid(6)
+    still = partial(ddim, eta=0.0) if row.name == "ddim" else ode
+    run = partial(rollout, counted, sigmas=grid, transition=row.bind(0.6), deterministic=still, key=key(1))
+    x = normal(key(0), (3, 5))
+    whole = run(x, window=window, record=Record(velocity=True))
+    first = run(x, window=(), record=(), steps=range(2))
+    assert first.log_prob.shape == (3, 0)
+    rest = run(first.final, window=window, record=Record(velocity=True), steps=range(2, 6))
+    for one, two in zip(whole, rest, strict=True):
+        assert (one is None and two is None) or torch.equal(one, two)  # type: ignore[arg-type]
+    assert not torch.equal(first.final, whole.final)
+
+
+@pytest.mark.parametrize(
+    ("steps", "window", "said"),
+    [
+        (range(2, 8), [3], "steps is range(2, 8), expected a contiguous range within 0 to 6"),
+        (range(0, 6, 2), [2], "expected a contiguous range"),
+        (range(3, 1), [2], "expected a contiguous range"),
+        (range(2, 6), [1, 3], "window holds steps [1], expected 2 to 5, the steps taken"),
+        (range(2), [0, 3], "window holds steps [3], expected 0 to 1, the steps taken"),
+    ],
+)
+def test_a_part_that_does_not_fit(steps: range, window: list[int], said: str) -> None:
+    grid = STOCHASTIC[0].grid(6)
+    with pytest.raises(ValueError, match="rollout: ") as raised:
+        rollout(velocity, torch.ones(1, 2), grid, transition=STOCHASTIC[0].bind(0.5), key=key(0), window=window, steps=steps)
+    assert said in str(raised.value)
+
+
+def test_a_recorded_step_lies_within_the_part() -> None:
+    run = partial(rollout, velocity, torch.ones(1, 2), linear(6), key=key(0), steps=range(4))
+    step, record = partial(dance_sde, eta=0.5), Record(steps=[1, 5], form="unscaled")
+    refuses(r"record holds steps \[5\], expected 0 to 3", run, transition=step, record=record)
+
+
+GRID = linear(6)
+WINDOWS = torch.tensor([[0, 1], [3, 4], [1, 4], [0, 1]])
+
+
+def test_each_sample_follows_its_own_window() -> None:
+    x, sampler, keys = (
+        normals(0, 4, 3, 5, dtype=torch.float32),
+        bind("flow_sde", 0.7, GRID),
+        fold_in(key(1), torch.arange(4)),
+    )
+    together = rollout(velocity, x, GRID, transition=sampler, key=keys, window=WINDOWS)
+    assert torch.equal(together.steps, WINDOWS)
+    for i in range(4):
+        one = fold_in(key(1), torch.tensor([i]))
+        alone = rollout(velocity, x[i : i + 1], GRID, transition=sampler, key=one, window=WINDOWS[i].tolist())
+        assert torch.equal(alone.final[0], together.final[i])
+        assert torch.equal(alone.x[0], together.x[i])
+        assert torch.equal(alone.x_next[0], together.x_next[i])
+        assert torch.equal(alone.log_prob[0], together.log_prob[i])
+    level, level_next = GRID[together.steps].flatten(), GRID[together.steps + 1].flatten()
+    step = sampler(level, level_next)
+    flat = together.x.flatten(0, 1)
+    again = gaussian.log_prob(step, flat, velocity(flat, level, 0), together.x_next.flatten(0, 1))
+    assert torch.equal(again, together.log_prob.flatten())
+
+
+def test_nothing_is_recorded_where_nothing_is_asked_for() -> None:
+    """A rollout for an objective on clean samples takes the noise of each sample's window, and records no step."""
+    x, sampler = normals(0, 4, 3, dtype=torch.float32), bind("flow_sde", 0.7, GRID)
+    recorded = rollout(velocity, x, GRID, transition=sampler, key=key(1), window=WINDOWS)
+    without = rollout(velocity, x, GRID, transition=sampler, key=key(1), window=WINDOWS, record=())
+    assert torch.equal(recorded.final, without.final)
+    assert without.log_prob.shape == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("window", "says"),
+    [
+        (WINDOWS[:3], r"expected int64 \[4, S\] on the CPU"),
+        (WINDOWS.float(), r"window is torch.float32"),
+        (WINDOWS.flip(1), "does not rise"),
+        (torch.full((4, 1), 6), r"window holds steps \[6\], expected 0 to 5"),
+    ],
+)
+def test_a_window_per_sample_is_checked(window: Tensor, says: str) -> None:
+    x, sampler = normals(0, 4, 3, dtype=torch.float32), bind("flow_sde", 0.7, GRID)
+    refuses(says, rollout, velocity, x, GRID, transition=sampler, key=key(1), window=window)
+
+
+def test_samples_may_not_differ_in_their_number_of_recorded_steps() -> None:
+    x, ends = normals(0, 2, 3, dtype=torch.float32), torch.tensor([[0, 1], [4, 5]])
+    with pytest.raises(ValueError, match=r"window holds steps \[5\], which are deterministic"):
+        rollout(velocity, x, GRID, transition=lambda a, b: cps(a, b, eta=0.8), key=key(1), window=ends)
+    with pytest.raises(ValueError, match=r"ode has std 0 at step 0 "):
+        rollout(velocity, x, GRID, transition=bind("flow_sde", 0.7, GRID), key=key(1), window=ends, record=[0])

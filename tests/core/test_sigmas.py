@@ -1,6 +1,7 @@
-"""Schedules against their formulas and against diffusers, and the window of stochastic steps."""
+"""Schedules against their formulas and against diffusers, and windows of stochastic steps."""
 
 import math
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from fluvial.core.random import fold_in, key
-from fluvial.core.sigmas import check_sigmas, dynamic_shift, from_scheduler, linear, sde_window, shifted, shifted_twice
+from fluvial.core.sigmas import (
+    check_sigmas,
+    dynamic_shift,
+    from_scheduler,
+    linear,
+    moving_window,
+    sde_window,
+    shifted,
+    shifted_twice,
+)
 
 steps = st.integers(1, 60)
 shifts = st.floats(0.1, 10)
@@ -166,3 +176,33 @@ def test_a_terminal_level_is_diffusers(T: int, seq_len: int, terminal: float) ->
 def test_schedules_of_one_step_have_no_ends_to_space() -> None:
     refuses("T is 1, expected at least 2", shifted_twice, 1, 3.0)
     refuses("T is 1, expected at least 2", dynamic_shift, 1, 1024, shift_terminal=0.02)
+
+
+def places(rollouts: int, *args: int, **options: float) -> list[tuple[int, int]]:
+    starts = [moving_window(done, *args, **options).start for done in range(rollouts)]  # type: ignore[arg-type]
+    return [(start, len(list(same))) for start, same in groupby(starts)]
+
+
+def test_a_progressive_window() -> None:
+    """MixGRPO's: 4 of 25 steps within 0 to 22, one step further every 25 rollouts; 300 rollouts reach start 11."""
+    assert places(300, 25, 4, 0, 23, every=25) == [(start, 25) for start in range(12)]
+    assert moving_window(0, 25, 4, 0, 23, every=25) == range(4)
+    assert moving_window(25 * 20, 25, 4, 0, 23, every=25) == range(4)  # start 19 was the last that fits
+
+
+def test_a_stride_and_the_last_position() -> None:
+    assert places(14, 10, 4, every=2, stride=3) == [(0, 2), (3, 2), (6, 2), (0, 2), (3, 2), (6, 2), (0, 2)]
+    assert places(12, 10, 4, every=2, stride=3, repeat=False) == [(0, 2), (3, 2), (6, 8)]
+
+
+def test_an_exponential_decay() -> None:
+    """A start beyond the threshold stays for ceil(every exp(-k (start - threshold))) rollouts."""
+    stays = [5 if start <= 2 else math.ceil(5 * math.exp(-0.5 * (start - 2))) for start in range(6)]
+    assert places(sum(stays), 8, 3, every=5, decay=0.5, decay_from=2) == list(enumerate(stays))
+    assert stays[-1] == 2
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "stride": 0}])
+def test_a_window_that_cannot_move(options: dict[str, Any]) -> None:
+    refuses("expected at least 1", moving_window, 0, 8, 3, **options)
+    refuses("moving_window: size is 9", moving_window, 0, 8, 9, every=1)

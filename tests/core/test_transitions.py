@@ -24,9 +24,8 @@ every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.nam
 
 
 @every_sampler
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@given(data=st.data(), eta=etas)
-def test_coefficients_are_the_formulas(row: SamplerRow, dtype: torch.dtype, data: st.DataObject, eta: float) -> None:
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), eta=etas)
+def test_coefficients_are_the_formulas(row: SamplerRow, data: st.DataObject, dtype: torch.dtype, eta: float) -> None:
     level, level_next = (level.to(dtype) for level in data.draw(row.levels))
     if row.name == "ddim":
         # In half precision the upper levels round to 1, or to one another, where no step is left.

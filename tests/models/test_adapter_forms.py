@@ -44,7 +44,7 @@ from fluvial.models.lora_files import load_lora, read_lora
 from fluvial.models.lora_layer import MAGNITUDE, growth, lokr_product, merge_weight
 from fluvial.models.original.layout import LAYOUTS
 from fluvial.models.pipelines.open import built_in
-from fluvial.models.quantised import dequantise, quantise_linear
+from fluvial.models.quantised import Base, dequantise, find_quantised, quantise_linear
 
 FORMS: tuple[Form, ...] = (Dora(), Lokr(), Lokr(factor=4))
 each = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -107,7 +107,7 @@ def test_it_is_the_function_and_the_gradients_of_peft(form: Form) -> None:
         torch.testing.assert_close(parameter.grad, gradients[names[short]], rtol=1e-4, atol=1e-4)
 
 
-@each
+@every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: bool) -> None:
@@ -120,18 +120,6 @@ def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: boo
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert trained == set(adapter_names(module, "default").values())
     assert all(is_adapter(name) for name in trained)
-
-
-@each
-def test_the_weights_may_come_later(form: Form) -> None:
-    with torch.device("meta"):
-        empty = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 16))
-    full = layers()
-    for module in (empty, full):
-        add_lora(module, config(form), ["0", "1"], seed=5)
-    held = adapter_parameters(full, "default")
-    for name, parameter in adapter_parameters(empty, "default").items():
-        assert torch.equal(parameter, held[name])
 
 
 def test_small_lengths_keep_their_digits_and_a_row_of_zeros_stays_finite() -> None:
@@ -189,11 +177,12 @@ def test_a_float64_module_keeps_its_digits(form: Form) -> None:
         torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-11)
 
 
-@each
-def test_merged_over_a_quantised_base_is_the_same_function(form: Form) -> None:
+@every
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_merged_over_a_quantised_base_is_the_same_function(form: Form, base: Base) -> None:
     """In place, and by the export, which has the names of the plain module."""
     module, plain, x = adapted(form), layers(), torch.randn(5, 24)
-    quantise_linear(module, "int8", torch.float32)
+    assert quantise_linear(module, base, torch.float32) == len(find_quantised(module)) == 2
     before = module(x)
     plain.load_state_dict(dict(gather_weights(module, merge=True)))
     merge_lora(module)
@@ -202,7 +191,7 @@ def test_merged_over_a_quantised_base_is_the_same_function(form: Form) -> None:
     assert set(module.state_dict()) == set(plain.state_dict())
 
 
-@each
+@every
 def test_a_quantised_base_counts_by_its_dequantised_weight(form: Form) -> None:
     module = adapted(form)
     quantise_linear(module, "nf4", torch.float32)

@@ -1,5 +1,6 @@
 """LoRA: it starts without effect, is the only part trained, can be switched and copied, sharded or not, and merged."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import peft
@@ -16,11 +17,15 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
+    Dora,
+    Form,
+    Lokr,
     LowRank,
     adapter_names,
     adapter_parameters,
     blend_adapter,
     copy_adapter,
+    is_adapter,
     lora_layers,
     merge_lora,
     use_adapter,
@@ -36,16 +41,6 @@ def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     assert list(left) == list(right)
     return all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_a_new_adapter_changes_nothing() -> None:
-    module = lora_model.adapted()
-    assert torch.equal(run(module), run(MODEL.build()))
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    assert trained
-    assert all("lora_" in name for name in trained)
-    for target in MODEL.lora_targets:
-        assert any(f".{target}.lora_A" in name for name in trained), target
 
 
 def test_the_seed_decides_the_adapter_and_others_begin_as_it() -> None:
@@ -91,16 +86,19 @@ def test_the_initial_distribution_of_a() -> None:
     assert float(drawn["gaussian"].std()) == pytest.approx(1 / 4, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(LowRank(), torch.float32), (LowRank(), torch.bfloat16), (Dora(), torch.float32), (Lokr(), torch.float32)],
+)
+def test_on_meta_the_adapters_are_real_and_the_same(form: Form, dtype: torch.dtype) -> None:
     real, meta = MODEL.build().to(dtype), MODEL.build(empty=True).to(dtype)
     before = dict(meta.named_parameters())
     for module in (real, meta):
-        add_lora(module, LORA, MODEL.lora_targets, adapters=ALL, seed=3)
+        add_lora(module, replace(LORA, form=form), MODEL.lora_targets, adapters=ALL, seed=3)
     for adapter in ALL:
         assert same(values(real, adapter), values(meta, adapter))
     for name, parameter in meta.named_parameters():
-        if ".lora_" in name:
+        if is_adapter(name):
             assert not parameter.is_meta
         else:
             assert parameter is before[name.replace(".base_layer.", ".")]

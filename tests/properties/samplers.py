@@ -138,67 +138,35 @@ def _rescaled_euler(alpha_bar: Tensor, alpha_bar_next: Tensor, x: Tensor, v: Ten
 
 _VELOCITY, _EPSILON = (-1.0, 1.0), (0.0, 1.0)
 
+
+def _flow(
+    name: str,
+    reference: Callable[[float, float, float], tuple[float, float, float]],
+    bind: Callable[[float], Sampler],
+    *,
+    keeps_variance: bool = False,
+) -> SamplerRow:
+    """Return the row of a sampler of flows."""
+    return SamplerRow(
+        name=name,
+        bind=bind,
+        reference=reference,
+        levels=_noise_levels,
+        grid=_noise_grid,
+        stochastic=name != "ode",
+        path=_linear_path,
+        output=_VELOCITY,
+        keeps_variance=keeps_variance,
+        ode_step=_euler,
+    )
+
+
 SAMPLERS = (
-    SamplerRow(
-        name="ode",
-        bind=lambda eta: transitions.ode,
-        reference=reference_ode,
-        levels=_noise_levels,
-        grid=_noise_grid,
-        stochastic=False,
-        path=_linear_path,
-        output=_VELOCITY,
-        keeps_variance=True,
-        ode_step=_euler,
-    ),
-    SamplerRow(
-        name="flow_sde",
-        bind=lambda eta: partial(transitions.flow_sde, eta=eta, sigma_max=SIGMA_MAX),
-        reference=reference_flow_sde,
-        levels=_noise_levels,
-        grid=_noise_grid,
-        stochastic=True,
-        path=_linear_path,
-        output=_VELOCITY,
-        keeps_variance=False,
-        ode_step=_euler,
-    ),
-    SamplerRow(
-        name="dance_sde",
-        bind=lambda eta: partial(transitions.dance_sde, eta=eta),
-        reference=reference_dance_sde,
-        levels=_noise_levels,
-        grid=_noise_grid,
-        stochastic=True,
-        path=_linear_path,
-        output=_VELOCITY,
-        keeps_variance=False,
-        ode_step=_euler,
-    ),
-    SamplerRow(
-        name="wan_sde",
-        bind=lambda eta: partial(transitions.wan_sde, eta=eta, sigma_max=SIGMA_MAX),
-        reference=reference_wan_sde,
-        levels=_noise_levels,
-        grid=_noise_grid,
-        stochastic=True,
-        path=_linear_path,
-        output=_VELOCITY,
-        keeps_variance=False,
-        ode_step=_euler,
-    ),
-    SamplerRow(
-        name="cps",
-        bind=lambda eta: partial(transitions.cps, eta=eta),
-        reference=reference_cps,
-        levels=_noise_levels,
-        grid=_noise_grid,
-        stochastic=True,
-        path=_linear_path,
-        output=_VELOCITY,
-        keeps_variance=True,
-        ode_step=_euler,
-    ),
+    _flow("ode", reference_ode, lambda eta: transitions.ode, keeps_variance=True),
+    _flow("flow_sde", reference_flow_sde, lambda eta: partial(transitions.flow_sde, eta=eta, sigma_max=SIGMA_MAX)),
+    _flow("dance_sde", reference_dance_sde, lambda eta: partial(transitions.dance_sde, eta=eta)),
+    _flow("wan_sde", reference_wan_sde, lambda eta: partial(transitions.wan_sde, eta=eta, sigma_max=SIGMA_MAX)),
+    _flow("cps", reference_cps, lambda eta: partial(transitions.cps, eta=eta), keeps_variance=True),
     SamplerRow(
         name="ddim",
         bind=lambda eta: partial(transitions.ddim, eta=eta),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,14 +30,16 @@ NOT_SIMULATED = (
 )
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Line:
     """Bytes that a line of the program holds."""
 
     line: str
     bytes: int
 
 
-class Communication(NamedTuple):
+@dataclass(frozen=True)
+class Communication:
     """Collectives of a kind and a line."""
 
     name: str
@@ -47,7 +49,8 @@ class Communication(NamedTuple):
     bytes: int  # that each rank sends, in a ring
 
 
-class HostWait(NamedTuple):
+@dataclass(frozen=True, order=True)
+class HostWait:
     """Host reads, blocking copies and synchronisations of a line."""
 
     kind: str
@@ -99,7 +102,8 @@ class PhaseReport:
         return sum(each.times for each in self.waits if each.kind in kinds)
 
 
-class CheckpointLayout(NamedTuple):
+@dataclass(frozen=True)
+class CheckpointLayout:
     """Sizes of a checkpoint, and of the export at the end of a run."""
 
     tensors: int
@@ -149,11 +153,9 @@ class Report:
         ran = [name for name in ORDER if name in phase_of]
         phases = tuple(_phase(name, simulation, stored if name in HOLDING else 0) for name in ran)
         highest = max(phases, key=lambda phase: phase.peak)
-        lines = [line for line, _ in mode.ledger.find_holders(phase_of[highest.name].peak_entry).lines.items()][:LINES]
-        concurrent = 0
-        if config.rollout.ahead:
-            rollout = next((phase for phase in phases if phase.name == "rollout"), None)
-            concurrent = 0 if rollout is None else max(0, rollout.peak - rollout.before)
+        lines = [*mode.ledger.find_holders(phase_of[highest.name].peak_entry)][:LINES]
+        rollouts = [phase for phase in phases if phase.name == "rollout" and config.rollout.ahead]
+        concurrent = max((rollout.peak - rollout.before for rollout in rollouts), default=0)
         marks = sorted((span[0], name) for name, phase in phase_of.items() for span in phase.spans if span[1] > span[0])
         return cls(
             ranks, accelerator, reserve, phases, micro_batches, concurrent, layout, error, (*notes, *NOT_SIMULATED),
@@ -176,11 +178,11 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """Return everything but the curve as values that JSON can hold."""
-        phases = {phase.name: {**_plain(asdict(phase)), "sent": phase.sent, "calls": phase.calls} for phase in self.phases}
+        phases = {phase.name: {**asdict(phase), "sent": phase.sent, "calls": phase.calls} for phase in self.phases}
         return {
             "ranks": self.ranks, "gpu": self.accelerator._asdict(), "reserve": self.reserve, "peak": self.peak,
             "fits": self.fits, "error": self.error, "micro_batches": self.micro_batches, "concurrent": self.concurrent,
-            "checkpoint": None if self.layout is None else self.layout._asdict(), "phases": phases,
+            "checkpoint": None if self.layout is None else asdict(self.layout), "phases": phases,
             "not_simulated": list(self.notes),
         }  # fmt: skip
 
@@ -256,8 +258,8 @@ def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) 
 
 def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
     mode, phase = simulation.mode, simulation.phases.by_name[name]
-    held = mode.ledger.find_holders(phase.peak_entry) if phase.peak else None
-    lines = tuple(Line(line, size) for line, size in (held.lines if held else {}).items())[:LINES]
+    held = mode.ledger.find_holders(phase.peak_entry) if phase.peak else {}
+    lines = tuple(Line(line, size) for line, size in held.items())[:LINES]
     calls = [(kind, count) for kind, count in mode.calls.most_common() if kind.phase == name]
     waits = [(wait, times) for wait, times in mode.waits.most_common() if wait.phase == name]
     return PhaseReport(
@@ -266,15 +268,6 @@ def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
         tuple(HostWait(wait.kind, wait.operation, wait.line, times) for wait, times in waits),
         mode.flops[name], mode.operations[name], mode.copied[name],
     )  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    """Return named tuples as dicts."""
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def draw(report: Report, file: Path) -> None:

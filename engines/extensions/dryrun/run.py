@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from optree import tree_leaves
@@ -25,7 +26,7 @@ from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, s
 from fluvial.engines.extensions.plan.fit import fit_config
 from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
-from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute, simulate
+from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
@@ -70,7 +71,7 @@ def dry_run(
             says = "their inputs, and their pool while images are decoded, come on top (fluvial plan counts both)"
             notes.append(f"CUDA graphs of rollout passes: these run as written, and {says}")
         run = _Run(simulation, changed, more)
-        with warnings.catch_warnings(), replace_attribute(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
+        with warnings.catch_warnings(), patch.object(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
             warnings.simplefilter("ignore")  # of values that are not there
             error = run.all(job, notes)
         return Report.of(

@@ -95,9 +95,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     name = base_model(config.model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
     asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
-    half = config.engine.compute_dtype(device).itemsize == 2
     keeps_text = name in MODELS or isinstance(find_transformer(name), ModularShape)  # modular pipelines keep their encoders
-    sizes = {} if keeps_text else _text_sizes(config, name, half=half)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     planned = steps[-1][1].config
     micro_batch = config.engine.micro_batch if planned.micro_batch == asked.micro_batch else planned.micro_batch
@@ -105,7 +103,9 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     if not keeps_text:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
-        pipeline = replace(pipeline, text_base=_text_base(name, sizes, asked))
+        half = config.engine.compute_dtype(device).itemsize == 2 or pipeline.frozen == "bfloat16"
+        dtype = torch.bfloat16 if half else torch.float32
+        pipeline = replace(pipeline, text_base=_text_base(name, asked, pipeline.text_base, dtype))
         said.append(
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
@@ -116,21 +116,14 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
-def _text_sizes(config: TrainConfig, name: str, *, half: bool) -> dict[Any, int]:
-    """Return the bytes of the text encoders in each format that they may have, the most exact first."""
-    dtype = torch.bfloat16 if half or config.pipeline.frozen == "bfloat16" else torch.float32
-    asked = config.pipeline.text_base
-    bases = (asked,) if asked != "auto" else TEXT_BASES
-    return {base: text_encoder_bytes(name, None if base == "auto" else base, dtype) for base in bases}
-
-
-def _text_base(name: str, sizes: dict[Any, int], asked: PlanConfig) -> Any:
+def _text_base(name: str, asked: PlanConfig, wanted: Any, dtype: torch.dtype) -> Any:
     """Return the most exact format in which the text encoders fit, before the network is there.
 
     Raises:
         RunError: none does.
     """
-    for base, size in sizes.items():
+    for base in TEXT_BASES if wanted == "auto" else (wanted,):
+        size = text_encoder_bytes(name, None if base == "auto" else base, dtype)
         if size <= asked.room:
             return base
     raise RunError(

@@ -46,9 +46,8 @@ class Stretch(NamedTuple):
 class Accounting(NamedTuple):
     """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
 
-    parameters: (
-        int  # sharded: `engine.masters` for trained ones, float32 for adapters, the dtype of the computation for the rest
-    )
+    # Sharded: `engine.masters` for trained ones, float32 for adapters, the dtype of the computation for the rest.
+    parameters: int
     buffers: int  # on every rank; of quantised weights their codes and scales
     moments: int  # state of the optimizer, sharded
     average: int  # float32, sharded

@@ -288,10 +288,10 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
-    def pass_of(kind: Phase) -> tuple[Stretch, ...]:
+    def phase(kind: Phase) -> Accounting:
         update = kind == "update"
         with computed():
-            return _activations(
+            stretches = _activations(
                 name,
                 config.train,
                 config.lora,
@@ -308,8 +308,6 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 asked=asked,
                 grad=update,
             )
-
-    def phase(kind: Phase) -> Accounting:
         return memory.account(
             module,
             blocks(model, module),
@@ -317,10 +315,9 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
             engine=config.engine,
             device=device,
             ranks=config.gpus,
-            activations=pass_of(kind),
+            activations=stretches,
             # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
-            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves)
-            + (kept if kind == "rollout" else 0),
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,
             learners=config.learners,
@@ -451,8 +448,7 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
             *(unit.of(phase.total) for phase in phases),
             unit.of(max(phase.host for phase in phases)),
         )
-    room = config.room_in_words
-    console.print(f"{name}: flags with which it fits into {room}", highlight=False)
+    console.print(f"{name}: flags with which it fits into {config.room_in_words}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("flags", *plans[0][1].phases, "host"), rows), highlight=False)
 
 

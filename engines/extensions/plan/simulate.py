@@ -66,21 +66,6 @@ class AheadConfig:
         check_fields(self, "", **seconds, **counts, **shares)
 
 
-def check_config(config: AheadConfig) -> AheadConfig:
-    """Return a configuration whose seconds are known.
-
-    Raises:
-        UsageError: seconds of rollouts or of updates are missing, or no two machines can be divided.
-    """
-    for name in ("rollout_seconds", "update_seconds"):
-        if not getattr(config, name):
-            raise UsageError(name, 0.0, "the seconds of a measured run")
-    if config.most_gpus <= config.server_gpus:
-        expected = f"more than the {config.server_gpus} GPUs of a server"
-        raise UsageError("most_gpus", config.most_gpus, expected, "a trainer needs one as well")
-    return config
-
-
 class Timeline(NamedTuple):
     """When the events of a run happened, in seconds from its start."""
 
@@ -223,7 +208,17 @@ def best_split(config: AheadConfig, total: int) -> Split:
 
 
 def show(config: AheadConfig, *, console: Console) -> None:
-    """Print which K and how many servers keep the trainer busy, and the best division of up to `most_gpus` GPUs."""
+    """Print which K and how many servers keep the trainer busy, and the best division of up to `most_gpus` GPUs.
+
+    Raises:
+        UsageError: seconds of rollouts or of updates are missing, or no two machines can be divided.
+    """
+    for name in ("rollout_seconds", "update_seconds"):
+        if not getattr(config, name):
+            raise UsageError(name, 0.0, "the seconds of a measured run")
+    if config.most_gpus <= config.server_gpus:
+        expected = f"more than the {config.server_gpus} GPUs of a server"
+        raise UsageError("most_gpus", config.most_gpus, expected, "a trainer needs one as well")
     fewest = least(config)
     most = config.servers or (fewest[0] if fewest else config.samples)
     counts = [*(() if config.servers else (2**power for power in range(most.bit_length()) if 2**power < most)), most]

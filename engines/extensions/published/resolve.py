@@ -1,7 +1,7 @@
 """Published runs as configurations of fluvial, side by side with what was published."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -41,10 +41,9 @@ def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
     ours = {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
     stated = {name for name, setting in run.settings.items() if setting.source is not None}
     stated |= {*run.published, *run.deviations}
-    for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
-        value = next(
-            (format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), ""
-        )  # none of a table
+    tables = [path for name in ours for path in accumulate(name.split("."), "{}.{}".format)]  # each name after its tables
+    for name in dict.fromkeys([*tables, *run.settings, *run.published, *run.deviations]):
+        value = next((format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), "")
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
@@ -68,9 +67,3 @@ def _format_setting(run: PublishedRun, name: str, ours: str) -> ComparedSetting:
     published = published if deviation.published is None else deviation.published
     ours = ours if deviation.ours is None else format_value(deviation.ours)
     return ComparedSetting(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
-
-
-def _with_tables(names: Iterable[str]) -> Iterator[str]:
-    """Yield dotted names, each with the tables that it stands in before it."""
-    for name in names:
-        yield from accumulate(name.split("."), "{}.{}".format)

@@ -12,6 +12,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
 
+DATA = files("fluvial.engines.extensions.published") / "data"
 COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
@@ -116,7 +117,7 @@ def _names_of_run() -> frozenset[str]:
 def load_published() -> Mapping[str, PublishedRun]:
     """Return all published runs by name, source by source."""
     shared = _read(COMMON)["block"]
-    names = sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+    names = sorted(entry.name for entry in DATA.iterdir() if entry.name.endswith(".toml"))
     return {run.name: run for name in names for run in _runs(_read(name.removesuffix(".toml")), shared)}
 
 
@@ -141,12 +142,8 @@ def find(name: str) -> PublishedRun:
     raise UsageError(f"there is no published run {name!r}{hint} (fluvial runs lists all {len(runs)})")
 
 
-def _folder() -> Any:
-    return files("fluvial.engines.extensions.published") / "data"
-
-
 def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:

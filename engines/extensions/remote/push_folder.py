@@ -1,7 +1,6 @@
 """The folder in which a trainer leaves weights for servers: complete or not there, and removed with its trainer."""
 
 import fcntl
-import json
 import os
 import shutil
 import uuid
@@ -10,13 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-from torch import Tensor
-
 from fluvial.engines.errors import RunError, convert_errors
 from fluvial.engines.extensions.wire.client import find_shared_folder
-from fluvial.engines.extensions.wire.weight_buckets import SharedBucket
-from fluvial.engines.files import LORA
 
 PREFIX, LOCK = "push-", ".lock"
 
@@ -57,8 +51,8 @@ class PushFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path = made.rename(parent / f"{PREFIX}{name}")
 
-    def finish(self, name: str) -> Path:
-        """Give the folder `.name` the name `name`, and return it. What had the name before is removed.
+    def finish(self, name: str) -> None:
+        """Give the folder `.name` the name `name`. What had the name before is removed.
 
         Raises:
             RunError: that is not possible.
@@ -67,7 +61,6 @@ class PushFolder:
         with convert_errors(RunError, OSError, says=f"weights cannot be written to {final}"):
             shutil.rmtree(final, ignore_errors=True)
             os.rename(self.path / f".{name}", final)
-        return final
 
     def keep(self, name: str = "") -> None:
         """Remove all folders but one; without a name, all."""
@@ -92,24 +85,3 @@ def remove_left(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def factors_in(folder: Path) -> dict[str, Tensor]:
-    """Return the factors of an adapter's folder by the names of their layers."""
-    return {name.partition(".")[2]: tensor for name, tensor in load_file(folder / LORA).items()}
-
-
-def write_bucket(bucket: SharedBucket, flat: Tensor) -> None:
-    """Write a bucket, uint8 `[bytes]`, to its file."""
-    with convert_errors(RunError, OSError, says=f"weights cannot be written to {bucket.file}"):
-        Path(bucket.file).write_bytes(flat.cpu().numpy().data)
-
-
-def bucket_request(bucket: SharedBucket, load_format: str, *, version: int) -> dict[str, Any]:
-    """Return the request that names a bucket."""
-    return {
-        "load_format": load_format,
-        "serialized_named_tensors": [json.dumps(bucket.as_json())],
-        "target_modules": [bucket.module],
-        "weight_version": str(version),
-    }

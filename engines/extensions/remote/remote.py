@@ -381,7 +381,6 @@ class Remote(RolloutSource):
 
 
 def _body_of(asking: Asking, order: RequestOrder, key: Key, sampling: Sampling, version: int) -> bytes:
-    """Return the body of a request."""
     return json.dumps(write_request(asking.request(order, key, sampling, version=version))).encode()
 
 

@@ -28,14 +28,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
 from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
-from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in, write_bucket
+from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder
 from fluvial.engines.extensions.remote.push_sums import FILES, Dtype, PushSums
-from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
     BROADCAST,
@@ -43,12 +43,15 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     PRECISIONS,
     SHARED_FILES,
     UNKNOWN,
+    BroadcastGroup,
     BucketPlace,
     SharedBucket,
     adapter_checksum,
     buckets,
     checksum,
     flatten,
+    open_store,
+    own_address,
     policy_checksums,
 )
 from fluvial.engines.files import LORA
@@ -256,7 +259,8 @@ class WeightSync:
         scaling, sums = float(next(iter(lora_layers(push.module).values())).scaling[adapter]), dict[tuple[str, Dtype], str]()
         dtypes = self._dtypes_of(push)
         for part in self._parameters if self.world.is_main and self.verify else ():
-            factors = factors_in(_adapter_folder(self.path / name, part))
+            tensors = load_file(_adapter_folder(self.path / name, part) / LORA)
+            factors = {key.partition(".")[2]: tensor for key, tensor in tensors.items()}  # without the network's name
             for dtype in dtypes:
                 sums[part, dtype] = adapter_checksum(factors, scaling, dtype=dtype)
         self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums, is_adapter=True))
@@ -307,7 +311,6 @@ class WeightSync:
         self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums.hex()))
 
     def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
-        """Send all weights of a folder to a server."""
         value = {
             "model_path": str(pushed.folder),
             "flush_cache": True,
@@ -391,13 +394,19 @@ class WeightSync:
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""
         group = None if self._group is None else self._group[1]
-        request = bucket_request(bucket, SHARED_FILES if group is None else BROADCAST, version=push.version)
+        request: dict[str, Any] = {
+            "load_format": SHARED_FILES if group is None else BROADCAST,
+            "serialized_named_tensors": [json.dumps(bucket.as_json())],
+            "target_modules": [bucket.module],
+            "weight_version": str(push.version),
+        }
         if factors is not None:
             layer = next(iter(lora_layers(push.module).values()))
             request |= {"lora_alpha": float(layer.lora_alpha[factors]), "product": self.product}
         post = partial(_post_change, path="/update_weights_from_tensor", value=request)
         if group is None:
-            write_bucket(bucket, flat)
+            with convert_errors(RunError, OSError, says=f"weights cannot be written to {bucket.file}"):
+                Path(bucket.file).write_bytes(flat.cpu().numpy().data)
             self._each(push.peers, push.failed, post)
             Path(bucket.file).unlink(missing_ok=True)
             return

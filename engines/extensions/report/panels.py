@@ -40,13 +40,9 @@ def overview(records: Sequence[Record]) -> list[LineChart]:
             "of groups, samples, pairs, tokens",
             y="share",
         ),
-        LineChart(
-            "Distance within groups", {"": points(updates, "diversity")}, "root mean square between samples", y="from_zero"
-        ),
-        LineChart(
-            "Drift from the start", {"": points(evaluations, "drift")}, "relative change of the velocity", y="from_zero"
-        ),
-        LineChart("Gradient norm", {"": points(updates, "grad_norm")}, "before clipping", y="from_zero"),
+        _size("Distance within groups", "root mean square between samples", updates, "diversity"),
+        _size("Drift from the start", "relative change of the velocity", evaluations, "drift"),
+        _size("Gradient norm", "before clipping", updates, "grad_norm"),
     ]
 
 
@@ -56,23 +52,22 @@ def details(records: Sequence[Record]) -> Iterator[LineChart]:
     for kind in ("sources", "tags"):
         label = kind.removesuffix("s")
         yield LineChart(f"Reward by {label}", lines(updates, kind, inner="reward"), "mean over the samples")
-    yield LineChart(
-        "Spread of the reward within groups",
-        {"": points(updates, "groups", "reward_std")},
-        "standard deviation",
-        y="from_zero",
-    )
+    yield _size("Spread of the reward within groups", "standard deviation", updates, "groups", "reward_std")
     kl = {"to the reference": points(updates, "objective", "kl_ref"), "to the old": points(updates, "objective", "kl_old")}
     yield LineChart("KL", moving(kl), "nats", y="from_zero")
     for name, what in BY_STEP.items():
         yield LineChart(f"{what} by step", moving(by_step(updates, name)), "nats", xlabel="step", y="from_zero")
     yield LineChart("Loss", {"": points(updates, "loss")})
     yield LineChart("Time per phase", lines(updates, "seconds"), "seconds per update", y="from_zero")
-    yield LineChart("Speed", {"": points(updates, "speed", "samples_per_second")}, "samples per second", y="from_zero")
-    yield LineChart(
-        "Model FLOPs utilisation of updates", {"": points(updates, "speed", "mfu")}, "share of the peak", y="share"
-    )
+    yield _size("Speed", "samples per second", updates, "speed", "samples_per_second")
+    mfu = points(updates, "speed", "mfu")
+    yield LineChart("Model FLOPs utilisation of updates", {"": mfu}, "share of the peak", y="share")
     yield LineChart("Peak memory", lines(updates, "memory"), "GiB", y="from_zero")
+
+
+def _size(title: str, unit: str, records: Sequence[Record], *path: str) -> LineChart:
+    """Return the chart of the numbers at a path in the records, from 0."""
+    return LineChart(title, {"": points(records, *path)}, unit, y="from_zero")
 
 
 def points(records: Sequence[Record], *path: str) -> list[tuple[float, float]]:

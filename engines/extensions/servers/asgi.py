@@ -126,8 +126,9 @@ Result = TypeVar("Result")
 KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
 ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
 OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
+FORM = "multipart/form-data"
 # Types of the bodies of paths that take a form with files; all others take JSON.
-FORMS = {"/v1/images/edits": ("multipart/form-data",), "/v1/videos": ("application/json", "multipart/form-data")}
+FORMS = {"/v1/images/edits": (FORM,), "/v1/videos": ("application/json", FORM)}
 LIMITS = ConnectionLimits()
 SMALL = 65536  # bytes of a body that is decoded at once: a thread takes longer
 MOST_VALUES = 250_000  # of a body: each becomes an object, whatever its bytes

@@ -15,6 +15,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fluvial.engines.extensions.simulate import operators
+from fluvial.engines.extensions.simulate.memory import Ledger
 from fluvial.models.device import SIMULATED as TYPE
 
 GIB = 2**30
@@ -32,23 +33,22 @@ class Accelerator(NamedTuple):
         return self.memory
 
 
-class Meter(NamedTuple):
-    """Functions that the device asks about the simulation under way."""
+class ActiveDevice(NamedTuple):
+    """The simulation under way, which the device is asked about."""
 
-    allocated: Callable[[], int]
-    peak: Callable[[], int]
-    reset_peak: Callable[[], None]
+    accelerator: Accelerator
+    ledger: Ledger
     synchronized: Callable[[], None]  # called when the host waits for the device
 
 
-_active: list[tuple[Accelerator, Meter]] = []  # the simulation under way, if there is one
+_active: list[ActiveDevice] = []  # empty, or the one simulation of this process
 
 
 @contextlib.contextmanager
-def simulate_device(accelerator: Accelerator, meter: Meter) -> Iterator[torch.device]:
+def simulate_device(active: ActiveDevice) -> Iterator[torch.device]:
     """Yield the device, which is the accelerator of this process until the context ends."""
     register()
-    _active.append((accelerator, meter))
+    _active.append(active)
     try:
         yield torch.device(TYPE, 0)
     finally:
@@ -97,7 +97,7 @@ class DeviceStream:
 
     def synchronize(self) -> None:
         """Make the host wait for the device."""
-        _active[-1][1].synchronized()
+        _active[-1].synchronized()
 
     def record_event(self, event: "DeviceStream | None" = None) -> "DeviceStream":
         """Return an event."""
@@ -129,18 +129,19 @@ def _module() -> types.ModuleType:
     module, stream, here = types.ModuleType(f"torch.{TYPE}"), DeviceStream(), lambda *_: contextlib.nullcontext()
     state = torch.zeros(16, dtype=torch.uint8)
     always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
+    held, most = (lambda *_: _active[-1].ledger.now), (lambda *_: _active[-1].ledger.peak)
     functions: dict[str, Any] = {
         "Stream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
         "current_stream": always(stream), "default_stream": always(stream), "set_stream": _nothing,
         "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
         "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),
-        "set_device": _nothing, "synchronize": lambda *_: _active[-1][1].synchronized(), "empty_cache": _nothing,
-        "get_device_name": lambda *_: _active[-1][0].name, "get_device_properties": lambda *_: _active[-1][0],
-        "get_device_capability": always((9, 0)), "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
-        "memory_allocated": lambda *_: _active[-1][1].allocated(), "memory_reserved": lambda *_: _active[-1][1].allocated(),
-        "max_memory_allocated": lambda *_: _active[-1][1].peak(), "max_memory_reserved": lambda *_: _active[-1][1].peak(),
-        "reset_peak_memory_stats": lambda *_: _active[-1][1].reset_peak(),
-        "mem_get_info": lambda *_: (_active[-1][0].memory - _active[-1][1].allocated(), _active[-1][0].memory),
+        "set_device": _nothing, "synchronize": lambda *_: _active[-1].synchronized(), "empty_cache": _nothing,
+        "get_device_properties": lambda *_: _active[-1].accelerator,
+        "get_device_name": lambda *_: _active[-1].accelerator.name, "get_device_capability": always((9, 0)),
+        "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
+        "memory_allocated": held, "memory_reserved": held, "max_memory_allocated": most, "max_memory_reserved": most,
+        "reset_peak_memory_stats": lambda *_: _active[-1].ledger.reset_peak(),
+        "mem_get_info": lambda *_: (_active[-1].accelerator.memory - held(), _active[-1].accelerator.memory),
         "manual_seed": _nothing, "manual_seed_all": _nothing, "set_rng_state": _nothing, "get_rng_state": always(state),
     }  # fmt: skip
     for name, function in functions.items():

@@ -5,29 +5,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
-
-class Held(NamedTuple):
-    """Bytes that lines of the program hold at one moment, the largest first."""
-
-    moment: int  # number of the entry in the ledger
-    lines: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all lines."""
-        return sum(self.lines.values())
-
-
-@dataclass
-class Inner:
-    """The largest number of bytes within a part of the program."""
-
-    peak: int
+POINTS = 600  # of a curve
 
 
 class Ledger:
@@ -42,7 +24,7 @@ class Ledger:
         self.peak_entry = 0  # number of entries up to the peak
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: size, line
         self._lines: dict[str, int] = {}
-        self._inner: list[Inner] = []
+        self._inner: list[SimpleNamespace] = []
         self._line_of, self._change = array("l"), array("q")  # of each entry
 
     @property
@@ -86,31 +68,31 @@ class Ledger:
         self._enter(number, -size)
 
     @contextmanager
-    def inner_peak(self) -> Iterator["Inner"]:
+    def inner_peak(self) -> Iterator[SimpleNamespace]:
         """Yield an object whose `peak` is the largest number of bytes within the context."""
-        inner = Inner(self.now)
+        inner = SimpleNamespace(peak=self.now)
         self._inner.append(inner)
         try:
             yield inner
         finally:
             self._inner.remove(inner)
 
-    def find_holders(self, entry: int) -> Held:
-        """Return who held how much after so many entries."""
+    def find_holders(self, entry: int) -> dict[str, int]:
+        """Return the bytes that each line of the program held after so many entries, the largest first."""
         sums: Counter[int] = Counter()
         for number, change in zip(self._line_of[:entry], self._change[:entry], strict=True):
             sums[number] += change
         names = list(self._lines)
-        return Held(entry, {names[number]: size for number, size in sums.most_common() if size > 0})
+        return {names[number]: size for number, size in sums.most_common() if size > 0}
 
-    def curves(self, lines: list[str], *, points: int = 600) -> tuple[list[int], dict[str, list[int]]]:
-        """Return the bytes that each line holds over the entries, and those of all others, at up to `points` entries.
+    def curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
+        """Return the bytes that each line holds over the entries, and those of all others, at up to `POINTS` entries.
 
         Between two points the largest moment counts, so that no peak is lost.
         """
         numbers = {self._lines[line]: line for line in lines}
         sums, rest, total = dict.fromkeys(lines, 0), 0, 0
-        width = max(1, -(-self.entries // points))
+        width = max(1, -(-self.entries // POINTS))
         at, sizes = list[int](), {line: list[int]() for line in [*lines, "others"]}
         highest: tuple[int, int, dict[str, int], int] | None = None
         for entry, (number, change) in enumerate(zip(self._line_of, self._change, strict=True), start=1):

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,15 +39,12 @@ def _name_file(file: str) -> tuple[str, bool] | None:
     """Return how a file is named, and whether it is fluvial's own; None for one that only passes calls on."""
     if file.startswith((HERE, "<")) or file.endswith(PASSING):
         return None
-    if file.startswith(ROOT + "/"):
-        inside = file.removeprefix(ROOT + "/")
-        is_ours = inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests")
-        if is_ours:
-            return inside, True
+    inside = file.removeprefix(f"{ROOT}/")
+    if inside != file and inside.split("/")[0] in ("core", "kernels", "models", "engines", "bench", "tests"):
+        return inside, True
     name = file.rpartition("site-packages/")[2] if "site-packages/" in file else file
     if name.startswith("torch/"):
-        speaks = next((part for part in SPEAKING if name.startswith(part)), None)
-        return (f"torch: {Path(name).name}", False) if speaks else None
+        return (f"torch: {Path(name).name}", False) if name.startswith(SPEAKING) else None
     if "/lib/python" in name or name.startswith(("optree/", "einops/", "jaxtyping/", "beartype/", "accelerate/")):
         return None
     return "/".join(Path(name).parts[-2:]), False
@@ -90,36 +87,22 @@ def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Collect
     ranks = _ranks(args, kwargs)
     if ranks == 1 or any(word in name for word in SILENT):
         return None
-    sizes: dict[int, int] = {}
-    for tensor in tree_iter((args, kwargs)):
-        if isinstance(tensor, Tensor):
-            sizes[id(tensor)] = tensor.nbytes
-    largest = max(sizes.values(), default=0)
+    largest = max((tensor.nbytes for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)), default=0)
     if name in ("allgather_", "all_gather_into_tensor"):
         largest *= ranks  # each argument is of one rank
     # In a ring of n ranks, a rank sends (n - 1) / n of the bytes of the largest tensor, and those of a reduction twice.
-    plain = _plain(name)
+    plain = next((plain for plain in PLAIN if plain.replace("_", "") in name.replace("_", "")), name)
     return CollectiveCall(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
-
-
-def _plain(name: str) -> str:
-    """Return the plain name of a collective, whatever underscores an operation's has."""
-    return next((plain for plain in PLAIN if plain.replace("_", "") in name.replace("_", "")), name)
 
 
 def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:
     """Return the number of ranks of the group among the arguments."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.ScriptObject):
-            try:
+        with suppress(RuntimeError, TypeError, ValueError):  # the operation of a reduction is an object or a name, too
+            if isinstance(value, torch.ScriptObject):
                 return int(dist.ProcessGroup.unbox(value).size())
-            except (RuntimeError, TypeError):  # the operation of a reduction is an object, too
-                continue
-        if isinstance(value, str):
-            try:
+            if isinstance(value, str):
                 return int(dist.distributed_c10d._resolve_process_group(GroupName(value)).size())
-            except (RuntimeError, ValueError):  # the name of the operation of a reduction
-                continue
     return 1
 
 
@@ -143,8 +126,7 @@ def same_everywhere(function: Any, args: tuple) -> None:
     """Write the results of a collective on host tensors, as if every rank had passed what this one does."""
     name = function._schema.name.partition("::")[2]
     if name == "allgather_":
-        outputs, inputs = args[0], args[1]
-        for output, source in zip(outputs, inputs, strict=True):
+        for output, source in zip(args[0], args[1], strict=True):
             for each in output:
                 each.copy_(source)
     elif name == "_allgather_base_":
@@ -317,9 +299,6 @@ class SimulatedMode(TorchDispatchMode):
         first, second = value_of(args[0]), value_of(args[1])
         return True if first is None or second is None else torch.equal(first, second)
 
-    def _nonzero(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        return self._true(args[0], "nonzero")
-
     def _true(self, mask: Tensor, operation: str) -> Tensor:
         """Return the indices at which a mask is true `[N, dimensions]`: all of them if its values are not known."""
         self.note("read", operation)
@@ -407,7 +386,7 @@ _HANDLERS: dict[Any, Any] = {
     aten._local_scalar_dense: SimulatedMode._read,
     aten.item: SimulatedMode._read,
     aten.equal: SimulatedMode._equal,
-    aten.nonzero: SimulatedMode._nonzero,
+    aten.nonzero: lambda mode, func, args, kwargs: mode._true(args[0], "nonzero"),
     aten._to_copy: SimulatedMode._to_copy,
     aten.copy_: SimulatedMode._copy,
     aten.index: SimulatedMode._index,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fluvial.engines.engine.world import World, enter_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, DeviceStream, Meter, simulate_device
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, ActiveDevice, DeviceStream, simulate_device
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 
 
@@ -91,18 +92,12 @@ class _Store(FakeStore):
         return all(key in self.values or re.sub(r"/\d+$", "/0", key) in self.values for key in keys)
 
 
-class Simulation:
-    """A simulation under way.
+class Simulation(NamedTuple):
+    """A simulation under way."""
 
-    Attributes:
-        world: rank 0 of the simulated ranks.
-        mode: all that was noted.
-        phases: peaks of the phases.
-    """
-
-    def __init__(self, world: World, mode: SimulatedMode, accelerator: Accelerator) -> None:
-        self.world, self.mode, self.accelerator = world, mode, accelerator
-        self.phases = Phases(mode)
+    world: World  # rank 0 of the simulated ranks
+    mode: SimulatedMode  # all that was noted
+    phases: Phases  # their peaks
 
 
 @contextlib.contextmanager
@@ -116,17 +111,14 @@ def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Itera
         accelerator: the GPU.
     """
     accelerator, mode = accelerator or Accelerator(), SimulatedMode()
-    ledger = mode.ledger
-    meter = Meter(
-        lambda: ledger.now, lambda: ledger.peak, ledger.reset_peak, lambda: mode.note("synchronisation", "synchronize")
-    )
+    active = ActiveDevice(accelerator, mode.ledger, lambda: mode.note("synchronisation", "synchronize"))
     store = _Store()  # as long as it has a name, its methods are found
-    with simulate_device(accelerator, meter) as device, _patch_torch(mode):
+    with simulate_device(active) as device, _patch_torch(mode):
         dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
         try:
             world = World(0, ranks, device, init_device_mesh(TYPE, (ranks,), mesh_dim_names=("shard",)))
             with enter_world(world), mode, _explain_late_device():
-                yield Simulation(world, mode, accelerator)
+                yield Simulation(world, mode, Phases(mode))
         finally:
             dist.destroy_process_group()
 
@@ -172,18 +164,17 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
 
     with (
-        replace_attribute(threading.Thread, "start", start_under_mode),
-        replace_attribute(torch.UntypedStorage, "resize_", resize_and_note),
-        replace_attribute(FakeTensor, "tolist", to_list),
-        replace_attribute(FakeTensor, "numpy", to_numpy),
-        replace_attribute(FakeTensor, "__reduce_ex__", reduce_tensor),
-        replace_attribute(FakeTensor, "record_stream", lambda *_: None),
-        replace_attribute(torch.Tensor, "data", property(*_data())),
-        replace_attribute(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
-        replace_attribute(
-            dist.ProcessGroup, "_has_hooks", lambda _: False
-        ),  # of the fake backend, which has none, PyTorch warns
-        replace_attribute(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
+        patch.object(threading.Thread, "start", start_under_mode),
+        patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+        patch.object(FakeTensor, "tolist", to_list),
+        patch.object(FakeTensor, "numpy", to_numpy),
+        patch.object(FakeTensor, "__reduce_ex__", reduce_tensor),
+        patch.object(FakeTensor, "record_stream", lambda *_: None),
+        patch.object(torch.Tensor, "data", property(*_data())),
+        patch.object(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
+        # Of the fake backend, which has none, PyTorch warns.
+        patch.object(dist.ProcessGroup, "_has_hooks", lambda _: False),
+        patch.object(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
     ):
         yield
 
@@ -218,21 +209,6 @@ def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None
         torch.utils.swap_tensors(tensor, made)
 
     return plain.__get__, write  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a class or module another attribute until the context ends."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _under(mode: SimulatedMode, run: Callable[[], None]) -> None:

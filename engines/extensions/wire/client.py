@@ -276,7 +276,6 @@ def _direct(url: httpx2.URL) -> httpx2.HTTPTransport:
 
 
 def _check_url(url: str) -> httpx2.URL:
-    """Return a server's address."""
     try:
         parts: httpx2.URL | None = httpx2.URL(url)
     except httpx2.InvalidURL:

@@ -294,8 +294,6 @@ def _check(request: RolloutRequest) -> None:
         *((f"windows[{number}]", row) for number, row in enumerate(options.windows or ())),
     ):
         _check_rising(name, indices)
-    if request.num_inference_steps is not None:
-        check_steps(request, request.num_inference_steps)
     for name, ids in (("ids", options.ids), ("initial_ids", options.initial_ids), ("windows", options.windows)):
         if ids is not None and len(ids) != request.outputs:
             raise WireError(f"{name} has {len(ids)} items, expected {request.outputs}, one per sample")

@@ -17,20 +17,10 @@ from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError, convert, unpack
 
+NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+SHORT = ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # in files of safetensors
 DTYPES: dict[str, tuple[str, torch.dtype]] = {
-    f"torch.{name}": (short, dtype)
-    for name, short, dtype in (
-        ("float64", "F64", torch.float64),
-        ("float32", "F32", torch.float32),
-        ("float16", "F16", torch.float16),
-        ("bfloat16", "BF16", torch.bfloat16),
-        ("int64", "I64", torch.int64),
-        ("int32", "I32", torch.int32),
-        ("int16", "I16", torch.int16),
-        ("int8", "I8", torch.int8),
-        ("uint8", "U8", torch.uint8),
-        ("bool", "BOOL", torch.bool),
-    )
+    f"torch.{name}": (short, getattr(torch, name)) for name, short in zip(NAMES, SHORT, strict=True)
 }
 MOST_HEADER = 4096  # bytes of the header of a file of one tensor
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=16)]
@@ -81,13 +71,6 @@ class Envelope(Struct, frozen=True):
         return torch.frombuffer(bytearray(memoryview(self.data)[start:]), dtype=dtype).reshape(self.shape)
 
 
-def envelope(tensor: Tensor) -> Envelope:
-    """Return the envelope of a tensor; WireError if its dtype has no place in the schema."""
-    if str(tensor.dtype) not in DTYPES:
-        raise WireError(f"a tensor is of {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-    return Envelope(save({"t": tensor.detach().cpu().contiguous()}), tuple(tensor.shape), str(tensor.dtype), True)
-
-
 def pack(value: Any) -> bytes:
     """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
     return msgspec.msgpack.encode(value, enc_hook=_envelop)
@@ -117,6 +100,8 @@ def tree_of(data: bytes) -> Any:
 
 
 def _envelop(value: Any) -> Envelope:
-    if isinstance(value, Tensor):
-        return envelope(value)
-    raise WireError(f"a {type(value).__name__} has no place in the schema")
+    if not isinstance(value, Tensor):
+        raise WireError(f"a {type(value).__name__} has no place in the schema")
+    if str(value.dtype) not in DTYPES:
+        raise WireError(f"a tensor is of {value.dtype}, expected one of {', '.join(DTYPES)}")
+    return Envelope(save({"t": value.detach().cpu().contiguous()}), tuple(value.shape), str(value.dtype), True)

@@ -118,7 +118,13 @@ class CheckpointStore(ABC):
 
     def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the filesystem, and raise OSError if it fails."""
-        return call(*args, **options)
+        self.fs.invalidate_cache()  # to see what other ranks wrote
+        try:
+            return call(*args, **options)
+        except OSError:
+            raise
+        except Exception as error:  # services have their own exceptions, e.g. for missing credentials
+            raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
 
 
 class LocalStore(CheckpointStore):
@@ -263,15 +269,6 @@ class RemoteStore(CheckpointStore):
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._ask(self.fs.rm, self._at(name), recursive=True)
-
-    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.fs.invalidate_cache()  # to see what other ranks wrote
-        try:
-            return call(*args, **options)
-        except OSError:
-            raise
-        except Exception as error:  # services have their own exceptions, e.g. for missing credentials
-            raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
 
 
 def open_store(folder: Path | str) -> CheckpointStore:

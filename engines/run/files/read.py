@@ -13,6 +13,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
+from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, members, read_record
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -63,14 +64,9 @@ def _parse(text: str, suffix: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def flatten(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name, with underscores, and the value of each entry; an empty table is none."""
-    for name, value in entries.items():
-        dotted = f"{prefix}{name.replace('-', '_')}"
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{dotted}.")
-        else:
-            yield dotted, value
+    return ((name.replace("-", "_"), value) for name, value in flat(entries).items())
 
 
 def is_whole(entries: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.method import RecordedRows
+from fluvial.engines.sampling.generate import samples_per_rank
 
 BACKWARD = 3  # time of a forward and a backward pass, in forward passes
 
@@ -45,18 +46,35 @@ def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> fl
     sampling, guided = config.method.sampling, 1 + (config.evaluation_guidance.scale != 1)
     forward = seconds / (samples * config.evaluation_steps * guided)  # of a row
     rollout = sampling.batch * sampling.steps * (1 + (sampling.guidance.scale != 1)) if config.makes_samples else 0
-    learnt = count_rows(config) * (1 + (sampling.guidance.scale != 1 and sampling.guidance.update == "guided"))
+    batch, rows = count_rows(config)
+    learnt = batch * rows * (1 + (sampling.guidance.scale != 1 and sampling.guidance.update == "guided"))
     each = rollout + BACKWARD * learnt * config.method.passes.epochs
     return forward * each * (config.updates // config.updates_per_rollout)
 
 
-def count_rows(config: TrainConfig) -> int:
-    """Return the number of rows of a pass over a batch: (sample, step) or (sample, noise level) pairs."""
-    method, sampling = config.method, config.method.sampling
-    batch = 2 * sampling.prompts if method.is_paired else sampling.batch
-    if isinstance(method.rows, RecordedRows):
-        return batch * method.rows.trained.count(sampling.window.count(sampling.steps))
-    return batch * method.rows.noising.each
+def count_rows(config: TrainConfig) -> tuple[int, int]:
+    """Return the number of samples of a batch, and of rows of each: (sample, step) or (sample, noise level) pairs."""
+    rows, sampling = config.method.rows, config.method.sampling
+    batch = 2 * sampling.prompts if config.method.is_paired else sampling.batch
+    if isinstance(rows, RecordedRows):
+        return batch, rows.trained.count(sampling.window.count(sampling.steps))
+    return batch, rows.noising.each
+
+
+def describe_spread(config: TrainConfig, engine: Engine) -> Iterator[str]:
+    """Yield what a person should know of how a run is spread over several ranks."""
+    world, batch, size = engine.world, config.method.sampling.batch, config.samples_per_pass
+    if world.size > 1 and engine.sharded.is_whole:
+        yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
+    ranks = world.data_size
+    computed = {other: ranks * samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
+    better = min(computed, key=lambda other: (computed[other], -other))
+    repeats, fewer = computed[size] - batch, computed[better] - batch
+    if config.makes_samples and fewer < repeats:
+        yield (
+            f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
+            f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
+        )
 
 
 def _count(number: int) -> str:

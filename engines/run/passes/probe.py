@@ -15,10 +15,9 @@ from fluvial.engines.engine.world import collective
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.method import RecordedRows
+from fluvial.engines.run.monitoring.expected import count_rows
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.micro_batch import Choice, Passes, WarmUp, warm_up
-from fluvial.engines.sampling.generate import samples_per_rank
 from fluvial.models import Schedule
 from fluvial.models.fixed_adapters import merge_adapters
 from fluvial.models.guidance import Guided, guided_velocity
@@ -166,7 +165,9 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
     first ratio. Every rank must take part, and gets the same. Neither the network nor any stream of randomness is changed.
     """
     passes, rows = RunPasses(config, job, engine, schedule), config.samples_per_pass
-    samples, pairs = _pairs(config, ranks=engine.world.data_size)
+    batch, each = count_rows(config)
+    samples = -(-batch // engine.world.data_size)
+    pairs = samples * each // config.method.passes.minibatches
     tried = passes.of(passes.largest)
     trial_passes = Passes(tried.update, same=None if engine.compiles else lambda size: passes.same_bits(size, rows))
     with micro_batch.trials(engine, trial_passes) as measure:
@@ -183,16 +184,6 @@ def explain_fixed_pairs(config: TrainConfig) -> str | None:
     return "a reward's gradient is followed" if config.method.needs.rewards == "gradients" else None
 
 
-def _pairs(config: TrainConfig, *, ranks: int) -> tuple[int, int]:
-    """Return the number of samples of a rank, and of the pairs of an update of its own."""
-    method, sampling = config.method, config.method.sampling
-    batch = 2 * sampling.prompts if method.is_paired else sampling.batch
-    rows, recorded = method.rows, sampling.window.count(sampling.steps)
-    each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
-    samples = -(-batch // ranks)
-    return samples, samples * each // method.passes.minibatches
-
-
 def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
     """Return the bytes that a pass may take, beside a trajectory, and the copy of it that an update makes."""
     world, steps = passes.engine.world, 0
@@ -203,22 +194,6 @@ def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
     stored = samples * (row_bytes + 2 * (1 + steps) * 4 * math.prod(passes.largest))
     free = min(world.gather_items(micro_batch.free_memory(world.device)))
     return max(int(micro_batch.USABLE * free) - stored, 0)
-
-
-def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
-    """Yield what a person should know of how a run is spread over several ranks."""
-    world, batch, size = engine.world, config.method.sampling.batch, config.samples_per_pass
-    if world.size > 1 and engine.sharded.is_whole:
-        yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
-    ranks = world.data_size
-    computed = {other: ranks * samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
-    better = min(computed, key=lambda other: (computed[other], -other))
-    repeats, fewer = computed[size] - batch, computed[better] - batch
-    if config.makes_samples and fewer < repeats:
-        yield (
-            f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
-            f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
-        )
 
 
 @collective

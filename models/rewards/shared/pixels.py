@@ -227,8 +227,7 @@ class _Replaced(torch.autograd.Function):
 
 def _with_value(tensor: Tensor, value: Tensor) -> Tensor:
     """Return `value` with the gradient of `tensor`."""
-    replaced: Tensor = _Replaced.apply(tensor, value) if tensor.requires_grad else value
-    return replaced
+    return _Replaced.apply(tensor, value) if tensor.requires_grad else value
 
 
 def map_batches(function: Callable[[Tensor], Tensor], images: Tensor, batch: int) -> Tensor:

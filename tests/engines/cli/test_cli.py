@@ -19,31 +19,24 @@ from fluvial.engines.run.record import as_record
 from fluvial.models.handwriting import BASE, codes
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "427\n", "unicode.txt": "１２３４\n"}
+PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "unicode.txt": "１２３４\n"}
 
 # (arguments, what the line must say); {tmp} is the test's folder.
 WRONG: list[tuple[str, str]] = [
     ("frobnicate", "unknown command 'frobnicate'"),
     ("train", "needs the name of a recipe, got nothing, expected one of grpo"),
     ("train handwritten", "got 'handwritten', expected one of grpo, flash"),
-    ("train handwriting --bogus 3", "unknown flag --bogus"),
-    (
-        "train handwriting --updatez 3",
-        "unknown flag --updatez; did you mean '--updates'?",
-    ),  # and not --sampling.guidance.update
+    # And not --sampling.guidance.update.
+    ("train handwriting --updatez 3", "unknown flag --updatez; did you mean '--updates'?"),
     ("train handwriting --processes 0", "--processes is '0', expected a number from 1 to "),
     ("train handwriting --processes", "--processes is given no value"),
     ("train handwriting --processes 2 --processes=2", "--processes is given twice"),
     ("sample handwriting --processes 2", "unknown flag --processes"),
     ("train handwriting --updtes 3", "did you mean '--updates'?"),
     ("train handwriting --sampling.sampler.etaa 3", "did you mean '--sampling.sampler.eta'?"),
-    ("train handwriting --updates many", "--updates"),
-    ("train handwriting --updates 0", "updates is 0"),
     ("train handwriting --update-micro-batch 0", "update-micro-batch is 0"),
     ("train handwriting --train half", "'half'"),
-    ("train handwriting --sampling.sampler.eta -0.1", "eta is -0.1"),
     ("train handwriting --sampling.sampler.eta nan", "eta is nan"),
-    ("train handwriting --sampling.sampler.eta inf", "eta is inf"),
     ("train handwriting --sampling.sampler.eta 0", "eta is 0, expected a number above 0: every step of flow_sde"),
     ("train handwriting --sampling.group 1", "group is 1, expected at least 2"),
     ("train handwriting --sampling.window.size 11", "--sampling.window has 11 stochastic steps in steps 0 to 6"),
@@ -51,10 +44,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --sampling.window.low 5 --sampling.window.size 2", "has 2 stochastic steps in steps 5 to 6"),
     ("train handwriting --sampling.window scatered", "branches, splits, candidates; did you mean 'scattered'?"),
     ("train handwriting --sampling.window scattered", "--sampling.window.size"),
-    (
-        "train handwriting --sampling.window all --sampling.window.size 2",
-        "the kind all has no size, which random, scattered,",
-    ),
+    ("train handwriting --sampling.window all --sampling.window.size 2", "the kind all has no size, which random,"),
     (
         "train handwriting --sampling.sampler cps --sampling.window.size 1 --sampling.window.high 10",
         "the last step of cps has no log-probability",
@@ -63,16 +53,11 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --sampling.sampler ode --sampling.sampler.eta 1", "the kind ode has no eta, which flow_sde"),
     ("train handwriting --sampling.sampler euler", "'euler'"),
     ("train handwriting --clip-low nan", "--clip-low is nan"),
-    ("train handwriting --kl.coef -1", "coef is -1"),
     ("train guard --sampling.sampler cps", "--sampling.sampler is 'cps', expected flow_sde or dance_sde"),
     ("train guard --form unscaled", "expected density or no_const"),
     ("train guard --reduction sum", "unknown flag --reduction: this method has none, and grpo, tempflow, chunk"),
-    ("train handwriting --optimizer.lr -1", "lr is -1"),
-    ("train handwriting --lora.rank 0", "lora.rank is 0"),
-    ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),
     ("train handwriting --prompts {tmp}/empty.txt", "empty.txt is empty"),
     ("train handwriting --prompts {tmp}/letters.txt", "letters.txt, line 2: prompt '12a4' is not a code of 4 digits"),
-    ("train handwriting --prompts {tmp}/short.txt", "short.txt, line 1: prompt '427'"),
     ("train handwriting --prompts {tmp}/unicode.txt", "unicode.txt, line 1"),
     ("train handwriting --prompts {tmp}", "is a folder without state.json, expected a file"),
     ("train handwriting --out {tmp}/held", "held already holds a run"),
@@ -80,7 +65,6 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --out {tmp}/held --resume", "config.json is not the record of a run"),
     ("train handwriting --out {tmp}/run --resume-from {tmp}/run/checkpoints/000009", "000009 is not a checkpoint"),
     ("train handwriting --prompts {tmp}/heldout.txt", "heldout.txt, line 2: '{heldout}' is held out for evaluation"),
-    ("train handwriting --seed -1", "seed is -1"),
     ("train handwriting --seed 1{zeros}", "expected"),
     ("train handwriting --advantage.eps 0", "eps is 0"),
     (
@@ -106,7 +90,6 @@ WRONG: list[tuple[str, str]] = [
     ("sample handwriting --out {tmp}/x.nonsense", "x.nonsense, expected a name that ends in .png"),
     ("plan", "needs the name of a model or of a published run, got nothing, expected one of handwriting, sd3.5-medium"),
     ("preferences handwriting --group 1", "group is 1, expected at least 2"),
-    ("preferences handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("preferences handwriting --out {tmp}/empty.txt", "cannot be written"),
     ("pretrain handwriting --model handwriting-unet", "fluvial pretrain handwriting-unet"),
     ("train grpo --model sd9", "--model is 'sd9', expected handwriting or handwriting-unet"),
@@ -124,10 +107,7 @@ WRONG: list[tuple[str, str]] = [
     ("plan sd3.5-medium --resolution 512", "unknown flag --resolution: here it is --pipeline.height"),
     ("train grpo --processes 1000000", "--processes is '1000000', expected a number from 1 to "),
     ("sample handwriting --each 100000000", "--each is 100000000"),
-    (
-        "plan sd3.5-medium --gpus 100000000000000000000",
-        "--gpus is 100000000000000000000, expected an integer in [1, 1048576]",
-    ),
+    ("plan sd3.5-medium --gpus 10000000", "--gpus is 10000000, expected an integer in [1, 1048576]"),
     ("plan handwriting --height 64", "has images of one size only"),
     ("plan flux.1-dev --gpus 8 --engine.replicas 3", "engine.replicas is 3, expected a divisor of the 8 GPUs"),
     ("plan flux.1-dev --check", "flux.1-dev is too large for a CPU"),
@@ -225,13 +205,12 @@ def test_a_plan_is_printed_and_checked(fluvial: Any) -> None:
     for typed, said in (
         (
             "--train full --gpus 8 --memory-gib 0.03 --reserve-gib 0",
-            ("full, on 8 GPUs", "--engine.checkpointing block it does"),
+            "full, on 8 GPUs .* --engine.checkpointing block it does",
         ),
-        ("--table", ("full, 64 GPUs │ as it is",)),
-        ("--check --micro-batch 16", ("allocated at the peak",)),
+        ("--table", "full, 64 GPUs │ as it is"),
+        ("--check --micro-batch 16", "allocated at the peak"),
     ):
-        text = " ".join(fluvial("plan", "handwriting", *typed.split()).split())
-        assert all(words in text for words in said)
+        assert re.search(said, " ".join(fluvial("plan", "handwriting", *typed.split()).split()))
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import launch
+from helpers import doors, launch
 from safetensors.torch import load_file
 
 from fluvial.models.handwriting import BASE
@@ -63,17 +63,13 @@ class Codes(Handwriting):
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package on the path as an installer leaves it, with an entry point of every kind."""
-    folder = tmp_path / "site"
-    metadata = folder / "installed_doors-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (folder / "installed_doors.py").write_text(INSTALLED)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
+    entries = (
         "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.methods]\npull = installed_doors:Pull\n"
         "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
         "[fluvial.models]\nCodesPipeline = installed_doors:Codes\n"
     )
-    monkeypatch.syspath_prepend(folder)
+    doors.install(tmp_path / "site", "installed_doors", INSTALLED, entries)
+    monkeypatch.syspath_prepend(tmp_path / "site")
     yield
     monkeypatch.delitem(sys.modules, "installed_doors")
 

@@ -19,12 +19,12 @@ from fluvial.engines.cli import main as cli
 TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = (
-    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --evaluation.every 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2 "
+    "--passes.minibatches 1 --evaluation.every 1 --checkpoint.every 1"
 )
-SMALL += " --checkpoint.every 1"
 # Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
 OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --evaluation.samples 4"
+AS_EVALUATED = "--pipeline.height 32 --pipeline.width 16 --steps 4 --guidance 4.5 --seeds 2 --micro-batch 2"
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -40,9 +40,7 @@ def passes(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, 
 @pytest.fixture(scope="module", autouse=True)
 def mine() -> Iterator[None]:
     """User-defined module with evaluators."""
-    module: Any = types.ModuleType("evaluators")
-    module.brightness, module.passes = brightness, passes
-    sys.modules["evaluators"] = module
+    sys.modules["evaluators"] = types.SimpleNamespace(brightness=brightness, passes=passes)  # type: ignore[assignment]
     yield
     del sys.modules["evaluators"]
 
@@ -120,22 +118,8 @@ def test_guidance_that_is_typed_replaces_the_runs(folder: Path, tmp_path: Path, 
 def test_a_pipeline_with_an_adapter_against_itself_without(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """The run's adapter on the pipeline is what the run evaluated; a base may be a run or a folder of weights, too."""
     asked = ["--prompts", folder / "tagged.jsonl", "--rewards", "evaluators:brightness", "evaluators:passes", "jpeg"]
-    size = [
-        "--pipeline.height",
-        "32",
-        "--pipeline.width",
-        "16",
-        "--steps",
-        "4",
-        "--guidance",
-        "4.5",
-        "--seeds",
-        "2",
-        "--micro-batch",
-        "2",
-    ]
     another = f"{folder}/run/../sd3"  # another name of the same folder
-    adapter = ["eval", another, *asked, *size, "--micro-batch", 2, "--lora", folder / "run" / "lora"]
+    adapter = ["eval", another, *asked, *AS_EVALUATED.split(), "--lora", folder / "run" / "lora"]
     fluvial(*adapter, "--base", "start", "--out", tmp_path / "start")
     found, run = table(tmp_path / "start"), table(folder / "run")
     assert {key[0] for key in found} == {"evaluators:brightness", "evaluators:passes", "jpeg"}
@@ -256,10 +240,7 @@ WRONG = [
     ("{tmp}/run --suite gen-eval", "did you mean 'geneval'?"),
     ("{tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),
     ("handwriting --suite ocr", "prompt set @ocr, heldout record 1"),
-    (
-        "{tmp}/run --pipeline.sizes 16x16 16x32",
-        "--pipeline.width have no effect with --pipeline.sizes",
-    ),
+    ("{tmp}/run --pipeline.sizes 16x16 16x32", "--pipeline.width have no effect with --pipeline.sizes"),
     ("{tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
     ("{tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', expected '': that is the negative prompt"),
 ]

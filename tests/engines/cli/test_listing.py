@@ -8,21 +8,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from helpers import doors
 
 from fluvial.engines.cli import listing
 from fluvial.engines.cli import main as cli
 from fluvial.engines.named_models import MODELS
 from fluvial.models import check_model
 from fluvial.models.pipelines.open import built_in, has_adapter
-
-
-def install(folder: Path, entries: str) -> None:
-    """Write a package named toypackage, as an installer leaves it, whose module fails when it is imported."""
-    (folder / "toypackage.py").write_text("raise SystemError('imported')\n")
-    metadata = folder / "toypackage-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toypackage\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(entries)
 
 
 def test_recipes_are_listed_as_they_are() -> None:
@@ -49,7 +41,8 @@ def test_a_name_of_a_model_stands_for_what_there_is(name: str) -> None:
 def test_installed_recipes_and_adapters_are_listed_without_importing_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(tmp_path, "[fluvial.recipes]\nsharp = toypackage:sharp\n[fluvial.models]\nToyPipeline = toypackage:Toy\n")
+    entries = "[fluvial.recipes]\nsharp = toypackage:sharp\n[fluvial.models]\nToyPipeline = toypackage:Toy\n"
+    doors.install(tmp_path, "toypackage", "raise SystemError('imported')\n", entries)
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.run(["train", "--help"]) == 0
     assert "\n  sharp        from toypackage (toypackage:sharp)\n" in capsys.readouterr().out

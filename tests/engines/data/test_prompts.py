@@ -294,7 +294,6 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (lambda folder: folder / "nowhere.txt", "nowhere.txt cannot be read: No such file or directory"),
     (text("empty.txt", "\n \n"), "empty.txt is empty, expected one prompt per line"),
     (text("long.txt", "a fox\n\na very red fox\n"), "long.txt, line 3: prompt 'a very red fox' has more than 3 words"),
-    (text("held.txt", "a fox\na cow\n"), "held.txt, line 2: 'a cow' is held out for evaluation, never trained on"),
     (text("a.tar", "prompt"), "a.tar cannot be read: file could not be opened successfully"),
     (text("a.tsv", "prompt\ttag\na fox\n"), "a.tsv, line 2 has 1 cells, expected 2"),
     *(
@@ -304,8 +303,6 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.json", '{"prompt": "a fox"}\n{"prompt": "a dog"}'), "(a file with a record per line ends in .jsonl)"),
     (text("a.json", '{"prompt": "a fox"}'), "a.json holds a dict, expected an array of objects"),
     (text("a.json", '[{"prompt": "a fox"}, "a dog"]'), "a.json, record 2 is a str, expected an object of columns"),
-    (text("a.json", '[{"prompt": "a fox"}, {"prompt": 3}]'), "a.json, record 2, column prompt is an int, expected text"),
-    (text("empty.jsonl", "\n"), "empty.jsonl is empty"),
     (text("a.jsonl", '\n{"prompt": \n'), "a.jsonl, line 2 is not JSON: "),
     (text("a.jsonl", '"a fox"\n'), "a.jsonl, line 1 holds a str, expected an object"),
     (text("a.JSONL", '{"caption": "a fox"}\n'), "a.JSONL, line 1 has no column prompt, it has caption: rename"),

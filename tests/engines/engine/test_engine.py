@@ -3,7 +3,6 @@
 import contextvars
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
 
@@ -83,55 +81,27 @@ def test_a_gradient_that_is_not_finite_skips_the_step(one: World, bad: float) ->
 RATES = [1 / 3, 2 / 3, 1.0, *((1 + math.cos(math.pi * n / 6)) / 2 for n in range(1, 6))]
 
 
-def plain_run(items: dict[str, Tensor], weight: Tensor, updates: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a net and its moving average after updates written with torch alone, at `RATES`."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    average = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    for n in range(updates):
-        optimizer.param_groups[0]["lr"] = 0.01 * RATES[n]
-        ((squared(net)(items)[0] * weight).sum() / 5).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+def test_updates_with_a_schedule_and_an_average_are_those_of_plain_torch(one: World) -> None:
+    """Weights and moving average of eight updates are those of a loop with torch alone, at `RATES`."""
+    items, weight = data(5)
+    net, plain = Net(), Net()
+    config = OptimizerConfig(lr=0.01, ema_decay=0.9, schedule="cosine", warmup=3)
+    trained = Engine(net, list(net.blocks), config, one, updates=8)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+    average = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    for n, rate in enumerate(RATES):
+        assert trained.update(items, squared(net), weight, micro_batch=2).lr == pytest.approx(0.01 * rate)
+        optimizer.param_groups[0]["lr"] = 0.01 * rate
+        ((squared(plain)(items)[0] * weight).sum() / 5).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         decay = min(0.9, (1 + n) / (10 + n))
-        average = {name: decay * average[name] + (1 - decay) * tensor for name, tensor in net.state_dict().items()}
-    return net, average
-
-
-def test_a_restored_engine_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
-    """From a checkpoint into an engine over other weights; and both are what plain torch makes of the same updates."""
-    config: dict[str, Any] = {"ema_decay": 0.9, "schedule": "cosine", "warmup": 3}
-    items, weight = data(5)
-
-    def built(seed: int) -> Engine:
-        net = Net()
-        with torch.no_grad():
-            for number, parameter in enumerate(net.parameters()):
-                parameter.add_(seed * (number + 1))
-        return Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, **config), one, updates=8)
-
-    def steps(trained: Engine, count: int) -> list[float]:
-        return [trained.update(items, squared(trained.module), weight, micro_batch=2).lr for _ in range(count)]
-
-    straight = built(0)
-    assert steps(straight, 8) == pytest.approx([0.01 * rate for rate in RATES])
-    first = built(0)
-    told: dict[str, Any] = {"fingerprint": {}, "world": one}
-    steps(first, 3)
-    path = checkpoint.save(tmp_path, first.state(), {"counters": first.counters()}, update=3, keep=1, **told)
-    second = built(1)
-    state = second.state()
-    second.restore(state, checkpoint.load(path, state, **told)["counters"])
-    assert steps(second, 5) == pytest.approx([0.01 * rate for rate in RATES[3:]])
-    one_go, two_goes = gather_state(straight), gather_state(second)
-    assert set(one_go) == set(two_goes)
-    for name, tensor in one_go.items():
-        assert torch.equal(tensor, two_goes[name]), name
-    net, average = plain_run(items, weight, 8)
-    for name, tensor in net.state_dict().items():
-        torch.testing.assert_close(two_goes[f"weight.{name}"], tensor, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(two_goes[f"average.{name}"], average[name], rtol=1e-4, atol=1e-6)
+        average = {name: decay * average[name] + (1 - decay) * tensor for name, tensor in plain.state_dict().items()}
+    state = gather_state(trained)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(state[f"weight.{name}"], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(state[f"average.{name}"], average[name], rtol=1e-4, atol=1e-6)
 
 
 def test_each_update_moves_the_weights_at_its_own_rate(one: World) -> None:

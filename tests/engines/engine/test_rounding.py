@@ -96,7 +96,7 @@ def test_ranks_round_as_one_process_does(one: World) -> None:
     trained = engine(one)
     take_updates(trained, 3)
     expected = gather_state(trained)
-    found = launch.on_ranks(3, "workers.optimizers:updates_in_bfloat16")[0]
+    found = launch.on_ranks(3, "workers.ranks:step_in_bfloat16")[0]
     weight = torch.tensor(found["weight.first.weight"])
     assert (weight == expected["weight.first.weight"].float()).float().mean() > 0.95
 

@@ -1,6 +1,7 @@
 """However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,18 +15,24 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 
 UNITS = 3  # two blocks and the root
-ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of one process
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@cache
+def measured(ranks: int) -> dict[str, Any]:
+    """Return what a number of ranks measure."""
+    found: dict[str, Any] = launch.on_ranks(ranks, "workers.ranks:measure")[0]
+    return found
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the result of their updates."""
-    return request.param, launch.on_ranks(request.param, "workers.ranks:updates")[0]
+    return request.param, measured(request.param)["updates"]
 
 
 def test_an_update_of_two_terms_is_one_of_their_sum() -> None:
     """It has the weights, and as many reductions, of plain PyTorch's update on the sum, unless each pass reduces."""
-    for name, result in launch.on_ranks(2, "workers.ranks:updates", "split")[0].items():
+    for name, result in measured(2)["split"].items():
         check(name, {parameter: torch.tensor(values) for parameter, values in result["weights"].items()})
         if not {"replicas", "grad_sync"} & SHARDINGS[name].keys():
             assert result["counts"]["_reduce_scatter_base_"] == UNITS, name
@@ -86,27 +93,6 @@ def test_a_replica_has_its_share_of_the_ranks(ranks: tuple[int, dict[str, Any]])
     assert "allreduce_" not in result["keep"]["counts"]
 
 
-def test_checkpointing_keeps_a_blocks_inputs_alone(one: World) -> None:
-    """Counted in tensors saved for the backward pass."""
-
-    def saved(checkpointing: bool) -> int:
-        net, (items, _) = Net(), data(7)
-        sharding = EngineConfig(checkpointing="block" if checkpointing else "none")
-        engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=sharding)
-        counted = 0
-
-        def note(tensor: Tensor) -> Tensor:
-            nonlocal counted
-            counted += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            squared(engine.module)(items)
-        return counted
-
-    assert saved(True) < saved(False)
-
-
 def test_numbers_per_sample_keep_their_digits(one: World) -> None:
     """In bfloat16 987.5 is 988: samples are cast, timesteps are not, and results come in the computation's dtype."""
     seen: dict[str, torch.dtype] = {}
@@ -126,7 +112,7 @@ def test_numbers_per_sample_keep_their_digits(one: World) -> None:
 
 def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
     """The number of items of other ranks, which is asked for where it is not given, is no size of a pass."""
-    assert launch.on_ranks(2, "workers.ranks:passes") == [[3, 3, 3]] * 2
+    assert measured(2)["passes"] == [[3, 3, 3]] * 2
 
 
 def test_a_rank_that_waits_for_one_that_raised_ends_in_a_line() -> None:

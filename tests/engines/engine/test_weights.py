@@ -35,7 +35,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
             parameter.copy_(rows.float().reshape(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter))
     save(tmp_path, module.state_dict(), parts=2)
     save(tmp_path / "net", Net().state_dict())
-    for found in launch.on_ranks(4, "workers.loads:load", tmp_path)[0].values():
+    for found in launch.on_ranks(4, "workers.ranks:load_shards", tmp_path)[0].values():
         assert found["wrong"] == [[]] * 4
         assert max(found["grew"]) < 0.75 * BYTES, found["grew"]
 

@@ -1,4 +1,4 @@
-"""Files of an export: written one by one, all there or as they were before."""
+"""Files of an export: written one by one, all there or as they were before; what formats write and copy."""
 
 import errno
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_pipelines
 from helpers.exported import INDEX, SINGLE, contents, moved, opened
 from helpers.lora_model import MODEL, adapted, run
 from safetensors import safe_open
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.export import formats
+from fluvial.engines.export.formats import COMFY_WEIGHTS
 from fluvial.engines.export.model_folder import export, write_lora, write_model
 from fluvial.engines.files import save_tensors
 
@@ -140,3 +143,59 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path, one: World) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(RunError, match=r"weights cannot be written to .*out"):
         export(MODEL.build(), tmp_path / "out", world=one)
+
+
+def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, rename = exporting.sync, os.rename
+
+    def noted(event: str, call: Any, *args: Any) -> None:
+        events.append(event)
+        call(*args)
+
+    monkeypatch.setattr(exporting, "sync", lambda path: noted(Path(path).name, sync, path))
+    monkeypatch.setattr(os, "rename", lambda old, new: noted("rename", rename, old, new))
+    with exporting.open_draft(tmp_path / "out", {"format": "lora"}, one) as draft:
+        (draft / "part").mkdir()
+        for name in ("a.safetensors", "part/b.safetensors"):
+            (draft / name).write_bytes(b"weights")
+    named = events.index("rename")
+    assert {"a.safetensors", "b.safetensors", exporting.RECORD, draft.name} <= set(events[:named])
+    assert events[named + 1 :] == [tmp_path.name]
+    assert exporting.is_exported(tmp_path / "out", {"format": "lora"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "sd3"
+    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder)
+    return folder
+
+
+def test_the_original_layout_holds_the_average_that_is_given(folder: Path, tmp_path: Path, one: World) -> None:
+    """As an export during training passes it; tensors without an average are the module's own."""
+    model = tiny_pipelines.opened("sd3", folder)
+    module = model.build()
+    name, parameter = next(iter(module.named_parameters()))
+    average = {name: parameter.detach() + 1}
+    formats.write("comfyui", module, model, tmp_path / "average", average=average, world=one)
+    formats.write("comfyui", module, model, tmp_path / "before", world=one)
+    with torch.no_grad():
+        parameter.add_(1)
+    formats.write("comfyui", module, model, tmp_path / "in place", world=one)
+    given, before, expected = (load_file(tmp_path / out / COMFY_WEIGHTS) for out in ("average", "before", "in place"))
+    assert all(torch.equal(given[key], expected[key]) for key in expected)
+    assert any(not torch.equal(before[key], expected[key]) for key in expected)
+
+
+def test_a_whole_pipeline_has_no_file_of_the_network_before_training(folder: Path, tmp_path: Path, one: World) -> None:
+    """Variants of the base network, such as fp16, are left out; the other parts are copied whole."""
+    stale = "diffusion_pytorch_model.fp16.safetensors"
+    for part in ("transformer", "vae"):
+        (folder / part / stale).write_bytes(b"base")
+    model = tiny_pipelines.opened("sd3", folder)
+    formats.write("full", model.build(), model, tmp_path / "full", world=one)
+    assert not (tmp_path / "full" / "transformer" / stale).exists()
+    assert (tmp_path / "full" / "vae" / stale).exists()

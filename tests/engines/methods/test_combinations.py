@@ -22,9 +22,9 @@ from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.matching import Matching
 from fluvial.engines.methods.table import METHODS, Dpo, Sft
+from fluvial.engines.run.build import check_model
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
 from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core.random import fold_in, key
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.dense import DenseGrpo, score_steps
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.batch import Batch
@@ -91,10 +91,14 @@ def test_a_number_per_step_is_that_of_its_item(one: World) -> None:
     counted = run.record_steps(batch, key(0), table, keep=(table != 0).float())
     assert torch.equal(counted.used, got.used)
     assert counted.count == int((table != 0).sum())
-    with pytest.raises(
-        UsageError, match=r"signal has shape \[6, 4\], expected \[6\], .* or \[6, 5\], one per recorded step"
-    ):
-        run.record_steps(batch, key(0), table[:, :4], keep=keep)
+    refuses(
+        r"signal has shape \[6, 4\], expected \[6\], .* or \[6, 5\], one per recorded step",
+        run.record_steps,
+        batch,
+        key(0),
+        table[:, :4],
+        keep=keep,
+    )
 
 
 def test_a_group_that_fails_on_the_way_is_left_out(one: World) -> None:

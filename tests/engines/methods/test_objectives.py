@@ -1,52 +1,38 @@
-"""Methods: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
+"""Methods: their own settings, their kernels, and the formulas of single ones."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
-from helpers.objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
+from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.refusals import refuses
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
-from fluvial.engines.methods import ChunkGrpo, HeadGan, grpo
+from fluvial.engines.methods import ChunkGrpo, grpo
 from fluvial.engines.methods.table import (
     METHODS,
-    Awm,
     D3po,
-    Distill,
-    Dmd2,
-    Dpo,
+    Dgpo,
     Grpo,
-    Nft,
-    Raft,
-    Sft,
 )
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.declared import NoOld
-from fluvial.engines.run.method import Method, PassesConfig
+from fluvial.engines.run.method import PassesConfig
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
-from fluvial.engines.sampling.noising import ContinuousLevels
-from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import FirstRecorded
+from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import prefer, resolve
-from fluvial.models import Prediction
 
-ODE: dict[str, Any] = {"sampling.sampler": Ode()}
 NEEDED: dict[str, Any] = {"guard": {}}
 GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sampler": Stochastic(eta=0.5)}
-
-
-CPS = Stochastic("cps", eta=0.5)
 
 
 # What methods are made of beside their own hyper-parameters.
@@ -59,65 +45,12 @@ def test_a_method_has_its_own_settings_alone(name: str) -> None:
     own = {field.name for field in fields(cast(Any, METHODS[name]))}
     assert own.isdisjoint(field.name for field in fields(TrainConfig))
     for missing in sorted(PARTS - own):
-        with pytest.raises(UsageError, match=rf"there is no field method.{missing}"):
-            with_values(RECIPES["grpo"](), {"method": METHODS[name](**NEEDED.get(name, {})), missing: 1})
-
-
-def test_a_choice_that_needs_a_number_takes_it_with_its_kind() -> None:
-    """By name, as on the command line; without the number it is said which one is missing."""
-    method = with_values(RECIPES["grpo"](), {"trained": "first", "trained.fraction": 0.5}).method
-    assert method.trained == FirstRecorded(0.5)  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"^method\.trained\.fraction is missing"):
-        with_values(RECIPES["grpo"](), {"trained": "first"})
-
-
-@pytest.mark.parametrize(
-    ("prediction", "changes", "words"),
-    [
-        ("epsilon", {}, "sampling.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon"),
-        (
-            "velocity",
-            {"sampling.sampler": Stochastic("ddim", eta=0.5)},
-            "sampling.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
-        ),
-        ("epsilon", ODE | {"method": Nft(old=NoOld())}, "method is 'nft', expected one for epsilon"),
-        ("epsilon", ODE | {"method": Awm()}, "method is 'awm', expected one for epsilon"),
-        (
-            "epsilon",
-            ODE | {"method": Raft(), "noising.levels": ContinuousLevels()},
-            "noising.levels is 'continuous', expected auto, schedule or stratified",
-        ),
-    ],
-)
-def test_what_does_not_fit_the_model(
-    one: World, tmp_path: Path, prediction: Prediction, changes: dict[str, Any], words: str
-) -> None:
-    """It is refused before the first rollout, as what was typed wrongly is."""
-    run = tiny.config(tmp_path, **{"sampling": SamplingConfig(**GROUPS), **changes})
-    with pytest.raises(UsageError, match=words):
-        tiny.Run(run, one, tiny.job(prediction))
-
-
-@pytest.mark.parametrize(
-    ("method", "lacks", "words"),
-    [
-        (Sft(), "data", "sft learns from data, and this job has none"),
-        (Dmd2(fake_updates=2, gan=HeadGan()), "data", "dmd2 learns from data, and this job has none"),
-        (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
-        (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
-        (
-            Distill(teacher=(TEACHER,), match="velocity_mse"),
-            "load",
-            "teacher cannot be loaded: this job has no function from a folder",
-        ),
-    ],
-)
-def test_what_the_job_lacks(one: World, tmp_path: Path, method: Method, lacks: str, words: str) -> None:
-    """It is refused before the first rollout, too."""
-    sampling = ReadingConfig(prompts=4) if isinstance(method, Sft) else SamplingConfig(**(GROUPS | {"sampler": Ode()}))
-    run = tiny.config(tmp_path, sampling=sampling, method=method)
-    with pytest.raises(UsageError, match=words):
-        tiny.Run(run, one, tiny.job("velocity", **({} if lacks == "preferences" else {lacks: None})))
+        refuses(
+            rf"there is no field method.{missing}",
+            with_values,
+            RECIPES["grpo"](),
+            {"method": METHODS[name](**NEEDED.get(name, {})), missing: 1},
+        )
 
 
 WITHOUT_KERNEL = (
@@ -225,14 +158,6 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
     assert folded_infos[0].max_abs["log_ratio"] == 0
 
 
-def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
-    """Triton on a CPU is refused before the first rollout."""
-    rollout = SamplingConfig(**(GROUPS | {"sampler": Ode()}))
-    with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
-        tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), **{"engine.implementation": "triton"}), one)
-    assert "\n" not in str(refused.value)
-
-
 def test_the_ratio_of_a_chunk_is_that_of_its_steps(one: World, tmp_path: Path) -> None:
     """With chunks of one step the run is GRPO's; longer ones change the second update of a batch, and not the first."""
     sampling = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -252,12 +177,22 @@ def test_the_ratio_of_a_chunk_is_that_of_its_steps(one: World, tmp_path: Path) -
     assert len({round(norm / seconds[0], 4) for norm in seconds}) == 3  # GRPO's and that of chunks of one are the same
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("changes", [{"weighting": "std_over_b"}, {"method": ChunkGrpo()}])
-def test_a_batch_of_flat_groups_is_an_update_without_gradient(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """No step is computed, so weights have no mean, and a chunk no ratio."""
-    flat = tiny.job(rewards={"flat": lambda images, prompts: torch.ones(len(prompts))})
-    run = tiny.Run(tiny.config(tmp_path, **changes), one, flat)
-    run.rollout()
-    (info,) = run.infos
-    assert (info.loss, info.grad_norm, info.skipped, info.max_abs["log_ratio"]) == (0, 0, False, 0)
+@pytest.mark.parametrize(("reference", "policy"), [("base", "ref"), ("old", "old")])
+def test_the_error_of_the_reference_is_that_of_its_policy(reference: Literal["base", "old"], policy: str) -> None:
+    """What an item adds to its group's sigmoid is beta A (error - error of the reference's prediction)."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, target, ref, old = torch.randn(5, 3, 4, generator=generator)
+    advantage = torch.tensor([1.0, -2.0, 0.5])
+    items = NoisedSamples(
+        x=x,
+        level=torch.full((3,), 0.5),
+        timestep=None,
+        sample=torch.arange(3),
+        signal=advantage,
+        weight=torch.ones(3),
+        x0=x,
+        target=target,
+        predictions={"ref": ref, "old": old},
+    )
+    expected = 3.0 * advantage * ((v - target).square().mean(1) - (items.predictions[policy] - target).square().mean(1))
+    torch.testing.assert_close(Dgpo(beta=3.0, reference=reference).margin(v, items), expected)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
-from helpers.tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -132,15 +131,6 @@ def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margi
     assert torch.equal(seen[0], expected)
     assert 0 < int(expected.abs().sum()) <= 32
     assert (margin == ConstantMargin(0.0)) == (int(expected.abs().sum()) == 32)
-
-
-def test_a_pair_of_one_state_compares_where_it_went() -> None:
-    """log rho_w - log rho_l = mean of b (v - v_ref) (x_w - x_l) / std^2, of two candidates for the same state."""
-    x, v, v_ref, win, lose = normals(0, 5, 3, 4)
-    step = Transition(*torch.tensor([0.9, -0.2, 0.3], dtype=torch.float64))
-    rho = [gaussian.log_prob(step, x, v, to) - gaussian.log_prob(step, x, v_ref, to) for to in (win, lose)]
-    expected = (step.b * (v - v_ref) * (win - lose) / step.std**2).mean(1)
-    assert_close(rho[0] - rho[1], expected)
 
 
 def test_the_partner_of_a_step_is_that_of_its_state(one: World) -> None:

@@ -11,9 +11,9 @@ import torch
 from helpers import tiny_jobs, tiny_pipelines
 from helpers.marks import Patch
 from helpers.pipeline_runs import photos
+from helpers.refusals import fails, refuses
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run import build
@@ -111,14 +111,11 @@ def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, 
         (job(folder, tmp_path, **sizes), "size 16x16 there and 16x16 24x16 here"),
         (job(folder, tmp_path, latents="sample"), r"\(latents mean there and sample here\)"),
     ):
-        with pytest.raises(UsageError, match=rf"was written with other settings.*{differs}") as error:
-            prepared(other, one)
-        assert "\n" not in str(error.value)
+        refuses(rf"was written with other settings.*{differs}", prepared, other, one)
     prepared(job(folder, tmp_path), one)
     for file in (tmp_path / "texts").iterdir():
         file.write_bytes(b"damaged")
-    with pytest.raises(UsageError, match=r"the encoded prompt .*safetensors cannot be read: .*; delete the file"):
-        prepared(job(folder, tmp_path), one)
+    refuses(r"the encoded prompt .*safetensors cannot be read: .*; delete the file", prepared, job(folder, tmp_path), one)
 
 
 def test_what_is_read_is_encoded_before_the_network_is_there(
@@ -156,9 +153,7 @@ def test_a_full_disk_while_captions_are_encoded(
 
     monkeypatch.setattr(Pipeline, "_encode", counted)
     monkeypatch.setattr(base, "save_file", full)
-    with pytest.raises(RunError, match=r"texts: No space left on device; what is encoded is kept, start again") as error:
-        prepared(job(folder, tmp_path), one)
-    assert "\n" not in str(error.value)
+    fails(r"texts: No space left on device; what is encoded is kept, start again", prepared, job(folder, tmp_path), one)
     assert len(encoded) == 3
     assert len([*(tmp_path / "texts").iterdir()]) == 2
     monkeypatch.setattr(base, "save_file", write)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from helpers import tiny_pipelines
+from helpers import handwriting_jobs, tiny_pipelines
 from helpers.marks import long
+from helpers.refusals import refuses
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.eval import EvalConfig
+from fluvial.engines.cli.eval_models import open_networks, settings_of_run
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import formats
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import COMFY_WEIGHTS
+from fluvial.engines.files import LORA
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.exports import check_exports, export_run
@@ -30,12 +36,13 @@ from fluvial.engines.run.jobs.weights import converter
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.models import LoraConfig
 from fluvial.models.handwriting import Handwriting
+from fluvial.models.lora import Dora, Lokr, LoraConfig
 from fluvial.models.lora_files import read_lora
+from fluvial.models.quantised import find_quantised
 
 PROMPTS = ("a red fox", "two cats")
-LORA = LoraConfig(rank=2, alpha=6.0)
+SMALL_LORA = LoraConfig(rank=2, alpha=6.0)
 
 
 def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
@@ -53,7 +60,7 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "updates": 2,
         "pipeline": PipelineConfig(height, width, frames=frames, **asked),
         "train": "lora",
-        "lora": LORA,
+        "lora": SMALL_LORA,
         "engine.micro_batch": 2,
         "rewards": ("jpeg",),
         "checkpoint.keep": 5,
@@ -285,8 +292,7 @@ def test_formats_are_checked_before_training(tmp_path: Path) -> None:
             formats.check_format(kind, Handwriting(), adapted=True)  # type: ignore[arg-type]
     for kind, says in (("comfyui", ".* has no layout that ComfyUI reads"), ("lora", "the run trained all weights")):
         run = with_values(TrainConfig(tmp_path, method=Grpo()), {"export.format": kind, "export.every": 1})
-        with pytest.raises(ValueError, match=f"export.format is '{kind}': {says}"):
-            check_exports(run, Handwriting())
+        refuses(f"export.format is '{kind}': {says}", check_exports, run, Handwriting())
     check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1)), Handwriting())
 
 
@@ -326,3 +332,37 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "The LoKr adapter of" in text
     assert 'pipeline.transformer_2.load_lora_adapter("path/to/this/folder/transformer_2", weight_name=' in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
+def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path, form: Any) -> None:
+    """The file of a run begins another one, whose reference it is; the export of a checkpoint is that of the run."""
+    config = handwriting_jobs.config(tmp_path / "first", train="lora", lora=LoraConfig(rank=4, form=form))
+    train(config, handwriting_jobs.job())
+    again = LoraConfig(weights=config.out / "lora")
+    second = handwriting_jobs.config(tmp_path / "second", train="lora", lora=again, **{"engine.init": "whole"})
+    train(second, handwriting_jobs.job())
+    first, then = (load_file(run.out / "lora" / LORA) for run in (config, second))
+    assert first.keys() == then.keys()
+    assert any(not torch.equal(first[name], then[name]) for name in first)
+    assert all((first[name] - then[name]).abs().max() < 0.1 for name in first)
+    with init_world() as world:
+        out, _ = export_run(config.out, "lora", out=tmp_path / "out", job=handwriting_jobs.job(), world=world)
+    found = load_file(out / LORA)
+    assert all(torch.allclose(found[name], first[name], atol=1e-6) for name in first)
+
+
+@pytest.mark.long
+def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    """Its weights are dequantised, and not rounded again; what the run started from is quantised as in the run."""
+    config = handwriting_jobs.config(tmp_path / "run", train="lora", **{"engine.base": "int4"})
+    train(config, handwriting_jobs.job())
+    asked = settings_of_run(str(config.out), EvalConfig(base="start"))
+    with init_world() as world, ExitStack() as stack:
+        subjects = open_networks(str(config.out), asked, world, stack)
+        with subjects.ours.network() as module:
+            assert not find_quantised(module)
+        assert subjects.base is not None
+        with subjects.base.network() as module:
+            assert {layer.base for layer in find_quantised(module).values()} == {"int4"}

@@ -19,6 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import handwriting_jobs, launch
 from helpers.marks import long
+from helpers.refusals import fails, refuses
 from rich.console import Console
 from torch.distributed import DistBackendError, DistStoreError, distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
-from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.engines.errors import LostProcessError, RunError
 from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
@@ -69,8 +70,7 @@ class Launched:
     def lines(self) -> list[str]:
         """Return our lines on stderr; the agent has more of its own."""
         said = (line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
-        waits = re.compile(r"fluvial: [^:]*, \d+ s")  # of a busy machine
-        return sorted(line for line in said if not waits.fullmatch(line))
+        return sorted(line for line in said if not launch.WAITS.fullmatch(line))
 
     def _wait(self, condition: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -320,8 +320,7 @@ def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name, count in product(("later", "earlier"), range(3)):
             attempt(monkeypatch, count, name)
             assert continued(config(refused), world) == config(refused)
-            with pytest.raises(UsageError, match="already holds a run"):
-                run_folder.claim(refused, resume=False)
+            refuses("already holds a run", run_folder.claim, refused, resume=False)
 
 
 def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
@@ -332,8 +331,7 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
     monkeypatch.setattr(training, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
     (tmp_path / "file").write_text("")
     for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
-        with pytest.raises(UsageError, match=says):
-            train(config(tmp_path / "run", **{"checkpoint.folder": place}))
+        refuses(says, train, config(tmp_path / "run", **{"checkpoint.folder": place}))
         assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -367,7 +365,7 @@ def test_a_storage_that_fails_later_loses_nothing(
     ("phase", "error", "says"),
     [
         ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "(CUDA out of memory. Tried"),
-        ("rollout", MemoryError(), "in the phase rollout"),
+        long("rollout", MemoryError(), "in the phase rollout"),
     ],
 )
 def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_change(
@@ -398,8 +396,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
 def test_an_error_within_an_optimizer_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is of no update then."""
     monkeypatch.setattr(Engine, "_update_average", lambda engine: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(RunError, match="out of memory in the phase update"):
-        train(config(tmp_path / "run"))
+    fails("out of memory in the phase update", train, config(tmp_path / "run"))
     assert checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints") == []
 
 

@@ -1,24 +1,33 @@
-"""Runs whose rewards sometimes fail: what is left out is as if it had never been drawn."""
+"""Runs whose rewards fail, whose samples are left out as if never drawn, or come late, as those of people do."""
 
 import math
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import fake_servers
 from helpers import tiny_jobs as tiny
 from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.refusals import fails, refuses
 from helpers.spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.judges.votes import Votes
+from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.methods.table import Refl, Rtdmd, TdmR1
+from fluvial.engines.run.build import _rewards
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
+from fluvial.engines.run.process.stop import StopRequest
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import Truncate
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
@@ -116,10 +125,16 @@ def test_a_reward_is_tried_before_anything_is_computed(
         raise AssertionError("the network is built")
 
     monkeypatch.setattr(tiny.Tiny, "build", build)
-    with pytest.raises(RunError, match=rf"^{says}.*; it was tried on blank images before the run$"):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(rewards={"it": reward}))
-    with pytest.raises(RunError, match=r"^evaluator 'heldout'"):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(evaluators={"heldout": reward}))
+    fails(
+        rf"^{says}.*; it was tried on blank images before the run$",
+        tiny.Run,
+        config_of("clipped", tmp_path, 2),
+        one,
+        tiny.job(rewards={"it": reward}),
+    )
+    fails(
+        r"^evaluator 'heldout'", tiny.Run, config_of("clipped", tmp_path, 2), one, tiny.job(evaluators={"heldout": reward})
+    )
 
 
 def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
@@ -131,7 +146,66 @@ def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
     job = tiny.job(rewards={"preferred": preferred}, evaluators={})
     assert tiny.Run(config_of("clipped", tmp_path, 2), one, job).trainer.job.evaluators == {}
     job = tiny.job(evaluators={"preferred": preferred})
-    with pytest.raises(
-        RunError, match=r"^evaluator 'preferred': it compares the samples of a group, and there are no groups"
-    ):
-        tiny.Run(config_of("clipped", tmp_path, 2), one, job)
+    fails(
+        r"^evaluator 'preferred': it compares the samples of a group, and there are no groups",
+        tiny.Run,
+        config_of("clipped", tmp_path, 2),
+        one,
+        job,
+    )
+
+
+def promised(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":
+    """Score brightness a little later."""
+    scores = Future[Tensor]()
+    threading.Timer(0.02, scores.set_result, [tiny.brightness(images, prompts)]).start()
+    return scores
+
+
+def never(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":
+    """Promise scores that do not come."""
+    return Future()
+
+
+def parameters(trainer: Trainer) -> list[Tensor]:
+    """Return copies of the trained parameters."""
+    return [value.detach().clone() for value in trainer.engine.module.parameters() if value.requires_grad]
+
+
+def test_promised_scores_are_learnt_from_as_others_are(one: World, tmp_path: Path) -> None:
+    """To the bit."""
+    found = []
+    for reward in (tiny.brightness, promised):
+        with Trainer(tiny.config(tmp_path, updates=2), tiny.job(rewards={"it": reward}), one) as trainer:
+            assert len([*trainer]) == 2
+            found.append(parameters(trainer))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_run_that_waits_for_scores_stops_when_it_is_asked_to(one: World, tmp_path: Path) -> None:
+    """The rollout is given up, and nothing is learnt from it; a resumed run makes it again, as if nothing had been."""
+    config = tiny.config(tmp_path, updates=1)
+    stop, found = StopRequest(), []
+    with Trainer(config, tiny.job(rewards={"it": never}), one, stop=stop) as trainer:
+        before = parameters(trainer)
+        threading.Timer(0.3, setattr, [stop, "name", "SIGINT"]).start()
+        assert [*trainer] == []
+        assert trainer.stopping
+        assert (trainer.engine.updates, trainer.progress.samples) == (0, 0)
+        assert all(map(torch.equal, before, parameters(trainer)))
+        trainer.save()
+    for resumed in (None, f"{config.checkpoint_folder}/000000"):
+        with Trainer(config, tiny.job(rewards={"it": promised}), one, resume_from=resumed) as trainer:
+            assert len([*trainer]) == 1
+            found.append(parameters(trainer))
+    assert all(map(torch.equal, *found))
+
+
+def test_votes_refuse_rollouts_ahead_and_a_timeout_shorter_than_their_wait(one: World, tmp_path: Path) -> None:
+    """A checkpoint would have to hold their votes, and ranks wait for each other's."""
+    job = tiny.job(rewards={"votes": Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))})
+    ahead = tiny.config(tmp_path, correction=Truncate(), **{"rollout.ahead": 1})
+    refuses(r"rollout\.ahead is 1, expected 0", Trainer, ahead, job, one)
+    ranks = replace(one, size=2)
+    _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
+    refuses(r"engine\.timeout is 600, expected more than 3600", _rewards, tiny.config(tmp_path), job, ranks)

@@ -1,6 +1,5 @@
 """Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,58 +9,27 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
-from helpers.spied_runs import FAST, ODE, STEPS, Spied
+from helpers.settings import settings_of
+from helpers.spied_runs import STEPS, spy
 from torch import Tensor
 
-from fluvial.core import gaussian
+from fluvial.bench.counting import HostReads
 from fluvial.core.advantages import group_advantages, multi_reward_advantages
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import StepKLConfig
-from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Guard, Nft, Raft
-from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.batch import make_batch
-from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import FirstRecorded, OneRecorded, RandomRecorded, RandomWindow
-from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.engines.sampling.samplers import sampler_rule
+from fluvial.engines.sampling.window import OneRecorded
 from fluvial.engines.scoring.gather import Scoring
 
 
-@pytest.mark.bits
-def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
-    """In every update: the ratio is 1 in the first, and in the second what the moved policy says of the stored steps."""
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, updates=2, optimizer=FAST, **{"passes.epochs": 2}), one)
-    moved: list[Tensor] = []
-    optimize = run.trainer.engine.update
-
-    def by_hand(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
-        log_prob = gaussian.log_prob(items.transition, items.x, run.velocity(items), items.x_next)
-        moved.append((log_prob - items.log_prob_old).mean())
-        return optimize(items, loss_fn, weight, **options)
-
-    run.trainer.engine.update = by_hand  # type: ignore[method-assign, assignment]
-    run.rollout()
-    known = run.trajectories[0].log_prob.T.flatten()
-    for update in run.updates:
-        assert torch.equal(update.items.log_prob_old, known)
-    first, second = run.infos
-    assert first.max_abs["log_ratio"] == 0.0
-    assert abs(second.mean["log_ratio"]) > 1e-5
-    assert second.mean["log_ratio"] == pytest.approx(float(moved[1]), rel=1e-3)
-
-
-@pytest.mark.parametrize("objective", ["clipped", "awm", "dpo"])
-def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective: str) -> None:
+@pytest.mark.parametrize("line", ["grpo sampling.prompts=4", "awm ode sampling.prompts=4", "dpo ode sampling.prompts=8"])
+def test_minibatches_partition_the_samples(one: World, line: str) -> None:
     """Every pair of a sample is in the same minibatch, and in one an epoch; each epoch has another order."""
-    kinds: dict[str, dict[str, Any]] = {
-        "clipped": {"sampling": replace(STEPS, prompts=4, group=2)},
-        "awm": {"sampling": replace(ODE, prompts=4, group=2), "method": Awm()},
-        "dpo": {"sampling": replace(ODE, prompts=8, group=2), "method": Dpo()},
-    }
-    run = Spied(tiny.config(tmp_path, updates=4, **kinds[objective], **{"passes.epochs": 2, "passes.minibatches": 2}), one)
+    run = spy(one, f"{line} sampling.group=2 updates=4 passes.epochs=2 passes.minibatches=2")
     run.rollout()
     assert len(run.updates) == 4
     parts = []
@@ -79,36 +47,11 @@ def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective
     assert parts[0] not in parts[2:]
 
 
-def test_the_loss_is_a_mean_over_the_minibatch(one: World, tmp_path: Path) -> None:
-    """Gradients of two halves, taken at the same weights, average to that of the whole."""
-    gradients: dict[int, list[Tensor]] = {}
-    for minibatches in (1, 2):
-        still = OptimizerConfig(lr=1e-12, weight_decay=0.0, betas=(0.5, 0.999), max_grad_norm=1e9)
-        changes = {"passes.minibatches": minibatches, "updates": minibatches, "optimizer": still}
-        run = tiny.Run(tiny.config(tmp_path, sampling=STEPS, **changes), one)
-        optimize, moments = run.trainer.engine.update, [torch.zeros(())]
-
-        def noted(*args: Any, run: Any = run, moments: Any = moments, optimize: Any = optimize, **options: Any) -> Any:
-            info = optimize(*args, **options)
-            moments.append(torch.cat([moment.flatten() for moment in run.gradient().values()]))
-            return info
-
-        run.trainer.engine.update = noted  # type: ignore[method-assign]
-        run.rollout()
-        assert [info.items for info in run.infos] == [32 // minibatches] * minibatches
-        # moment <- moment / 2 + gradient / 2
-        gradients[minibatches] = [2 * after - before for before, after in itertools.pairwise(moments)]
-    (whole,), halves = gradients[1], gradients[2]
-    assert float(whole.norm()) > 1e-3
-    assert float((halves[0] - halves[1]).norm()) > 0.1 * float(whole.norm())
-    torch.testing.assert_close((halves[0] + halves[1]) / 2, whole, rtol=1e-4, atol=1e-6 * float(whole.norm()))
-
-
 @pytest.mark.bits
-@pytest.mark.parametrize("passes", [{"passes.epochs": 2}, {"passes.minibatches": 2}], ids=["epochs", "minibatches"])
-def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, int]) -> None:
+@pytest.mark.parametrize("passes", ["epochs", "minibatches"])
+def test_the_old_velocity_of_awm(one: World, passes: str) -> None:
     """It is the policy's before the rollout's first update, in all of them; with one update there is none to keep."""
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm(), updates=2, optimizer=FAST, **passes), one)
+    run = spy(one, f"awm ode fast updates=2 passes.{passes}=2")
     start = run.weights()
     run.rollout()
     assert all(torch.equal(tensor, run.updates[0].policy[name]) for name, tensor in start.items())
@@ -118,50 +61,30 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, i
     for update in run.updates:
         torch.testing.assert_close(update.items.predictions["old"], run.velocity(update.items))
     assert float((now - run.updates[0].items.predictions["old"]).norm()) > 0.01
-    assert run.infos[0].max_abs["log_ratio"] == 0.0
-    assert run.infos[1].max_abs["log_ratio"] > 0.0
-
-    alone = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm()), one)
+    assert run.infos[0].max_abs["log_ratio"] == 0.0 < run.infos[1].max_abs["log_ratio"]
+    alone = spy(one, "awm ode")
     alone.rollout()
     assert "old" not in alone.updates[0].items.predictions
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
 
 
-@pytest.mark.bits
-def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
-    """It is what the rollout recorded, so that a rollout of several updates needs no pass of its own."""
-    changes = {"method": Guard(), "updates": 2, "optimizer": FAST, "passes.epochs": 2}
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes), one)
-    run.rollout()
-    recorded = run.trajectories[0].velocity
-    assert recorded is not None
-    for update in run.updates:
-        assert torch.equal(update.items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
-
-
-def test_steps_are_weighted_by_their_noise(one: World, tmp_path: Path) -> None:
+def test_steps_are_weighted_by_their_noise(one: World) -> None:
     """Relative to the mean over those that are learnt from, in their advantages."""
-    rollout = replace(STEPS, prompts=4, group=2, window=RandomWindow(1, draw="group"))
-    plain, weighted = (
-        Spied(
-            tiny.config(tmp_path, sampling=rollout, method=Grpo(weighting=each), seed=3, **{"engine.micro_batch": 8}),
-            one,
-        )
-        for each in ("none", "std_over_b")
-    )
-    plain.rollout(), weighted.rollout()
-    before, after = plain.updates[0].items, weighted.updates[0].items
+    line = "grpo window sampling.window.size=1 sampling.window.draw=group sampling.prompts=4 sampling.group=2 seed=3"
+    found = []
+    for weighting in ("none", "std_over_b"):
+        run = spy(one, f"{line} weighting={weighting} engine.micro_batch=8")
+        run.rollout()
+        found.append(run.updates[0].items)
+    before, after = found
     scale = after.transition.std / after.transition.b.abs()
     torch.testing.assert_close(after.signal, before.signal * scale / scale.mean())
     assert len(scale.unique()) > 1
 
 
-def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
+def test_a_fraction_of_the_steps(one: World) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
-    run = Spied(
-        tiny.config(tmp_path, sampling=STEPS, trained=RandomRecorded(0.5), updates=2, **{"engine.micro_batch": 8}), one
-    )
-    drawn = []
+    run, drawn = spy(one, "grpo trained=random trained.fraction=0.5 updates=2 engine.micro_batch=8"), []
     for _ in range(2):
         record = run.rollout()
         update = run.updates[-1]
@@ -183,9 +106,9 @@ def test_one_step_of_each_sample_late_ones_more_often() -> None:
     torch.testing.assert_close(drawn[:, 0].mean(0), torch.tensor([1, 2, 3]) / 6, rtol=0, atol=0.03)
 
 
-def test_the_first_steps(one: World, tmp_path: Path) -> None:
+def test_the_first_steps(one: World) -> None:
     """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=FirstRecorded(0.99), **{"engine.micro_batch": 8}), one)
+    run = spy(one, "grpo trained=first trained.fraction=0.99 engine.micro_batch=8")
     record = run.rollout()
     update, levels = run.updates[-1], run.trainer.schedule.levels
     assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
@@ -196,67 +119,60 @@ def test_the_first_steps(one: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "items", "over"),
+    ("line", "items", "over"),
     [
-        ({}, 4, 8),  # they are not computed, and the loss is still a mean over all
-        ({"advantage": AdvantageConfig(drop_zero=True)}, 4, 4),
-        ({"advantage": AdvantageConfig(drop_zero=True), "kl.coef": 0.1}, 4, 4),
-        ({"kl.coef": 0.1}, 8, 8),
-        ({"method": Raft(best=0.25), "sampling": ODE}, 1, 1),  # which fits what it keeps
+        ("grpo", 4, 8),  # they are not computed, and the loss is still a mean over all
+        ("grpo advantage.drop_zero=True", 4, 4),
+        ("grpo advantage.drop_zero=True kl.coef=0.1", 4, 4),
+        ("grpo kl.coef=0.1", 8, 8),
+        ("raft ode best=0.25", 1, 1),  # which fits what it keeps
     ],
 )
-def test_samples_without_advantage(one: World, tmp_path: Path, changes: dict[str, Any], items: int, over: int) -> None:
+def test_samples_without_advantage(one: World, line: str, items: int, over: int) -> None:
     """They get neither loss nor KL and do not count where they are dropped; otherwise they get the KL, and count."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
-    config = tiny.config(tmp_path, **{"sampling": STEPS, "seed": 1, "engine.micro_batch": 8, **changes})
-    run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
+    run = spy(one, f"{line} seed=1 engine.micro_batch=8", tiny.job(rewards=rewards, prompts=("0", "1")))
     run.rollout()
     assert set(run.prompts) == {"0", "1"}
     assert (run.infos[0].items, run.updates[0].over) == (items * tiny.STEPS, over * tiny.STEPS)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact"), ("wan_sde", "exact")]
-)
-def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
+def test_the_kl_has_the_published_weight_of_the_sampler() -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
-    rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
-    losses = []
-    for weight in ("auto", factor):
-        changes = {"updates": 2, "optimizer": FAST, "kl.coef": 9.0, "kl.weight": weight, "passes.epochs": 2}
-        run = Spied(tiny.config(tmp_path, sampling=rollout, **changes), one)
-        run.rollout()
-        losses.append(run.infos[1].loss)
-    assert losses[0] == losses[1]
-    assert StepKLConfig(0.1).weight_of(rollout.sampler.rule) == factor
+    found = {kind: StepKLConfig(0.1).weight_of(sampler_rule(kind)) for kind in ("flow_sde", "dance_sde", "cps", "wan_sde")}
+    assert found == {"flow_sde": "rate", "dance_sde": "exact", "cps": "exact", "wan_sde": "exact"}
 
 
-def test_shared_noise(one: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_noise(one: World, shared: bool) -> None:
     """The samples of a group begin alike, and end apart."""
-    for shared in (False, True):
-        run = Spied(tiny.config(tmp_path, sampling=replace(STEPS, shared_noise=shared)), one)
-        run.rollout()
-        first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
-        assert torch.equal(first, first[:, :1].expand_as(first)) == shared
-        assert not torch.equal(first[0, 0], first[1, 0])
-        assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
+    run = spy(one, f"grpo sampling.shared_noise={shared}")
+    run.rollout()
+    first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
+    assert torch.equal(first, first[:, :1].expand_as(first)) == shared
+    assert not torch.equal(first[0, 0], first[1, 0])
+    assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
 
 
-@pytest.mark.parametrize("combine", ["sum", "gdpo"])
-def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
+@pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])
+def test_several_rewards(one: World, combine: str) -> None:
     """Their advantages are those of core/advantages.py, for the weights that were asked for."""
-    changes = {"rewards": ("contrast=0.5", "brightness=-2"), "advantage": AdvantageConfig(combine=combine, clip=1.2)}
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes, **{"engine.micro_batch": 8}), one)
+    line = f"grpo rewards=('contrast=0.5','brightness=-2') advantage.combine={combine} advantage.clip=1.2"
+    run = spy(one, f"{line} engine.micro_batch=8")
     record = run.rollout()
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
     weights, group = torch.tensor([0.5, -2.0]), torch.arange(8) // 4
-    expected = {"sum": group_advantages(rewards @ weights, group), "gdpo": multi_reward_advantages(rewards, weights, group)}
+    each = [group_advantages(column, group) for column in rewards.T]
+    expected = {
+        "sum": group_advantages(rewards @ weights, group),
+        "gdpo": multi_reward_advantages(rewards, weights, group),
+        "advantages": weights[0] * each[0] + weights[1] * each[1],  # MixGRPO's: the sum is not normalised again
+    }
     torch.testing.assert_close(run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
-    assert record["rewards"] == pytest.approx(
-        {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
-    )
+    means = {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
+    assert record["rewards"] == pytest.approx(means)
     assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
 
 
@@ -286,11 +202,11 @@ def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("objective", [Grpo(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
-def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
+@pytest.mark.parametrize("line", ["grpo", "nft old=none ode", "dpo ode", "alignprop ode last=2"])
+def test_batches_of_two_schedules_can_be_collected_before_either_update(one: World, line: str) -> None:
     """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
-    rollout = ODE if objective.recorded is None else STEPS
-    run = tiny.config(tmp_path, sampling=rollout, method=objective, rewards=("scaled",))
+    run = tiny.config(Path("out"), **{"sampling": STEPS, **settings_of(line), "rewards": ("scaled",)})
+    rollout = run.method.sampling
 
     def trained() -> Trainer:
         return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)
@@ -328,3 +244,25 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
     for each, other in zip(alone, together, strict=True):
         assert all(torch.equal(tensor, other[name]) for name, tensor in each.items())
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("line", ["grpo", "guard", "dppo", "grpo cps"])
+def test_no_read_a_micro_batch(one: World, line: str, guidance: float) -> None:
+    """The host waits for the device as often whatever the number of micro-batches, once: to read the results back."""
+    for micro_batch in (16, 8, 2):
+        words = f"{line} window sampling.window.high=3 engine.micro_batch={micro_batch} sampling.guidance.scale={guidance}"
+        run, counters = spy(one, words), list[int]()
+        optimize = run.trainer.engine.update
+
+        def counted(*args: Any, counters: list[int] = counters, optimize: Any = optimize, **kwargs: Any) -> Any:
+            with HostReads() as counter:
+                info = optimize(*args, **kwargs)
+            counters.append(counter.total)
+            return info
+
+        run.trainer.engine.update = counted  # type: ignore[method-assign]
+        run.rollout()
+        run.trainer.close()
+        assert counters == [1]
+        assert torch.isfinite(next(iter(run.weights().values()))).all()

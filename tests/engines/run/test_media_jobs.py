@@ -1,7 +1,8 @@
-"""Prompts with images, trained from the command line: the images reach the pipeline, or the run is refused."""
+"""Prompts with images and pipelines that make sounds, trained from the command line."""
 
 import json
 import re
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import launch, tiny_conditioned, tiny_pipelines
+from diffusers import DiffusionPipeline
+from helpers import launch, tiny_conditioned, tiny_pipelines, tiny_sounds
 from helpers.marks import long
 from helpers.pipeline_runs import TWO_UPDATES, expect_on_policy
 from PIL import Image
+from safetensors.torch import load_file
 
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.replay.kinds import SOUND, VIDEO, Sound, read_video
+from fluvial.models.tiny import pipelines as tiny
 
 pytestmark = [  # diffusers' own use
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -25,8 +29,8 @@ pytestmark = [  # diffusers' own use
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
 ]
 
-SHORT = ["--sampling.prompts", "2", "--sampling.group", "2", "--sampling.steps", "3", *TWO_UPDATES]
-SHORT += ["--pipeline.height", "16", "--pipeline.width", "16"]
+FEW = ["--sampling.prompts", "2", "--sampling.group", "2", "--sampling.steps", "3", *TWO_UPDATES]
+SHORT = [*FEW, "--pipeline.height", "16", "--pipeline.width", "16"]
 
 
 NO_LOADER = ("longcat", "lumina", "sound-to-sound", "sound-inpaint", "prx", "hunyuan-video", "motif-video")
@@ -82,13 +86,6 @@ def written(file: Path, *records: dict[str, Any]) -> Path:
     """Write records, and return their file."""
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
-
-
-def test_an_image_that_nothing_uses_is_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """A pipeline that takes text only, with a reward of the samples alone."""
-    pipeline = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
-    line = train(pipeline, prompts(folder / "a.jsonl"), tmp_path / "run", code=2)
-    assert "prompt 'owls' has a column image, which nothing uses" in line
 
 
 def columns(name: str, folder: Path) -> Path:
@@ -160,66 +157,47 @@ def test_a_column_of_another_name(folder: Path, tmp_path: Path, train: Train, fl
     assert "an argument of FluxControlPipeline, which takes control_image" in line
 
 
-def test_columns_that_are_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """A text that the pipeline has another argument for, an image that some prompts lack, and one whose file is missing."""
-    pipeline, first = tiny_conditioned.save("kontext", folder / "kontext"), {"prompt": "a fox", "image": "0.png"}
-    for file, says in (
-        (prompts(folder / "b.jsonl", prompt_2="x"), "has a column prompt_2, which FluxKontextPipeline takes"),
-        (written(folder / "some.jsonl", first, {"prompt": "owls"}), "prompt 'owls' has no column image, which"),
-        (
-            written(folder / "missing.jsonl", first, {"prompt": "owls", "image": "nowhere.png"}),
-            "line 2, column image names nowhere.png, and there is no such file",
-        ),
-    ):
-        assert says in train(pipeline, file, tmp_path / "run", code=2)
+FOX = {"prompt": "a fox", "image": "0.png"}
+# Pipelines, the records of their prompts and further flags, and what the one line names: the prompt and the column.
+REFUSED: dict[str, list[tuple[list[dict[str, Any]], str, str]]] = {
+    "sd3": [([{"prompt": "owls", kind: name}], "", f"'owls' has a column {kind}, which nothing uses") for kind, name in
+            (("image", "0.png"), ("video", "long.npy"), ("audio", "tone.wav"))],
+    "kontext": [
+        ([{**FOX, "prompt_2": "x"}], "", "has a column prompt_2, which FluxKontextPipeline takes"),
+        ([FOX, {"prompt": "owls"}], "", "prompt 'owls' has no column image"),
+        ([FOX, {"prompt": "owls", "image": "nowhere.png"}], "", "line 2, column image names nowhere.png"),
+    ],
+    "lucy": [
+        ([{"prompt": "a fox", "video": "long.npy"}, {"prompt": "owls", "video": column}], "", message)
+        for column, message in (
+            ("short.npy", "column video of prompt .* frames, and that of prompt .* has ."),
+            ("words.mp4", "prompt 'owls', column video: .*words.mp4 cannot be read as a video"),
+            ("0.png", "prompt 'owls', column video: .*0.png cannot be read as a video: it is a still image"),
+            ("none.mp4", "line 2, column video names none.mp4"),
+            ([], "line 2, column video is an empty list"),
+        )
+    ],
+    "wan-video": [
+        ([{"prompt": "a fox", "video": "long.npy"}], "--pipeline.frames 1", "5 frames, .*frames is 1"),
+        ([{"prompt": "a fox", "video": "long.npy"}], "--pipeline.call strength=1.0", "its video has no effect"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.long
-def test_videos_that_cannot_be_in_a_batch_are_refused(folder: Path, tmp_path: Path, train: Train) -> None:
-    """Before anything is computed, in one line with the prompt and the column; and media that nothing uses."""
-    pipeline = tiny_conditioned.save("lucy", folder / "lucy")
+@pytest.mark.parametrize("name", ["sd3", "kontext", *map(long, ("lucy", "wan-video"))])
+def test_media_that_are_refused(folder: Path, tmp_path: Path, name: str, train: Train) -> None:
+    """Before anything is computed: a missing file, what nothing uses, and videos that cannot be in a batch."""
+    if name == "sd3":
+        pipeline, call = tiny_pipelines.save(tiny_pipelines.ROWS[name], tmp_path / name), list[str]()
+    else:
+        pipeline, call = tiny_conditioned.save(name, folder / name), called(name)
     tiny_conditioned.draw(folder, "long", "video", 0, tiny_conditioned.ROWS["lucy"])
     (folder / "short.npy").write_bytes(VIDEO.write(read_video(folder / "long.npy")[:3]))
     (folder / "words.mp4").write_text("no video")
     (folder / "tone.wav").write_bytes(SOUND.write(Sound(torch.zeros(1, 4), 400)))
-    cases: list[tuple[object, str]] = [
-        (
-            "short.npy",
-            "column video of prompt .* frames, and that of prompt .* has .: give all prompts videos of one",
-        ),
-        ("words.mp4", "prompt 'owls', column video: .*words.mp4 cannot be read as a video"),
-        ("0.png", "prompt 'owls', column video: .*0.png cannot be read as a video: it is a still image"),
-        ("none.mp4", "line 2, column video names none.mp4, and there is no such file"),
-        ([], "line 2, column video is an empty list"),
-    ]
-    for column, message in cases:
-        records: list[dict[str, Any]] = [{"prompt": "a fox", "video": "long.npy"}, {"prompt": "owls", "video": column}]
-        line = train(pipeline, written(folder / "clips.jsonl", *records), tmp_path / "run", *called("lucy"), code=2)
+    for records, more, message in REFUSED[name]:
+        line = train(pipeline, written(folder / "wrong.jsonl", *records), tmp_path / "run", *call, *more.split(), code=2)
         assert re.search(message, line), line
-    plain = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
-    for column, name in (("video", "long.npy"), ("audio", "tone.wav")):
-        line = train(plain, written(folder / "c.jsonl", {"prompt": "owls", column: name}), tmp_path / "run", code=2)
-        assert f"prompt 'owls' has a column {column}, which nothing uses" in line
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("more", "code", "message"),
-    [
-        (
-            ("--pipeline.frames", "1"),
-            2,
-            "5 frames, of which WanVideoToVideoPipeline makes as many, and .*frames is 1",
-        ),
-        (("--pipeline.call", "strength=1.0"), 2, "its video has no effect on the samples; leave it out"),
-    ],
-)
-def test_a_video_to_video_run_without_its_length_or_an_effect_is_refused(
-    folder: Path, tmp_path: Path, more: tuple[str, str], code: int, message: str, train: Train
-) -> None:
-    """The frames are those of the clips; at a strength of 1 the clip is replaced by noise."""
-    pipeline, file = tiny_conditioned.save("wan-video", folder / "wan-video"), columns("wan-video", folder)
-    assert re.search(message, train(pipeline, file, tmp_path / "run", *called("wan-video"), *more, code=code))
 
 
 @pytest.mark.long
@@ -251,3 +229,74 @@ def test_another_size_and_a_default_scale_are_said(folder: Path, tmp_path: Path)
         assert ("its images have 32x32 pixels, not the 16x16 asked for" in said) == (size == (32, 32))
         assert ("guidance_scale 3.5, the pipeline's default" in said) == (scale == 1)
         assert job.model.decode(torch.zeros(1, *job.shape)).shape[-2:] == size
+
+
+WITH_SOUND = (
+    "--sampling.guidance.scale 3 --sampling.guidance.negative bad --pipeline.height 32 --pipeline.width 32 "
+    "--pipeline.frames 5 --rewards helpers.tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
+)
+
+PLAIN = ("guidance_rescale=0.0", "audio_guidance_rescale=0.0")
+
+
+SAVED = "before-00.wav", "before-01.wav", "after-00.wav"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_two_updates_by_a_reward_of_sounds(tmp_path: Path, compute: str, fluvial: Any) -> None:
+    """On policy to the bit; the sounds of the evaluations are beside their drawings; an adapter comes out.
+
+    Images of sounds are drawings, which nothing should be trained on without being asked; the built-in model makes none.
+    """
+    model, prompts = tiny_sounds.save(tmp_path / "ace"), tiny_sounds.texts(tmp_path / "prompts.jsonl")
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute, "--pipeline.call", "audio_duration=0.32"]
+    low += ["--sampling.guidance.scale", "1", "--out", str(tmp_path / "run")]
+    words = ["train", "grpo", "--model", model, "--prompts", prompts, *FEW, *low]
+    sounds, out = ["--rewards", "helpers.tiny_sounds:loud"], tmp_path / "none"
+    assert "reward 'jpeg' takes images, and the model makes sounds" in fluvial(*words, "--rewards", "jpeg", code=2)
+    none = fluvial("train", "grpo", *sounds, "--out", out, code=2)
+    assert "reward 'helpers.tiny_sounds:loud' takes audios, and the model makes no sounds" in none
+    fluvial(*words, *sounds)
+    expect_on_policy(tmp_path / "run")
+    for name in SAVED:
+        with wave.open(str(tmp_path / "run" / "samples" / name)) as sound:
+            assert (sound.getframerate(), sound.getnchannels(), sound.getnframes()) == (tiny_sounds.RATE, 2, 128)
+    (adapter,) = (tmp_path / "run" / "lora").glob("*.safetensors")
+    assert any(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("compute", "rescaled"), [("float32", False), ("bfloat16", True), ("bfloat16", False)])
+def test_two_updates_of_a_video_with_sound(tmp_path: Path, compute: str, rescaled: bool, fluvial: Any) -> None:
+    """LTX-2, by a reward of its sounds, with its own rescaled guidance and with sums: on policy to the bit."""
+    model, prompts = tiny.save("LTX2Pipeline", tmp_path / "model"), tiny_sounds.texts(tmp_path / "prompts.jsonl")
+    words = [*FEW, *WITH_SOUND.split(), *([] if rescaled else PLAIN)]
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute, "--out", tmp_path / "run"]
+    fluvial("train", "grpo", "--model", model, "--prompts", prompts, *words, *low)
+    expect_on_policy(tmp_path / "run")
+    with wave.open(str(tmp_path / "run" / "samples" / "after-00.wav")) as sound:
+        assert (sound.getframerate(), sound.getnchannels()) == (16000, 2)
+    assert (tmp_path / "run" / "samples" / "after.png").is_file()
+    pipe = DiffusionPipeline.from_pretrained(model, local_files_only=True)
+    pipe.load_lora_weights(tmp_path / "run" / "lora")
+    assert pipe.get_active_adapters()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("compute", "tolerance"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_a_video_with_sound_starts_from_an_image(tmp_path: Path, compute: str, tolerance: float, fluvial: Any) -> None:
+    """LTX-2 from an image that it compresses: the held frame counts in the deviation that guidance is rescaled by."""
+    model, records = tiny.save("LTX2ImageToVideoPipeline", tmp_path / "model"), []
+    for number, (text, colour) in enumerate({"rain": "red", "a drum": "navy", "an owl": "white"}.items()):
+        noise = torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(number))
+        image = Image.fromarray((noise * 255).to(torch.uint8).numpy())
+        Image.blend(image, Image.new("RGB", (32, 32), colour), 0.5).save(tmp_path / f"{number}.png")
+        records.append({"prompt": text, "image": f"{number}.png"})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--model", model, "--prompts", tmp_path / "prompts.jsonl", *FEW, *WITH_SOUND.split()]
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute, "--out", tmp_path / "run"]
+    within = re.search(r"velocities and images within ([\d.e+-]+)", fluvial("train", "grpo", *words, *low))
+    assert within is not None
+    assert float(within[1]) < tolerance
+    expect_on_policy(tmp_path / "run")

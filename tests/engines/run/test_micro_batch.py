@@ -11,13 +11,13 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
-from helpers.marks import long
+from helpers.refusals import refuses
+from helpers.spied_runs import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.table import Dpo
@@ -25,11 +25,12 @@ from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.method import NoisedRows
+from fluvial.engines.run.monitoring import expected
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.micro_batch import WarmUp
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.generate import Guidance, slots
+from fluvial.engines.sampling.generate import slots
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -55,7 +56,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     )
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
-    said = list(probe.notes(config, engine))
+    said = list(expected.describe_spread(config, engine))
     sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
     least = min(sizes.values())
     if sizes[size] == least:
@@ -67,42 +68,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
         f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
-    assert list(probe.notes(config, engine)) == []
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        long({"sampling": ROLLOUT}),
-        {"sampling": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
-        long({"sampling": replace(ROLLOUT, sampler=Ode()), "method": Dpo(), "train": "lora"}),
-    ],
-    ids=["steps", "guided", "preferences"],
-)
-def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    """Records and weights after two updates: choosing changes neither network nor random numbers."""
-    choosing(monkeypatch, 4)
-    found: dict[Any, Any] = {}
-    for size in ("auto", 4):
-        torch.manual_seed(0)
-        with Trainer(tiny.config(tmp_path, updates=2, **changes, **{"engine.micro_batch": size}), tiny.job()) as run:
-            records = [run.update(), run.update()]
-            assert run.config.samples_per_pass == 4
-            for record in records:
-                del record["seconds"], record["speed"], record["memory"]
-            found[size] = records, {**run.engine.sharded.shards(), "drawn": torch.rand(3)}
-    assert found["auto"][0] == found[4][0]
-    assert found["auto"][1].keys() == found[4][1].keys()
-    assert all(torch.equal(tensor, found[4][1][name]) for name, tensor in found["auto"][1].items())
-
-
-def rows_of(trainer: Trainer) -> list[tuple[bool, int]]:
-    """Return a list that each pass is added to: whether it has a gradient, and its number of rows."""
-    passed = list[tuple[bool, int]]()
-    trainer.engine.module.register_forward_pre_hook(
-        lambda _, inputs: passed.append((torch.is_grad_enabled(), len(inputs[0])))
-    )
-    return passed
+    assert list(expected.describe_spread(config, engine)) == []
 
 
 @pytest.mark.parametrize(
@@ -222,8 +188,12 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     train(with_values(config, {"checkpoint.resume_from": first}), tiny.job())
     assert held() == 2
     assert launch.weights(config.out) == finished
-    with pytest.raises(UsageError, match=r"engine\.micro_batch 2 there, 4 here"):
-        train(with_values(config, {"checkpoint.resume_from": first, "engine.micro_batch": 4}), tiny.job())
+    refuses(
+        r"engine\.micro_batch 2 there, 4 here",
+        train,
+        with_values(config, {"checkpoint.resume_from": first, "engine.micro_batch": 4}),
+        tiny.job(),
+    )
 
 
 def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
@@ -259,11 +229,3 @@ def test_recipes_choose_for_large_models_alone() -> None:
         fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
         assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
-
-
-def test_the_flag_takes_a_number_or_auto(fluvial: Any) -> None:
-    for value, held in (("auto", "auto"), ("3", 3)):
-        shown = fluvial("config", "handwriting", "--micro-batch", value, "--json")
-        assert json.loads(shown)["engine"]["micro_batch"] == held
-    line = fluvial("config", "handwriting", "--micro-batch", "many", code=2)
-    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in line

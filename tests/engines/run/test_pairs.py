@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import handwriting_jobs
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
+from helpers.spied_runs import rows_of
 from helpers.tiny_jobs import TinyCond
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +21,16 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
-from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.methods.table import AcDmd, AlignProp, Awm, Dpo
+from fluvial.engines.methods.table import AcDmd, Awm, Dpo
 from fluvial.engines.run import build, saving
-from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.probe import RunPasses, explain_fixed_pairs
+from fluvial.engines.run.passes.probe import RunPasses
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
-from fluvial.models import LoraConfig
-from fluvial.models.lora import LowRank
 
 CHOOSE = micro_batch.choose
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
@@ -51,18 +46,6 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
         return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
 
     monkeypatch.setattr(micro_batch, "choose", choose)
-
-
-def rows_of(trainer: Trainer) -> list[int]:
-    """Return a list that the number of rows of each pass with gradient is added to."""
-    rows = list[int]()
-    trainer.engine.module.register_forward_pre_hook(
-        lambda _, inputs, named: (
-            rows.append(len(inputs[0] if inputs else named["hidden_states"])) if torch.is_grad_enabled() else None
-        ),
-        with_kwargs=True,
-    )
-    return rows
 
 
 @given(count=st.integers(0, 500), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4, unique=True))
@@ -127,7 +110,7 @@ def test_the_first_ratio_is_one(tmp_path: Path, threads: int, train: Any, guidan
         first, second = list(run)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
     each = 1 if guidance.scale == 1 else 2  # rows of a pair
-    assert {size // each for size in rows} <= set(run.pairs)
+    assert {size // each for graph, size in rows if graph} <= set(run.pairs)
 
 
 @pytest.mark.bits
@@ -156,35 +139,6 @@ def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, trai
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     for name, shard in found["auto"][3].items():
         torch.testing.assert_close(shard, found["rollout"][3][name], rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.bits
-@pytest.mark.long
-@pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("model", ["handwriting", "handwriting-unet"])
-def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) -> None:
-    """A transformer and a UNet, with a merged product of LoRA."""
-    rollout = SamplingConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
-    if model != "handwriting":
-        rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
-    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
-    config = TrainConfig(
-        tmp_path,
-        Grpo(sampling=rollout),
-        model=model,
-        updates=2,
-        train="lora",
-        lora=lora,
-        optimizer=OptimizerConfig(lr=1e-2),
-        engine=MachineConfig(micro_batch=16),
-    )
-    job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
-    with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
-        rows = rows_of(run)
-        first, second = list(run)
-        assert set(rows) <= set(run.pairs)
-        assert max(rows) == run.pairs[0]
-    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
 
 
 class Recording(tiny.Tiny):
@@ -308,7 +262,7 @@ def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> Non
 
         run.run.record_steps = recorded
         run.update()
-    assert rows == [24, 12, 12]
+    assert [size for graph, size in rows if graph] == [24, 12, 12]
 
 
 def saved(tmp_path: Path, **changes: Any) -> tuple[TrainConfig, Path, tuple[int, ...]]:
@@ -362,16 +316,3 @@ def test_compiled_blocks_take_one_larger_pass_whatever_its_bits(tmp_path: Path, 
     with Trainer(config, replace(tiny.job(), model=Telling(12, through="means"))) as run:
         assert len(run.pairs) == 1
         assert (run.pairs[0] > 12) == compiled
-
-
-@pytest.mark.parametrize(("objective", "reason"), [(Awm(), None), (AlignProp(), "a reward's gradient is followed")])
-def test_what_cannot_be_chosen(objective: Any, reason: str | None) -> None:
-    assert explain_fixed_pairs(SimpleNamespace(method=objective)) == reason  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("pairs", ["rollout", 12])
-def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: Any) -> None:
-    monkeypatch.setattr(build, "choose_pairs", never)
-    with Trainer(tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, sampling=ROLLOUT), tiny.job()) as run:
-        assert run.pairs == ()
-        assert run.config.pass_sizes(48, run.pairs) == (12,)

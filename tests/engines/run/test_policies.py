@@ -1,39 +1,30 @@
 """The policies that objectives compare with: the old one, the reference and a teacher; preferences, and what RAFT keeps."""
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
-from helpers.spied_runs import FAST, ODE, STEPS, Spied
+from helpers.spied_runs import spy
 
 from fluvial.core.dpo import best_and_worst
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.table import Awm, Distill, Dpo, Grpo, Nft, Raft
-from fluvial.engines.run.declared import LinearOld, NoOld
-from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.methods.table import Raft
 from fluvial.models.lora import use_adapter
 
-OLD: dict[str, tuple[Nft, list[float]]] = {
-    "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),
-    "linear": (Nft(old=LinearOld(0.2, 0.5)), [0.2, 0.4, 0.5, 0.5]),
-    "by updates": (Nft(old=LinearOld(0.1, 0.5, unit="updates")), [0.2, 0.4, 0.5, 0.5]),
-    "delayed": (Nft(old=LinearOld(0.3, 0.4, delay=2)), [0.0, 0.0, 0.3, 0.4]),
-}
 
-
-@pytest.mark.parametrize("old", OLD)
-def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "decays"),
+    [
+        ("old=none", [0.0, 0.0, 0.0, 0.0]),
+        ("old.rise=0.2 old.cap=0.5", [0.2, 0.4, 0.5, 0.5]),
+        ("old.rise=0.1 old.cap=0.5 old.unit=updates", [0.2, 0.4, 0.5, 0.5]),
+        ("old.rise=0.3 old.cap=0.4 old.delay=2", [0.0, 0.0, 0.3, 0.4]),
+    ],
+)
+def test_the_old_policy_follows(one: World, old: str, decays: list[float]) -> None:
     """After rollout n it is d old + (1 - d) policy; without one the policy itself is compared with."""
-    objective, decays = OLD[old]
-    changes = {"updates": 8, "optimizer": FAST, "passes.epochs": 2, "kl.coef": 0.1}
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=objective, train="lora", **changes), one)
+    run = spy(one, f"nft ode lora fast {old} updates=8 passes.epochs=2 kl.coef=0.1")
     names = {name for name in run.weights() if ".old." in name}
-    assert bool(names) == (old != "none")
+    assert bool(names) == (old != "old=none")
     expected = {name: tensor for name, tensor in run.weights().items() if name in names}
     for n, decay in enumerate(decays):
         before = run.weights()
@@ -47,16 +38,16 @@ def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
         assert (first.mean["drift"] == 0.0) == (n == 0 or decays[n - 1] == 0)
         assert run.infos[2 * n + 1].mean["drift"] > 0
         # Both updates of a rollout compare with the policy that made it.
-        assert "old" in run.updates[2 * n].items.predictions or old == "none"
+        assert "old" in run.updates[2 * n].items.predictions or not names
         for update in run.updates[2 * n : 2 * n + 2]:
             assert all(torch.equal(update.policy[name], before[name]) for name in names)
 
 
-def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
+def test_the_old_policy_makes_the_rollouts(one: World) -> None:
     """Images change with it, and not with the policy."""
     seen = {}
     for moved in ("none", "default", "old"):
-        run = Spied(tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora"), one)
+        run = spy(one, "nft ode lora")
         if moved != "none":
             for name, tensor in run.trainer.engine.sharded.shards().items():
                 if f".{moved}." in name:
@@ -97,12 +88,11 @@ def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]
     assert torch.equal(rewards[shuffled][kept > 0].sort().values, rewards[torch.tensor(expected) > 0].sort().values)
 
 
-def test_online_preferences(one: World, tmp_path: Path) -> None:
+def test_online_preferences(one: World) -> None:
     """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
-    rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
-    changes = {"method": Dpo(), "noising": NoisingConfig(3), "seed": 8, "data.order": "draws"}
-    run = Spied(tiny.config(tmp_path, sampling=rollout, **changes), one, job)
+    line = "dpo ode sampling.prompts=4 noising.each=3 seed=8 data.order=draws"
+    run = spy(one, line, tiny.job(rewards=rewards, prompts=("0", "1")))
     record = run.rollout()
     asked = run.prompts[::4]
     assert set(asked) == {"0", "1"}
@@ -122,12 +112,11 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     assert run.infos[0].grad_norm > 0
 
 
-@pytest.mark.parametrize(("objective", "rollout"), [(Dpo(), ODE), (Raft(), ODE), (Awm(), ODE), (Grpo(), STEPS)])
-def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any, rollout: Any) -> None:
-    """They teach nothing, and the update is made all the same."""
+@pytest.mark.parametrize("line", ["dpo ode", "raft ode", "awm ode", "grpo", "grpo weighting=std_over_b", "chunk"])
+def test_groups_that_are_all_equal(one: World, line: str) -> None:
+    """They teach nothing, and the update is made all the same; no weight has a mean then, and no chunk a ratio."""
     job = tiny.job(rewards={"none": lambda images, prompts: torch.ones(len(prompts))})
-    changes = {"sampling": rollout, "method": objective, "updates": 2, "passes.minibatches": 2}
-    run = Spied(tiny.config(tmp_path, **changes), one, job)
+    run = spy(one, f"{line} updates=2 passes.minibatches=2", job)
     record = run.rollout()
     assert len(run.infos) == 2
     assert all(info.grad_norm == info.loss == 0.0 for info in run.infos)
@@ -135,54 +124,23 @@ def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any, r
     assert record["reward"] == {"mean": 1.0, "std": 0.0}
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
-def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> None:
-    """The reference stays what training started from, and the margin is the policy's distance from it."""
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Dpo(), train=train, updates=2, optimizer=FAST), one)
-    start, errors = tiny.Tiny().build(), {}
-    for _ in range(2):
-        run.rollout()
-        items = run.updates[-1].items
-        prompts = [run.preferences[int(i)].prompt.text for i in items.sample]
-        rows = tiny.Tiny().encode(prompts).rows
-        with torch.no_grad():
-            for side in (0, 1):
-                expected = start(items.x[:, side], rows, items.level)
-                torch.testing.assert_close(items.predictions["ref"][:, side], expected)
-    for name, tensor in run.trainer.engine.sharded.shards().items():
-        tensor.copy_(run.updates[-1].policy[name])  # the policy before the last update
-    with run.trainer.engine.inference() as module:
-        for side in (0, 1):
-            v = tiny.Tiny().predict(module, items.x[:, side], items.level, tiny.Tiny().encode(prompts))
-            of_policy, of_start = ((each - items.target[:, side]) ** 2 for each in (v, items.predictions["ref"][:, side]))
-            errors[side] = (of_policy - of_start).mean((1, 2, 3))
-    margin = -Dpo().beta / 2 * (errors[0] - errors[1])
-    first, last = (info.mean for info in run.infos)
-    assert first["margin"] == first["accuracy"] == 0.0
-    assert abs(float(margin.mean())) > 1e-2
-    assert last["margin"] == pytest.approx(float(margin.mean()), rel=1e-3)
-    assert last["accuracy"] == pytest.approx(float((margin > 0).float().mean()))
-
-
-def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
-    """The student comes near the teacher along its own trajectory."""
-    objective = Distill(teacher=("teacher",), match="velocity_mse")
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, method=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one)
-    for _ in range(10):
-        run.rollout()
-    errors = [info.mean["error"] for info in run.infos]
-    assert errors[-1] < 0.2 * errors[0]
+def test_dpo_of_all_weights_compares_with_the_start(one: World) -> None:
+    """The reference stays what training started from, and the first margin is 0."""
+    run = spy(one, "dpo ode fast updates=2")
+    run.rollout(), run.rollout()
     items = run.updates[-1].items
-    teacher = tiny.Tiny(seed=1).build()
+    rows = tiny.Tiny().encode([run.preferences[int(i)].prompt.text for i in items.sample]).rows
     with torch.no_grad():
-        said = teacher(items.x, tiny.Tiny().encode([run.prompts[int(i)] for i in items.sample]).rows, items.level)
-    torch.testing.assert_close(items.predictions["teacher"], said)
+        for side in (0, 1):
+            expected = tiny.Tiny().build()(items.x[:, side], rows, items.level)
+            torch.testing.assert_close(items.predictions["ref"][:, side], expected)
+    first, last = (info.mean for info in run.infos)
+    assert first["margin"] == first["accuracy"] == 0.0 != last["margin"]
 
 
-def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:
+def test_the_moving_average_of_a_kl_follows(one: World) -> None:
     """After n updates it is d average + (1 - d) policy, d = min(cap, rise n), and the KL to it joins the loss."""
-    kl = KLConfig(ema_coef=0.5, ema_cap=0.3, ema_rise=0.2)
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm(), train="lora", updates=3, optimizer=FAST, kl=kl), one)
+    run = spy(one, "awm ode lora fast updates=3 kl.ema_coef=0.5 kl.ema_cap=0.3 kl.ema_rise=0.2")
     names = [name for name in run.weights() if ".ema." in name]
     assert names
     expected = {name: run.weights()[name] for name in names}

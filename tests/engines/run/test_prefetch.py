@@ -1,7 +1,6 @@
 """Rollouts ahead of the trainer: which weights make them, that timing changes nothing, what a killed run goes on with."""
 
 import threading
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import launch
+from helpers import handwriting_jobs, launch
 from helpers import tiny_jobs as tiny
 from helpers.marks import long
+from helpers.refusals import fails
 from rich.console import Console
 from torch import Tensor, nn
 from workers import ahead_ranks
@@ -23,12 +23,11 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft
-from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.prefetch import PushOrder, RolloutPrefetcher
+from fluvial.engines.run.prefetch import PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig, Truncate
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig, Truncate
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter
@@ -99,23 +98,6 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
         return list(trainer), weights(trainer)
 
 
-@pytest.mark.parametrize("of", [clipped, long(nft)])
-def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of: Any) -> None:
-    """With the thread and the copy, too: they make each rollout with the current weights."""
-    config = of(tmp_path, 0)
-    expected, last = run(config, one)
-    with Trainer(config, tiny.job(), one) as trainer:
-        copy = _copy(config, trainer.job, trainer.run.networks, one)
-        source: Any = trainer.sampler.source
-        source.behaviour = copy.behaviour
-        trainer.ahead = RolloutPrefetcher(trainer.run, copy)
-        found = list(trainer)
-        assert same(weights(trainer), last)
-        trainer.ahead.close()
-    assert untimed(found) == untimed(expected)
-    assert all(record["staleness"] == {"0": 4} for record in found)
-
-
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(
     ("of", "changes"),
@@ -135,29 +117,6 @@ def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
     assert [record["staleness"] for record in found] == [{str(min(j, ahead) * each): 4} for j in range(ROLLOUTS)]
     # Else the test could not fail.
     assert untimed(found) != untimed(run(of(tmp_path, ahead - 1, **changes), one)[0])
-
-
-def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow source and a slow trainer: the same bits."""
-    found = []
-    for slow in ("source", "trainer"):
-        with Trainer(clipped(tmp_path, 2), tiny.job(), one) as trainer:
-            generate, update = trainer.sampler.source.generate, trainer.engine.update
-
-            def late(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
-                time.sleep(0.02 if slow == "source" else 0)  # noqa: B023
-                yield from generate(*args, **options)  # noqa: B023
-
-            def dragged(*args: Any, **options: Any) -> Any:
-                time.sleep(0.02 if slow == "trainer" else 0)  # noqa: B023
-                return update(*args, **options)  # noqa: B023
-
-            monkeypatch.setattr(trainer.sampler.source, "generate", late)
-            monkeypatch.setattr(trainer.engine, "update", dragged)
-            found.append((untimed(list(trainer)), weights(trainer)))
-    for records, last in found[1:]:
-        assert records == found[0][0]
-        assert same(last, found[0][1])
 
 
 def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path) -> None:
@@ -269,8 +228,7 @@ def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path
         trainer.sampler.source.generate = failing  # type: ignore[method-assign]
         trainer.update()
         trainer.update()
-        with pytest.raises(RunError, match="the server is gone"):
-            trainer.update()
+        fails("the server is gone", trainer.update)
 
 
 def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> None:
@@ -280,10 +238,7 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
         source.push = lambda engine, version: None
         trainer.update()
         trainer.update()
-        with pytest.raises(
-            RunError, match="rollout 2: the source made samples with the weights of update 0, expected those"
-        ):
-            trainer.update()
+        fails("rollout 2: the source made samples with the weights of update 0, expected those", trainer.update)
 
 
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
@@ -328,23 +283,35 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
     assert pushed == [0, 1]
 
 
+def config(out: Path, train: str = "full") -> TrainConfig:
+    """Return a run of three rollouts, made one ahead."""
+    return handwriting_jobs.config(out, updates=3, train=train, correction=Truncate(threshold=2.0), **{"rollout.ahead": 1})
+
+
+def numbers(trainer: Trainer) -> list[list[object]]:
+    """Return what a run's records say of samples, weights and their age."""
+    return [[record[name] for name in ("reward", "loss", "staleness", "correction")] for record in trainer]
+
+
 @pytest.mark.long
-def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
-    """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
-    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction", "truncate", "--correction.threshold", "2"]
-    straight, out = tmp_path / "straight", tmp_path / "out"
-    launch.train(straight, *flags)
-    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
-        while not (out / "checkpoints" / "000002").exists():
-            assert process.poll() is None, process.stderr
-            time.sleep(0.01)
-        process.kill()
-    launch.train(out, *flags, "--resume")
-    names = ("update", "loss", "reward", "staleness", "correction", "first_pass_max_abs_log_ratio")
-    known, found = (
-        [[record.get(name) for name in names] for record in launch.records(folder) if "loss" in record]
-        for folder in (straight, out)
-    )
-    assert len(known) == 5
-    assert found == known
-    assert launch.weights(out) == launch.weights(straight)
+def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World, tmp_path: Path) -> None:
+    """All weights, and adapters, of the version that belongs to each rollout; then the server is killed."""
+    own = config(tmp_path)
+    size = str(own.samples_per_pass)
+    args = ["serve", "handwriting", "--port", "0", "--micro-batch", size, "--weights-root", str(tmp_path)]
+    with launch.start(*args) as server:
+        quick = ServersConfig(weights_folder=tmp_path, patience=2)
+        there = replace(own.rollout, source=server.address(), servers=quick)
+        for train in ("full", "lora"):
+            with Trainer(config(tmp_path, train), handwriting_jobs.job(), one) as trainer:
+                expected, last = numbers(trainer), trainer.engine.sharded.shards()
+            served = with_values(config(tmp_path, train), {"rollout": there})
+            with Trainer(served, handwriting_jobs.job(), one) as trainer:
+                assert numbers(trainer) == expected
+                for name, shard in trainer.engine.sharded.shards().items():
+                    assert torch.equal(shard, last[name])
+            assert [row[2] for row in expected] == [{"0": 8}, *[{"1": 8}] * 2]
+        with Trainer(served, handwriting_jobs.job(), one) as trainer:
+            trainer.update()
+            server.kill()
+            fails(r"127\.0\.0\.1", list, trainer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from helpers.refusals import refuses
 from helpers.settings import leaves
 
 from fluvial.engines.cli.parse import parse_config
@@ -18,6 +19,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Grpo, PassesConfig, StepKLConfig
 from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft
+from fluvial.engines.run.build import check_model
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.evaluation.config import SuiteConfig
@@ -25,11 +27,11 @@ from fluvial.engines.run.files.write import write_all
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import Mask, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
@@ -159,12 +161,13 @@ def test_supervised_runs_fit_pipelines_without_an_adapter() -> None:
     config = RECIPES["sft"](OTHER)
     check_model(config, "velocity", recorded=True)
     between = with_values(config, {"noising.levels": ContinuousLevels()})
-    with pytest.raises(UsageError, match=r"noising\.levels is 'continuous', expected auto, schedule or stratified"):
-        check_model(between, "velocity", recorded=True)
+    tail = with_values(RECIPES["grpo"](OTHER), {"sampling.window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))})
+    for run, field in ((between, "noising.levels"), (tail, "sampling.window.tail")):
+        refuses(field, check_model, run, "velocity", recorded=True)
 
 
 RUNS: list[TrainConfig] = [
-    *(recipe(model) for recipe in RECIPES.values() for model in (HANDWRITING, UNET, OTHER)),
+    *(recipe(*model) for recipe in RECIPES.values() for model in ((), (OTHER,))),
     TrainConfig(
         Path("out"),
         prompts=("a.jsonl=2", "b.txt"),

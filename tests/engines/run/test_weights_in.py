@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import launch, tiny_pipelines
+from helpers import launch, pipeline_runs, tiny_pipelines
 from helpers.marks import long
-from helpers.pipeline_runs import expect_on_policy, photos, updates
+from helpers.pipeline_runs import expect_on_policy, updates
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -28,34 +28,15 @@ from fluvial.models.original.convert import to_original
 from fluvial.models.original.layout import Original
 from fluvial.models.pipelines.open import open_model
 
-SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
-SMALL = "--sampling.prompts 2 --sampling.steps 3 --micro-batch 2 --updates 2"
-SMALL += " --passes.minibatches 1 --final-samples 2 --evaluation.every 0"
+SIZE = pipeline_runs.size("sd3")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny SD3, and the run of a supervised fine-tuning on three images."""
-    folder = tmp_path_factory.mktemp("weights")
-    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder / "sd3")
-    photos(folder / "foxes", [f"{number} foxes" for number in range(3)], (16, 16))
-    (folder / "prompts.txt").write_text("a red fox\ntwo cats\nan owl\n")
-    given = ["--data", str(folder / "foxes"), "--lora.rank", "3", "--lora.alpha", "12", "--optimizer.lr", "0.05"]
-    words = ["train", "sft", "--model", str(folder / "sd3"), "--out", str(folder / "sft"), *SMALL.split(), *SIZE, *given]
-    assert cli.run(words) == 0
-    return folder
-
-
-@pytest.fixture
-def train(folder: Path, fluvial: Any) -> Any:
-    """Train a model of the folder by GRPO; return what is printed, or the line of an error."""
-
-    def run(model: str, out: Path, *more: object, code: int = 0) -> str:
-        asked = ["--model", folder / model, "--prompts", folder / "prompts.txt", "--rewards", "jpeg", "--sampling.group", 2]
-        said: str = fluvial("train", "grpo", *asked, "--out", out, *SMALL.split(), *SIZE, *more, code=code)
-        return said
-
-    return run
+def folder(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the tiny SD3 and the run of a supervised fine-tuning on images."""
+    given = ["--lora.rank", 3, "--lora.alpha", 12, "--optimizer.lr", 0.05, "--out", home / "sft"]
+    assert cli.run([*map(str, pipeline_runs.words(home, "sd3", "sft", "--data", home / "foxes", *given))]) == 0
+    return home
 
 
 @pytest.mark.long
@@ -63,7 +44,7 @@ def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
     folder: Path, tmp_path: Path, train: Any, fluvial: Any
 ) -> None:
     """On policy from the first step; rank and alpha are the file's; the reference is the adapter as it was given."""
-    train("sd3", tmp_path / "run", "--lora", folder / "sft" / "lora", "--kl.coef", 0.1)
+    train("sd3", "grpo", "--lora", folder / "sft" / "lora", "--kl.coef", 0.1)
     first, second = updates(tmp_path / "run")
     assert first["first_pass_max_abs_log_ratio"] == 0.0
     assert first["objective"]["kl_ref"] == 0.0 < second["objective"]["kl_ref"]
@@ -77,7 +58,7 @@ def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
 
 def test_a_run_is_a_model(folder: Path, tmp_path: Path, train: Any) -> None:
     """`--model runs/x` is that run's model with the weights that it exported; its record says so."""
-    train("sft", tmp_path / "run")
+    train("sd3", "grpo", "--model", folder / "sft")
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["model"] == str(folder / "sd3")
     assert record["pipeline"]["weights"] == str(folder / "sft" / "weights")
@@ -110,33 +91,22 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, train: Any, fluvial: Any) -> None:
     """It names the folder, the keys, or the setting; nothing is trained."""
-    adapter, text, other, unet = folder / "sft" / "lora", *(tmp_path / name for name in ("text.st", "other.st", "unet"))
+    adapter, text, other, unet = folder / "sft" / "lora", tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path
     tensors = load_file(adapter / LORA)
-    text, other = text.with_suffix(".safetensors"), other.with_suffix(".safetensors")
     save_file({f"text.{name}": tensor for name, tensor in tensors.items()}, text)
     cut = {name: tensor[:, :-1].contiguous() if ".lora_A." in name else tensor for name, tensor in tensors.items()}
     save_file(cut, other)
-    unet.mkdir()
     (unet / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    wrong: dict[tuple[object, ...], str] = {
-        ("sd3", "--lora", "nowhere"): "nowhere is neither a file nor a folder",
-        ("sd3", "--lora", text): "match no linear layer of the SD3Transformer2DModel: text",
-        ("sd3", "--lora", other): "is of another architecture: ",
-        (
-            "sd3",
-            "--lora",
-            adapter,
-            "--train",
-            "full",
-        ): "--lora.weights has no effect with --train full, which has no",
-        ("sd3", "--lora", adapter, "--lora.targets", "to_q"): "--lora.targets has no effect with lora.weights",
-        ("sd3", "--transformer", "nowhere"): "there is no such folder",
-        ("sd3", "--transformer", unet): "holds a UNet2DConditionModel, expected a SD3Transformer2DModel",
-        ("sd3", "--transformer", text): "is not a file of weights of StableDiffusion3Pipeline: it lacks ",
-        ("sft", "--transformer", unet): "is a run with its own; leave one out",
-    }
-    for (model, *typed), says in wrong.items():
-        assert says in train(model, tmp_path / "run", *typed, code=2)
+    for typed, says in (
+        (("--lora", text), "match no linear layer of the SD3Transformer2DModel: text"),
+        (("--lora", other), "is of another architecture: "),
+        (("--lora", adapter, "--train", "full"), "--lora.weights has no effect with --train full"),
+        (("--lora", adapter, "--lora.targets", "to_q"), "--lora.targets has no effect with lora.weights"),
+        (("--transformer", unet), "holds a UNet2DConditionModel, expected a SD3Transformer2DModel"),
+        (("--transformer", text), "is not a file of weights of StableDiffusion3Pipeline: it lacks "),
+        (("--model", folder / "sft", "--transformer", unet), "is a run with its own"),
+    ):
+        assert says in train("sd3", "grpo", *typed, code=2)
     sheet = ["sample", folder / "sd3", *SIZE, "--steps", 2, "--each", 1, "--out", tmp_path / "sheet.png"]
     assert "match no linear layer of the SD3Transformer2DModel: text" in fluvial(*sheet, "--lora", text, code=2)
     assert not (tmp_path / "sheet.png").exists()
@@ -160,11 +130,9 @@ def test_preferences_are_drawn_with_the_policy_of_a_run(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["wan-experts", long("sdxl")])
-def test_two_experts_and_unets(name: str, tmp_path: Path, fluvial: Any) -> None:
+def test_two_experts_and_unets(name: str, home: Path, tmp_path: Path, train: Any) -> None:
     """They continue from an adapter, from other base weights and from a run, as pipelines of one transformer do."""
-    row = tiny_pipelines.ROWS[name]
-    model = tiny_pipelines.opened(name, tiny_pipelines.save(row, tmp_path / "model"))
-    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\nan owl\n")
+    model = tiny_pipelines.opened(name, pipeline_runs.save(home, name))
     module = model.build()
     with init_world() as world:
         written: dict[str, Any] = {"dtype": torch.float32, "world": world}
@@ -173,24 +141,20 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, fluvial: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
         write_lora(module, tmp_path / "lora", **written)
         export(module, tmp_path / "other", merge=True, **written)
-    height, width, *frames = row.sizes[0]
-    size = f"--pipeline.height {height} --pipeline.width {width} --pipeline.frames {(*frames, 1)[0]} --rewards jpeg"
-    asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *size.split()]
-    few = f"{SMALL} --updates 1 --sampling.steps 2 --sampling.group 2 "
-    few += "--sampling.window random --sampling.window.size 1 --sampling.window.high 1"
-    words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *few.split()]
-    fluvial(*words, "--lora", tmp_path / "lora", "--out", tmp_path / "run")
+    few = "--sampling.steps 2 --sampling.window random --sampling.window.size 1 --sampling.window.high 1"
+    train(name, "ddpo" if name == "sdxl" else "grpo", *few.split(), "--lora", tmp_path / "lora")
     expect_on_policy(tmp_path / "run")
     begun, after = (read_lora(path / "lora", model.build(empty=True)) for path in (tmp_path, tmp_path / "run"))
     assert (after.rank, after.alpha, after.layers) == (begun.rank, begun.alpha, begun.layers) == (2, 6.0, begun.layers)
 
     def built(*typed: str) -> dict[str, torch.Tensor]:
         """Return the weights that a run with these flags starts from."""
-        config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", [*asked, *typed])
+        asked = ["--model", home / name, "--prompts", home / "prompts.txt", "--rewards", "jpeg", *pipeline_runs.size(name)]
+        config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", [*map(str, asked), *typed])
         return jobs.of_run(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))
     changed = [key for key in base if not torch.equal(base[key], other[key])]
     assert {key.removesuffix(".weight") for key in changed} == set(begun.layers)
     assert [key for key in base if not torch.equal(base[key], run[key])] == changed
-    assert all((run[key] - other[key]).abs().max() < 1e-2 for key in changed)  # an update away
+    assert all((run[key] - other[key]).abs().max() < 2e-2 for key in changed)  # two updates away

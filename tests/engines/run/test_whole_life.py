@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import launch, life_reward, tiny_pipelines, tiny_replayed
-from helpers.pipeline_runs import TWO_UPDATES, guidance, photos, size, updates
+from helpers import life_reward, tiny_pipelines, tiny_replayed
+from helpers.pipeline_runs import TWO_UPDATES, guidance, photos, save, size, updates
 
-from fluvial.engines.cli import main as cli
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.layout import LAYOUTS
@@ -60,26 +59,19 @@ def image(name: str, folder: Path, lora: Path | None = None) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in NAMES])
-def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_life_of_a_project(name: str, tmp_path: Path, fluvial: Any) -> None:
     """Each command starts from what the one before left; in the end diffusers draws what the run exported."""
-    model = tmp_path / "model"
-    if name == WITHOUT_ADAPTER:
-        tiny_replayed.load(name, model)
-    else:
-        tiny_pipelines.save(tiny_pipelines.ROWS[name], model)
+    model = save(tmp_path, name)
     photos(tmp_path / "photos", CAPTIONS, (20, 16))
     flags = size(name, is_image=True)  # one frame of a video, as a photo is
     records = [{"prompt": caption, "count": number + 1} for number, caption in enumerate(CAPTIONS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
 
-    def fluvial(*words: str, code: int = 0) -> str:
-        assert cli.run([*words]) == code, capfd.readouterr().err
-        return capfd.readouterr().err
-
     def train(recipe: str, out: str, *words: str, code: int = 0) -> str:
         given = ["--model", str(model), "--out", str(tmp_path / out), "--train", "lora", "--lora.rank", "2"]
         given += [*TWO_UPDATES, *SHORTER.split(), *OPTIMIZER.split(), *flags, *guidance(name)]
-        return fluvial("train", recipe, *given, *words, code=code)
+        said: str = fluvial("train", recipe, *given, *words, code=code)
+        return said
 
     def start(run: str) -> list[str]:
         return ["--lora", str(tmp_path / run)]
@@ -97,7 +89,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     rewards = ["--rewards", "helpers.life_reward:counted"]
     life_reward.FAILS_AT.extend(range(5, 50))  # after a trial, the evaluation before and two calls of the first rollout
     crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export.every", "1", code=1)
-    assert "out of paper" in launch.one_line(crashed)
+    assert "out of paper" in crashed
     assert {record["count"] for record in life_reward.SEEN} <= {1, 2, 3}
     assert (tmp_path / "rl" / "exports" / "000001-lora" / "README.md").is_file()
     life_reward.FAILS_AT.clear()

@@ -6,6 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key, normal
-from fluvial.engines.cli import main as cli
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.run import job as jobs
@@ -28,10 +28,10 @@ TINY = (
 
 
 @pytest.mark.parametrize("name", ["words", pytest.param("edit-words", marks=pytest.mark.long)])
-def test_an_update_through_the_command_line(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_update_through_the_command_line(name: str, tmp_path: Path, fluvial: Any) -> None:
     """A run learns from RapidOCR's score, is evaluated by ddddocr's too, and writes samples and weights."""
     out = tmp_path / "run"
-    assert cli.run(["train", name, "--out", str(out), *TINY.split()]) == 0, capfd.readouterr().err
+    fluvial("train", name, "--out", out, *TINY.split())
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [0 <= row["reward_parts"]["legibility"]["letters"] <= 1 for row in rows if "reward" in row] == [True]
     summary = json.loads((out / "summary.json").read_text())
@@ -55,7 +55,7 @@ def pattern(weights: Path) -> float:
 
 
 @pytest.mark.long
-def test_training_keeps_the_background_white(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_keeps_the_background_white(tmp_path: Path, fluvial: Any) -> None:
     """After four updates of the recipe blank tiles have hardly more of a common pattern than the base model's (0.13 of 255).
 
     With adapters on the feed-forward layers and norm_out it was 0.38 then, and 0.75 to 1.76 after 20 updates.
@@ -63,7 +63,7 @@ def test_training_keeps_the_background_white(tmp_path: Path, capfd: pytest.Captu
     assert pattern(BASE) < 0.2
     out = tmp_path / "run"
     few = "--updates 4 --evaluation.seeds None --final-samples 2 --evaluation.every 0 --tracker none"
-    assert cli.run(["train", "words", "--out", str(out), *few.split()]) == 0, capfd.readouterr().err
+    fluvial("train", "words", "--out", out, *few.split())
     assert pattern(out / "weights") < 0.25
 
 
@@ -100,25 +100,34 @@ def _loaded(name: str, used: list[str]) -> None:
 @pytest.mark.parametrize("absent", ["ddddocr", "rapidocr"])
 @pytest.mark.parametrize("command", ["train words", "pretrain edit-words", "sample words --prompts river"])
 def test_a_missing_package_is_one_line(
-    command: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
     """It says what to install, and nothing has been written."""
     monkeypatch.setattr(recognisers, "find_spec", lambda name: None if name == absent else find_spec(name))
     out = tmp_path / ("x.png" if command.startswith("sample") else "out")
-    assert cli.run([*command.split(), "--out", str(out)]) == 2
-    assert (
-        capsys.readouterr().err.strip()
-        == f"fluvial: the {command.split()[1]} job needs {absent}, not installed: pip install 'fluvial[words]'"
-    )
+    line = fluvial(*command.split(), "--out", out, code=2)
+    assert line == f"fluvial: the {command.split()[1]} job needs {absent}, not installed: pip install 'fluvial[words]'"
     assert not out.exists()
 
 
-def test_words_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A held-out word, or a line that is no word, is refused."""
-    for text, says in ((words("heldout")[0], "held out"), ("Not a word", "is not a word of 3 to 6 letters")):
-        (tmp_path / "own.txt").write_text(f"river\n{text}\n")
-        assert cli.run(["train", "words", "--prompts", str(tmp_path / "own.txt"), "--out", str(tmp_path / "run")]) == 2
-        assert says in capsys.readouterr().err
+def test_prompts_of_a_file_are_checked(tmp_path: Path, fluvial: Any) -> None:
+    """A held-out word, a line that is no word, and a record whose image is missing or has another size, are refused."""
+    Image.new("L", (24, 24)).save(tmp_path / "small.png")
+    Image.fromarray(draw("rover")).save(tmp_path / "rover.png")
+    held = words("heldout")[0]
+    for text, says in (
+        (f"river\n{held}\n", "held out"),
+        ("river\nNot a word\n", "is not a word of 3 to 6 letters"),
+        ({"prompt": "bacon"}, "prompt 'bacon' has no column image"),
+        ({"prompt": "bacon", "image": "small.png"}, "has 24x24 pixels, expected 96x24"),
+        ({"prompt": held, "image": "rover.png"}, "held out"),
+        ({"prompt": "bacon", "image": "none.png"}, "there is no such file"),
+    ):
+        job, file = ("words", "own.txt") if isinstance(text, str) else ("edit-words", "own.jsonl")
+        (tmp_path / file).write_text(text if isinstance(text, str) else json.dumps(text))
+        assert says in fluvial("train", job, "--prompts", tmp_path / file, "--out", tmp_path / "run", code=2)
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "bacon", "image": "rover.png", "mask_image": "rover.png"}))
+    assert jobs.build_job("edit-words", prompts=[str(tmp_path / "own.jsonl")]).prompts[0].media
 
 
 def test_what_stays_is_rewarded_and_evaluated() -> None:
@@ -141,33 +150,10 @@ def shown(prompts: Sequence[Prompt]) -> list[Tensor]:
     return [read_image(prompt.image) for prompt in prompts if prompt.image is not None]
 
 
-def test_edits_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A record without an image, with one of another size, or of a held-out word is refused in one line."""
-    Image.new("L", (24, 24)).save(tmp_path / "small.png")
-    Image.fromarray(draw("rover")).save(tmp_path / "rover.png")
-    for record, says in (
-        ({"prompt": "bacon"}, "prompt 'bacon' has no column image"),
-        ({"prompt": "bacon", "image": "small.png"}, "has 24x24 pixels, expected 96x24"),
-        ({"prompt": words("heldout")[0], "image": "rover.png"}, "held out"),
-        ({"prompt": "bacon", "image": "none.png"}, "there is no such file"),
-        ({"prompt": "bacon", "image": "rover.png", "mask_image": "rover.png"}, ""),
-    ):
-        (tmp_path / "own.jsonl").write_text(json.dumps(record))
-        words_typed = ["train", "edit-words", "--prompts", str(tmp_path / "own.jsonl"), "--out", str(tmp_path / "run")]
-        if not says:
-            assert jobs.build_job("edit-words", prompts=[str(tmp_path / "own.jsonl")]).prompts[0].media
-            continue
-        assert cli.run(words_typed) == 2
-        said = capsys.readouterr().err.strip()
-        assert says in said
-        assert "\n" not in said
-
-
-def test_a_word_is_sampled_with_its_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_is_sampled_with_its_image(tmp_path: Path, fluvial: Any) -> None:
     """One that the job has; another has no image, which is said."""
     out = tmp_path / "x.png"
-    few = ["--each", "1", "--steps", "2", "--out", str(out)]
-    assert cli.run(["sample", "edit-words", "--prompts", words("heldout")[0], "bacon", *few]) == 0
+    few = ["--each", 1, "--steps", 2, "--out", out]
+    fluvial("sample", "edit-words", "--prompts", words("heldout")[0], "bacon", *few)
     assert out.is_file()
-    assert cli.run(["sample", "edit-words", "--prompts", "zzzz", *few]) == 2
-    assert "prompt 'zzzz' has no column image, which" in capsys.readouterr().err
+    assert "prompt 'zzzz' has no column image, which" in fluvial("sample", "edit-words", "--prompts", "zzzz", *few, code=2)

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from helpers import launch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.sigmas import shifted
-from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples
+from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples, transfers
 from fluvial.engines.sampling.noising import (
     AutoLevels,
     ContinuousLevels,
@@ -258,23 +262,28 @@ def test_rows_have_the_levels_of_their_own_schedules(levels: Any) -> None:
         assert torch.equal(apart.level[:, row], columns[(plain.levels == one.level[:, None]).long().argmax(1), row])
         torch.testing.assert_close(apart.x[:, row], (1 - level) * x0.repeat(2, 1, 1, 1)[:, row] + level * noise[:, row])
     assert torch.equal(apart.parts(columns), one.parts(plain.levels))
-    with pytest.raises(ValueError, match="is 'continuous', expected schedule or stratified: the pieces"):
-        noised(columns, NoisingConfig(2, ContinuousLevels()))
+    refuses(
+        "is 'continuous', expected schedule or stratified: the pieces", noised, columns, NoisingConfig(2, ContinuousLevels())
+    )
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (lambda: cast(Any, ContinuousLevels)(skip=1), "unexpected keyword argument 'skip'"),
-        (lambda: cast(Any, LogitNormalLevels)(highest=1), "unexpected keyword argument 'highest'"),
-        (lambda: ScheduleLevels(3, skip=3), "noising.levels.skip is 3, expected less than noising.levels.highest 3"),
-        (lambda: StratifiedLevels(3, skip=4), "noising.levels.skip is 4, expected less than noising.levels.highest 3"),
-        (lambda: NoisingConfig(4, ScheduleLevels(5, skip=2)), "noising.each is 4, expected at most 3"),
-        (lambda: cast(Any, NoisingConfig)(levels="schedule"), "noising.levels is 'schedule', expected one of Schedule"),
-        (lambda: cast(Any, NoisingConfig)(draw="group"), "noising.draw is 'group', expected one of 'sample', 'call'"),
-    ],
-)
-def test_levels_that_cannot_be_drawn(settings: Callable[[], Any], says: str) -> None:
-    """They are errors, or cannot be written at all."""
-    with pytest.raises((ValueError, TypeError), match=says):
-        settings()
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_moves_level_the_ranks(counts: list[int]) -> None:
+    """Nothing is made or lost, shares differ by one at most, and nobody both gives and takes."""
+    plan = transfers(counts)
+    after = [count - sum(plan[rank]) + sum(row[rank] for row in plan) for rank, count in enumerate(counts)]
+    assert sum(after) == sum(counts)
+    assert max(after) - min(after) <= 1
+    for rank in range(len(counts)):
+        gives, takes = sum(plan[rank]), sum(row[rank] for row in plan)
+        assert not (gives and takes)
+        assert 0 <= gives <= counts[rank]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pairs_move_whole(ranks: int) -> None:
+    """On real ranks: each pair with its own tensors and its own conditioning, once."""
+    for case in launch.on_ranks(ranks, "workers.moving:move")[0]:
+        found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
+        assert sorted(found) == sorted(case["expected"])
+        assert max(map(len, case["found"])) - min(map(len, case["found"])) <= 1

@@ -1,21 +1,33 @@
-"""DPM-Solver++ 2M against flows that are known: its order, its levels, and diffusers' scheduler used by itself."""
+"""Solvers against flows that are known and diffusers' schedulers, and the fewer steps after the window."""
 
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, SASolverScheduler
+from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
+from helpers.spied_runs import STEPS, Spied
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from fluvial.core import gaussian
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import rollout
-from fluvial.core.sigmas import shifted
-from fluvial.engines.sampling.solvers import deterministic_step, sa_schedule, solve
+from fluvial.core.sigmas import shifted, shifted_twice
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.solvers import Estimate, deterministic_step, sa_schedule, solve
+from fluvial.engines.sampling.tail import Tail, after_schedule
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models import Prediction, Schedule
 
 MEAN, DEVIATION = 1.5, 0.4  # of the clean samples, each element alone
@@ -190,8 +202,15 @@ def test_each_piece_is_solved_along_its_own_levels(solver: Any) -> None:
     for rows, column in ((slice(0, 1), levels[0]), (slice(1, 3), levels[1])):
         apart = solve(solver, velocity, x[:, rows], Schedule(column, times), prediction="velocity")
         torch.testing.assert_close(found[:, rows], apart, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="the pieces of a sample have noise levels of their own: use 'euler'"):
-        solve("sa_solver", velocity, x, together, prediction="velocity")
+    refuses(
+        "the pieces of a sample have noise levels of their own: use 'euler'",
+        solve,
+        "sa_solver",
+        velocity,
+        x,
+        together,
+        prediction="velocity",
+    )
 
 
 def test_noise_of_sa_solver_keeps_the_distribution() -> None:
@@ -218,8 +237,15 @@ def test_the_levels_of_sa_solver() -> None:
     assert float(grid.levels[-2]) == pytest.approx(float(levels[-3]) / 2)
     assert torch.equal(grid.levels[1:-2], levels[1:-2])
     torch.testing.assert_close(grid.timesteps, 1000 * grid.levels[:-1])
-    with pytest.raises(ValueError, match="for models that predict a velocity"):
-        solve("sa_solver", exact("epsilon"), torch.zeros(1, 3), grid, prediction="epsilon")
+    refuses(
+        "for models that predict a velocity",
+        solve,
+        "sa_solver",
+        exact("epsilon"),
+        torch.zeros(1, 3),
+        grid,
+        prediction="epsilon",
+    )
 
 
 def test_sa_solver_is_diffusers_scheduler() -> None:
@@ -240,3 +266,100 @@ def test_sa_solver_is_diffusers_scheduler() -> None:
         found = scheduler.step(v, scheduler.timesteps[step], found, return_dict=False)[0]
     clean = found - grid.levels[9] * exact("velocity")(found, grid.levels[9].expand(4), 9)
     torch.testing.assert_close(solve("sa_solver", exact("velocity"), x, grid, prediction="velocity"), clean)
+
+
+X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+FLASH = Tail("dpmpp_2m", 0.4)
+
+
+def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+    """Return a velocity that depends on sample and level, in no simple way."""
+    return torch.tanh(x) * (1 + level[:, None, None]) + 0.3 * x.roll(1, -1)
+
+
+def on_levels(levels: Tensor) -> Schedule:
+    return Schedule(levels, 1000 * levels[:-1])
+
+
+@given(st.integers(3, 30), st.floats(0.5, 6), st.floats(0.05, 1), st.data())
+def test_levels_are_spaced_as_those_of_the_schedule(T: int, shift: float, fraction: float, data: st.DataObject) -> None:
+    """They are the shifted levels of evenly spaced times, as MixGRPO's code makes them; timesteps follow the levels."""
+    start = data.draw(st.integers(1, T - 1))
+    found = after_schedule(on_levels(shifted(T, shift)), start, fraction)
+    steps = max(int((T - start + 1) * fraction + 1e-9) - 1, 1)
+    time = torch.linspace(1 - start / T, 0, steps + 1, dtype=torch.float64)
+    assert_close(found.levels, (shift * time / (1 + (shift - 1) * time)).float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.timesteps, 1000 * found.levels[:-1])
+    assert (float(found.levels[0]), float(found.levels[-1])) == (float(shifted(T, shift)[start]), 0.0)
+
+
+def test_levels_of_other_schedules_stay_in_order() -> None:
+    """SD3's, which shifts twice: all steps are its own levels, and fewer ones fall between them."""
+    levels = shifted_twice(10, 3.0)
+    assert_close(after_schedule(on_levels(levels), 4, 1.0).levels, levels[4:], rtol=1e-5, atol=1e-6)
+    fewer = after_schedule(on_levels(levels), 4, 0.6).levels
+    assert len(fewer) == 4
+    assert (fewer.diff() < 0).all()
+
+
+def test_timesteps_are_those_of_the_steps_nearest_before() -> None:
+    """Where a timestep is no multiple of its level, as with a schedule that rounds them, each step has its own factor."""
+    levels = shifted(10, 3.0)
+    rounded = Schedule(levels, (1000 * levels[:-1] ** 2).round())
+    found = after_schedule(rounded, 4, 1.0)
+    assert_close(found.timesteps, rounded.timesteps[4:])
+    fewer = after_schedule(rounded, 4, 0.6)
+    factors = fewer.timesteps / fewer.levels[:-1]
+    assert_close(factors, (rounded.timesteps / levels[:-1])[[4, 6, 8]])
+
+
+def test_no_step_may_be_left() -> None:
+    """MixGRPO-Flash's code ends at the level after its window where 0.4 of the steps are fewer than one."""
+    levels = shifted(25, 3.0)
+    assert after_schedule(on_levels(levels), 23, 0.4).levels.tolist() == [float(levels[23]), 0.0]
+    none = after_schedule(on_levels(levels), 23, 0.4, least=0)
+    assert none.levels.tolist() == [float(levels[23])]
+    assert torch.equal(solve("dpmpp_2m", velocity, X, none, prediction="velocity"), X)
+
+
+def test_the_second_order_steps_are_those_of_diffusers() -> None:
+    """With the estimate of the step before, the rest of DPM-Solver++ 2M's path is the rest of the whole one."""
+    levels = shifted(8, 3.0).double()
+    whole = solve("dpmpp_2m", velocity, X, on_levels(levels[2:]), prediction="velocity")
+    s, after = levels[2], levels[3]
+    clean = X - s * velocity(X, s.expand(3), 0)
+    gained = torch.log((1 - after) / after) - torch.log((1 - s) / s)
+    x = after / s * X - (1 - after) * torch.expm1(-gained) * clean
+    rest = partial(solve, velocity=velocity, x=x, schedule=on_levels(levels[3:]), prediction="velocity")
+    assert_close(rest("dpmpp_2m", before=Estimate(2, float(s), clean)), whole, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(rest("dpmpp_2m"), whole, rtol=1e-4)
+    assert not torch.allclose(rest("euler"), whole, rtol=1e-4)
+
+
+def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path) -> None:
+    """The window's steps keep their bits, the samples are other ones, and the first ratio is 1."""
+    window = replace(STEPS, steps=12, window=RandomWindow(2, high=3))
+    found, calls = {}, {}
+    for name, after in {"euler": Tail(), "flash": FLASH}.items():
+        run = Spied(
+            tiny.config(
+                tmp_path, sampling=replace(window, window=RandomWindow(2, high=3, tail=after)), **{"engine.micro_batch": 8}
+            ),
+            one,
+        )
+        model: Any = run.trainer.job.model
+        count, predict = [0], type(model).predict
+
+        def counted(self: Any, *args: Any, count: list[int] = count, predict: Any = predict, **options: Any) -> Tensor:
+            count[0] += not torch.is_grad_enabled()
+            return predict(self, *args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model), "predict", counted)
+            run.rollout()
+        found[name], calls[name] = run.trajectories[0], count[0]
+        assert float(run.infos[0].mean["log_ratio"]) == 0.0
+    last = int(found["flash"].steps[0, -1]) + 1
+    assert calls == {"euler": 12, "flash": last + int((12 - last + 1) * 0.4) - 1}
+    assert torch.equal(found["euler"].x_next, found["flash"].x_next)
+    assert not torch.equal(found["euler"].final, found["flash"].final)

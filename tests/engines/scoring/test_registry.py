@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import tiny_jobs as tiny
 from helpers import tiny_rewards
+from helpers.refusals import refuses
 from torch import Tensor
 
 from fluvial.engines import plugins
-from fluvial.engines.errors import UsageError
 from fluvial.engines.scoring.registry import check_rewards, select, strip_weight
 from fluvial.engines.scoring.runner import score
 
@@ -165,15 +165,12 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_is_no_reward_is_refused(names: Sequence[str], says: str) -> None:
     """In one line that says what was expected."""
-    with pytest.raises(UsageError, match=says) as error:
-        select(REWARDS, names)
-    assert "\n" not in str(error.value)
+    refuses(says, select, REWARDS, names)
 
 
 def test_a_reward_of_videos_is_refused_where_samples_are_images() -> None:
     """Before its weights are asked for; one of the job by that name is taken."""
-    with pytest.raises(UsageError, match=r"^rewards 'videoreward' scores videos, and samples are images"):
-        select({}, ("videoreward",), videos=False)
+    refuses(r"^rewards 'videoreward' scores videos, and samples are images", select, {}, ("videoreward",), videos=False)
     assert select({"videoreward": tiny.brightness}, ("videoreward",), videos=False)
 
 
@@ -184,7 +181,9 @@ def test_evaluators_are_checked_too() -> None:
         return images
 
     check_rewards(REWARDS)
-    with pytest.raises(
-        UsageError, match=r"evaluator 'mine' has the signature .*, expected a function of \(images, prompts\)"
-    ):
-        check_rewards({**REWARDS, "mine": one}, label="evaluator")
+    refuses(
+        r"evaluator 'mine' has the signature .*, expected a function of \(images, prompts\)",
+        check_rewards,
+        {**REWARDS, "mine": one},
+        label="evaluator",
+    )

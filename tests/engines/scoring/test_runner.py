@@ -1,4 +1,4 @@
-"""Reward threads: what a failing call costs, which samples keep their scores, and when a reward is not called any more."""
+"""Reward threads: what a failing call costs, which samples keep their scores, and whole groups for rewards that compare."""
 
 import math
 import re
@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import launch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fluvial.engines.data.records import as_prompts
+from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.errors import RunError
-from fluvial.engines.scoring.runner import RewardRunner, RewardRunners
+from fluvial.engines.scoring.runner import GroupBuffer, RewardRunner, RewardRunners
 from fluvial.engines.scoring.scores import Scored
+from fluvial.engines.scoring.signature import Samples
 
 IMAGES, PROMPTS = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 2), ["a", "b", "c", "d"]
 
@@ -34,25 +36,6 @@ def scored(reward: Any, **options: Any) -> Scored:
 def values(scores: Tensor) -> list[float | None]:
     """Return scores with None for NaN."""
     return [None if math.isnan(score) else score for score in scores.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("returned", "kept", "says"),
-    [
-        ([0.0, math.nan, 2.0, 3.0], [0, None, 2, 3], r"is nan for prompt 'b', expected a finite number"),
-        ([0.0, 1.0, -math.inf, 3.0], [0, 1, None, 3], r"is -inf for prompt 'c'"),
-        ([1e30, 1.0, 2.0, -2e9], [None, 1, 2, None], r"is 1e\+30 for prompt 'a', expected a number of at most 1e\+09"),
-        ([0.0], [None] * 4, r"returned shape \[1\] for 4 images"),
-        ("<html>", [None] * 4, r"returned a str \('<html>'\), expected"),
-        ({"points": [1.0] * 4}, [None] * 4, r"a dict with the keys 'points', expected .*: name the one .* 'score'"),
-        ({"score": [1.0] * 4, "more": [1.0]}, [None] * 4, r"reward 'it', more, returned shape \[1\] for 4 images"),
-    ],
-)
-def test_what_no_number_costs(returned: Any, kept: list[float | None], says: str) -> None:
-    """A sample whose number is not valid, or all of a call that returned something else; the line says why."""
-    found = scored(lambda images, prompts: returned)
-    assert values(found.scores) == kept
-    assert re.search(says, found.problems[0])
 
 
 def test_several_numbers() -> None:
@@ -256,3 +239,67 @@ def test_who_is_asked_to_stop_waits_for_nobody() -> None:
     (found,) = later(there).results(stop.is_set)
     assert not found.abandoned
     assert found.scores.tolist() == [1.0] * 4
+
+
+def samples(ids: Sequence[int], size: int) -> Samples:
+    """Return samples whose image, prompt and latent say their number."""
+    numbers = torch.tensor([float(i) for i in ids])
+    images = numbers[:, None, None, None].expand(len(ids), 1, 2, 2)
+    return Samples(images, [Prompt(f"prompt {i // size}") for i in ids], numbers[:, None])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 8, 12])
+def test_groups_are_whole_whatever_the_chunks(chunk: int) -> None:
+    """Each is started once, when its last sample is there."""
+    buffer, found = GroupBuffer(4), list[Samples]()
+    for start in range(0, 12, chunk):
+        ids = list(range(start, min(start + chunk, 12)))
+        found += buffer.add(samples(ids, 4), ids)
+        assert len(found) == (ids[-1] + 1) // 4
+    assert [group.group for group in found] == [0, 1, 2]
+    for number, group in enumerate(found):
+        assert group.images[:, 0, 0, 0].tolist() == [4 * number + i for i in range(4)]
+        assert group.prompts == [Prompt(f"prompt {number}")] * 4
+        assert group.latents is not None
+        assert group.latents[:, 0].tolist() == group.images[:, 0, 0, 0].tolist()
+
+
+def rank_in_group(images: Tensor, prompts: Sequence[str], group: int) -> dict[str, Any]:
+    """Score each sample by how many of its group it is brighter than."""
+    assert len({*prompts}) == 1
+    bright = images.mean((1, 2, 3))
+    return {"score": (bright[:, None] > bright).float().sum(1), "group": [float(group)] * len(prompts)}
+
+
+def test_a_reward_of_groups_beside_one_of_samples() -> None:
+    """Both columns are in the order of the samples; a group without a score is invalid as a whole."""
+
+    def picky(images: Tensor, prompts: Sequence[str], group: int) -> Tensor:
+        if group == 1:
+            raise ValueError("no group of mine")
+        return images.mean((1, 2, 3))
+
+    rewards: Any = {"rank": (rank_in_group, 1.0), "bright": (lambda x, p: x.mean((1, 2, 3)), 1.0), "picky": (picky, 1.0)}
+    runners = RewardRunners(rewards, group=4)
+    for ids in ([0, 1, 2], [3, 4, 5], [6, 7, -1]):
+        runners.submit(*samples(ids, 4)[:3], ids=ids)
+    found = runners.collect()
+    runners.close()
+    assert found.scores[:8, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert found.scores[:8, 1].tolist() == list(range(8))
+    assert found.scores[:4, 2].tolist() == [0, 1, 2, 3]
+    assert found.scores[4:8, 2].isnan().all()
+    assert found.problems == ["reward 'picky' raised ValueError (no group of mine) for prompt 'prompt 1'"]
+    assert found.parts["rank/group"] == {i: i // 4 for i in range(8)}
+
+
+@pytest.mark.parametrize(("ranks", "prompts", "group", "micro_batch"), [(2, 3, 4, 2), (3, 2, 5, 1)])
+def test_groups_on_several_ranks_are_those_of_one(ranks: int, prompts: int, group: int, micro_batch: int) -> None:
+    """A group that lies on several ranks is scored once, and every rank has all scores."""
+    batch = prompts * group
+    found = launch.on_ranks(ranks, "workers.groupwise:scores", prompts, group, micro_batch)
+    for rank in found:
+        assert rank["scores"] == [[i % group, i] for i in range(batch)]
+        assert rank["invalid"] == {"samples": 0, "groups": 0}
+        assert rank["parts"] == {"rank": {"group": pytest.approx(sum(i // group for i in range(batch)) / batch)}}
+    assert sorted(number for rank in found for number in rank["called"]) == list(range(prompts))

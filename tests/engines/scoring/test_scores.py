@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import fails
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
@@ -147,8 +148,13 @@ def test_a_coroutine_is_closed() -> None:
     """It is named, and Python has nothing to warn of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RunError, match=r"returned a coroutine, expected .*: define it with def, not async def"):
-            as_scores(coroutine(), PROMPTS, label="the reward")
+        fails(
+            r"returned a coroutine, expected .*: define it with def, not async def",
+            as_scores,
+            coroutine(),
+            PROMPTS,
+            label="the reward",
+        )
 
 
 def test_a_call_that_raises_is_one_line() -> None:
@@ -157,5 +163,4 @@ def test_a_call_that_raises_is_one_line() -> None:
     def raising(images: Tensor, prompts: Any) -> Tensor:
         raise ValueError("two\nlines")
 
-    with pytest.raises(RunError, match=r"^the reward raised ValueError \(two lines\) for prompt 'a'$"):
-        score(raising, torch.zeros(3, 1, 4, 4), PROMPTS)
+    fails(r"^the reward raised ValueError \(two lines\) for prompt 'a'$", score, raising, torch.zeros(3, 1, 4, 4), PROMPTS)

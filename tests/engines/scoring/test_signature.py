@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from PIL import Image
 
 from fluvial.engines.data.records import Prompt, texts
@@ -92,42 +93,41 @@ def test_videos_are_passed_as_images_too() -> None:
             signature_of(reward).call(reward, Samples(SAMPLES.images, PROMPTS))
 
 
-def test_condition_images_are_those_of_the_records(tmp_path: Path) -> None:
-    """Each prompt's own; a prompt without one is named when the run is built."""
-
-    def edited(images: Any, prompts: Any, condition_images: Any) -> Any:
-        return condition_images
-
+def test_conditions_are_those_of_the_records(tmp_path: Path) -> None:
+    """Each prompt's own image, video or sound; a prompt without one is named when the run is built."""
     Image.new("RGB", (5, 4), (255, 0, 0)).save(tmp_path / "red.png")
-    prompt = Prompt("redder", image=tmp_path / "red.png")
-    (image,) = signature_of(edited).call(edited, Samples(torch.zeros(1, 3, 4, 4), [prompt]))
-    assert image.shape == (3, 4, 5)
-    assert image[:, 0, 0].tolist() == [1.0, 0.0, 0.0]
-    check_records({"edited": edited}, [prompt])
-    check_records({"swapped": swapped}, [prompt, Prompt("b")])
-    with pytest.raises(UsageError, match=r"evaluator 'edited' takes condition_images, and prompt 'b' has none"):
-        check_records({"edited": edited}, [prompt, Prompt("b")], label="evaluator")
-
-
-def test_condition_videos_and_audios_are_those_of_the_records(tmp_path: Path) -> None:
-    """As images are: each prompt's own, and a prompt without one is named when the run is built."""
     frames = [Image.new("RGB", (5, 4), (255, 51 * number, 0)) for number in range(3)]
     (tmp_path / "clip.npy").write_bytes(kinds.VIDEO.write(frames))
     (tmp_path / "tone.wav").write_bytes(kinds.SOUND.write(kinds.Sound(torch.tensor([[0.5, -1.0]]), 400)))
-    prompt = Prompt("louder", video=tmp_path / "clip.npy", audio=(tmp_path / "tone.wav").read_bytes())
+    heard = (tmp_path / "tone.wav").read_bytes()
+    prompt = Prompt("louder", image=tmp_path / "red.png", video=tmp_path / "clip.npy", audio=heard)
 
-    def compared(images: Any, prompts: Any, condition_videos: Any, condition_audios: Any) -> Any:
-        return condition_videos, condition_audios
+    def compared(images: Any, prompts: Any, condition_images: Any, condition_videos: Any, condition_audios: Any) -> Any:
+        return condition_images, condition_videos, condition_audios
 
-    (video,), (sound,) = signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [prompt]))
+    (image,), (video,), (sound,) = signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [prompt]))
+    assert image.shape == (3, 4, 5)
+    assert image[:, 0, 0].tolist() == [1.0, 0.0, 0.0]
     assert video.shape == (3, 3, 4, 5)
     torch.testing.assert_close(video[:, :, 0, 0], torch.tensor([[1.0] * 3, [0.0, 0.2, 0.4], [0.0] * 3]))
     assert sound.rate == 400
     torch.testing.assert_close(sound.wave, torch.tensor([[0.5, -1.0]]), rtol=0, atol=1e-4)
     check_records({"compared": compared}, [prompt])
-    with pytest.raises(UsageError, match=r"takes condition_audios, and prompt 'b' has none: give its record a column audio"):
-        check_records({"compared": compared}, [prompt, Prompt("b", video=tmp_path / "clip.npy")])
-    broken = Prompt("b", video=b"no video", audio=b"RIFF no sound")
+    check_records({"swapped": swapped}, [prompt, Prompt("b")])
+    refuses(
+        "evaluator 'compared' takes condition_images, and prompt 'b' has none",
+        check_records,
+        {"compared": compared},
+        [prompt, Prompt("b")],
+        label="evaluator",
+    )
+    refuses(
+        "condition_audios, and prompt 'b' has none: give its record a column audio",
+        check_records,
+        {"compared": compared},
+        [prompt, Prompt("b", image=tmp_path / "red.png", video=tmp_path / "clip.npy")],
+    )
+    broken = Prompt("b", image=tmp_path / "red.png", video=b"no video", audio=b"RIFF no sound")
     with pytest.raises(UsageError, match=r"a video of 8 bytes cannot be read as a video"):
         signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [broken]))
 

@@ -34,6 +34,7 @@ from fluvial.models.handwriting import (
     write,
 )
 from fluvial.models.handwriting.model import alphas_cumprod, find_timestep
+from fluvial.models.words import Words
 
 MODEL = HandwritingUNet()
 DDIM = partial(ddim, eta=0.0)
@@ -126,20 +127,30 @@ def test_the_timestep_follows_from_the_level() -> None:
     assert find_timestep(torch.tensor([0.0, 1.0])).tolist() == [999, 0]
 
 
+@pytest.mark.parametrize(
+    ("model", "prompts"),
+    [(MODEL, [*CODES, "0428"]), (Handwriting(), [*CODES, "0428"]), (Words(None), ["river", "act", "acts", "rover"])],
+    ids=["unet", "transformer", "words"],
+)
 @torch.no_grad()
-def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
-    x, schedule, cond = noise(3), MODEL.schedule(10), MODEL.encode(CODES)
+def test_predictions_are_pure_and_per_sample(model: Any, prompts: list[str]) -> None:
+    """The same again, and alone; those of one prompt follow it and nothing else; the level tells the timestep."""
+    module, schedule, (first, second, third, other) = model.build(), model.schedule(10, ()), prompts
+    x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape()))
     level, timestep = schedule.levels[[0, 4, 8]], schedule.timesteps[[0, 4, 8]]
-    v = MODEL.predict(unet, x, level, cond)
+    v = model.predict(module, x, level, model.encode([first, second, third]))
     assert v.shape == x.shape
-    assert torch.equal(v, MODEL.predict(unet, x, level, cond))
-    assert torch.equal(v, MODEL.predict(unet, x, level, cond, timestep=timestep))
-    assert not torch.allclose(v, MODEL.predict(unet, x, level, cond, timestep=timestep.flip(0)), atol=1e-3)
-    alone = MODEL.predict(unet, x[1:2], level[1:2], MODEL.encode(["1999"]))
+    assert torch.equal(v, model.predict(module, x, level, model.encode([first, second, third])))
+    told = [
+        model.predict(module, x, level, model.encode(prompts[:3]), timestep=each) for each in (timestep, timestep.flip(0))
+    ]
+    assert torch.equal(v, told[0])
+    assert not torch.allclose(v, told[1], atol=1e-5)
+    alone = model.predict(module, x[1:2], level[1:2], model.encode([second]))
     torch.testing.assert_close(v[1:2], alone, rtol=1e-4, atol=1e-5)
-    other = MODEL.predict(unet, x, level, MODEL.encode(["0428", "1999", "3141"]))
-    assert not torch.allclose(v[0], other[0], atol=1e-3)
-    torch.testing.assert_close(v[1:], other[1:], rtol=1e-4, atol=1e-5)
+    changed = model.predict(module, x, level, model.encode([other, second, third]))
+    assert not torch.allclose(v[0], changed[0], atol=1e-5)
+    torch.testing.assert_close(v[1:], changed[1:], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -160,8 +160,7 @@ class Counted:
 
     def predict(self, module: nn.Module, x: Tensor, *inputs: Any, **options: Any) -> Tensor:
         self.rows += len(x)
-        out: Tensor = self.model.predict(module, x, *inputs, **options)
-        return out
+        return self.model.predict(module, x, *inputs, **options)
 
 
 @each_row
@@ -212,8 +211,7 @@ def take_over(model: Any, module: nn.Module, requests: Requests, sampling: Sampl
         options: Any = {"timestep": timestep, "forwards": sampling.guidance.forwards}
         v, v_uncond = guidance_halves(model, module, x, level, cond, **options)
         differences.append(v - v_uncond)
-        guided: Tensor = model.guide(v, v - differences[0], scale_at(model, cond, level, timestep))
-        return guided
+        return model.guide(v, v - differences[0], scale_at(model, cond, level, timestep))
 
     return solve("euler", velocity, x, sampling.schedule, prediction=model.prediction)
 

@@ -52,8 +52,7 @@ def networks(pipe: Any) -> list[nn.Module]:
 def theirs(name: str, pipe: Any, noise: Tensor, *, output: str) -> Tensor:
     options = {**ROWS[name].options, "output_type": output, "return_dict": False}
     options |= {"prompt": PROMPTS[: len(noise)], "num_inference_steps": STEPS, "latents": ROWS[name].latents(noise)}
-    made: Tensor = pipe(**options)[0]
-    return made
+    return pipe(**options)[0]
 
 
 @pytest.mark.bits

@@ -20,7 +20,7 @@ from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.sounds import Output, drawings, split_output
 from fluvial.models.replay.stand_in import split_pieces
 from fluvial.models.tiny import pipelines as tiny
-from fluvial.models.tiny.networks import LATENT
+from fluvial.models.tiny.settings import LATENT
 
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -1,4 +1,4 @@
-"""Similarity of an edit to its source: DINOv2 in numpy, and the distance of LPIPS' own wheel on the same features."""
+"""Similarity of an edit to its source: DINOv2 of transformers, and the distance of LPIPS' own wheel on its features."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,14 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers import numpy_towers as nt
 from helpers import tiny_rewards, wheels
-from helpers.numpy_towers import Array
 from helpers.refusals import refuses
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from fluvial.engines.scoring.signature import signature_of
 from fluvial.models.rewards.identity import Dino, Perceptual
@@ -38,34 +36,21 @@ def before() -> list[Tensor]:
     return [tiny_rewards.images(1, height, width, seed=7)[0] for height, width in ((41, 53), (60, 36), (30, 30))]
 
 
-def reference(folder: Path, images: list[Tensor]) -> tuple[Array, list[Array]]:
-    """Return DINOv2's class tokens in numpy, of length 1, and the patches' features after each block."""
+def reference(folder: Path, images: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the class tokens of transformers' DINOv2, of length 1, and the patches' features after each block."""
     from transformers import Dinov2Model
 
-    w = nt.arrays(Dinov2Model.from_pretrained(folder).state_dict())
-    preprocess = Dino(folder).preprocess
-    pixels = np.concatenate([preprocess(image[None]).double().numpy() for image in images])
-    x = nt.patches(pixels, w["embeddings.patch_embeddings.projection.weight"])
-    x = x + w["embeddings.patch_embeddings.projection.bias"]
-    first = np.broadcast_to(w["embeddings.cls_token"], (len(x), 1, 16))
-    x, found = np.concatenate([first, x], 1) + w["embeddings.position_embeddings"], []
-    for i in range(4):
-        b = nt.below(w, f"encoder.layer.{i}.")
-        y = nt.norm(x, b, "norm1", 1e-6)
-        q, k, v = (nt.linear(y, b, f"attention.{name}_proj") for name in "qkv")
-        mixed = nt.linear(nt.attend(q, k, v, 2), b, "attention.o_proj")
-        x = x + b["layer_scale1.lambda1"] * mixed
-        y = nt.linear(nt.gelu(nt.linear(nt.norm(x, b, "norm2", 1e-6), b, "mlp.fc1")), b, "mlp.fc2")
-        x = x + b["layer_scale2.lambda1"] * y
-        found.append(x[:, 1:])
-    return nt.unit(nt.norm(x[:, 0], w, "layernorm", 1e-6)), found
+    pixels = torch.cat([Dino(folder).preprocess(image[None]) for image in images])
+    with torch.no_grad():
+        output = Dinov2Model.from_pretrained(folder)(pixels, output_hidden_states=True)
+    return normalize(output.pooler_output, dim=-1), [block[:, 1:].double() for block in output.hidden_states[1:]]
 
 
 def test_dino_is_the_cosine_of_class_tokens(folder: Path) -> None:
     after = tiny_rewards.images()
     found = Dino(folder)(after, PROMPTS, before())
     wanted = (reference(folder, before())[0] * reference(folder, list(after))[0]).sum(-1)
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert found.std() > 1e-3
     assert signature_of(Dino(folder)).takes("condition_images")
 
@@ -80,7 +65,7 @@ def test_the_distance_is_that_of_lpips(folder: Path) -> None:
 
     def maps(images: list[Tensor], layers: tuple[int, ...]) -> list[Tensor]:
         blocks = reference(folder, images)[1]
-        return [torch.tensor(blocks[layer]).transpose(1, 2).unflatten(2, (3, 3)) for layer in layers]
+        return [blocks[layer].transpose(1, 2).unflatten(2, (3, 3)) for layer in layers]
 
     for layers, chosen in ((4, (0, 1, 2, 3)), (2, (1, 3)), (1, (3,))):
         both = [maps(before(), chosen), maps(list(after), chosen)]
@@ -88,7 +73,7 @@ def test_the_distance_is_that_of_lpips(folder: Path) -> None:
         self = SimpleNamespace(version="0", net=net, L=layers, lpips=False, spatial=False)
         wanted = original.forward(self, torch.tensor(0), torch.tensor(1))[:, 0, 0, 0]
         found = Perceptual(folder, layers=layers)(after, PROMPTS, before())
-        np.testing.assert_allclose(found.numpy(), -wanted.numpy(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, -wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -191,19 +191,5 @@ def test_the_network_predicts_the_clean_image() -> None:
     v = model.predict(module, x, sigma, cond)
     torch.testing.assert_close((x - sigma.reshape(-1, 1, 1, 1) * v)[:2], clean[:2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(v[2], (x[2] - clean[2]) / LEAST_SIGMA)
-
-
-@torch.no_grad()
-def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
-    model = Words(None)
-    module = model.build()
-    x = normal(fold_in(key(0), torch.arange(2)), (2, *model.latent_shape()))
-    sigma = torch.tensor([1.0, 0.3])
-    v = model.predict(module, x, sigma, model.encode(["river", "act"]))
-    assert v.shape == x.shape
-    alone = model.predict(module, x[1:], sigma[1:], model.encode(["act"]), timestep=sigma[1:] * 1000)
-    torch.testing.assert_close(v[1:], alone, rtol=1e-4, atol=1e-5)
-    other = model.predict(module, x, sigma, model.encode(["rover", "act"]))
-    assert not torch.allclose(v[0], other[0], atol=1e-5)
     assert len(model.blocks(module)) == CONFIG["num_layers"]
     refuses("the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size", model.latent_shape, 8, 8)

@@ -76,6 +76,13 @@ class Tab:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
+    def resize(self, width: int) -> None:
+        """Make the window so wide, and fail if something is wider, or an interval in a table is on two lines."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert self.value("document.body.scrollWidth <= window.innerWidth"), f"something is wider than {width} pixels"
+        broken = "[...document.querySelectorAll('td span')].some(part => part.getClientRects().length > 1)"
+        assert not self.value(broken), f"an interval is on two lines at {width} pixels"
+
     def requests(self) -> list[str]:
         """Return the addresses that the page asked for, itself included, data that it holds left out."""
         sent = [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]

@@ -112,24 +112,6 @@ def floats(trajectory: Trajectory) -> tuple[Tensor, ...]:
     return trajectory.x_next, trajectory.log_prob, trajectory.final
 
 
-def host(function: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
-    def call(x: Tensor) -> Tensor:
-        result = function()
-        numbers = result if isinstance(result, list | tuple | range) else [result]
-        return x.double() * (1 + sum(number for number in numbers if isinstance(number, int | float)))
-
-    return call
-
-
-def checking(function: Callable[[Tensor], object]) -> Callable[..., Tensor]:
-    def call(**arguments: Tensor) -> Tensor:
-        (tensor,) = arguments.values()
-        function(tensor)
-        return 2 * tensor.double()
-
-    return call
-
-
 class Scheduler(NamedTuple):
     sigmas: Tensor
     timesteps: range
@@ -213,7 +195,57 @@ stochastic = [name for name in transitions.SAMPLERS if name != "ode"]
 debug = table.Record([1], velocity=True, debug=True)
 taken = partial(rollout.unroll, velocity, plan=PLAN, key=random.key(1))
 
+# Functions that take no tensor: one row calls them all, so that they are known to work within each transform.
+HOST: dict[str, Callable[[], Any]] = {
+    "ema.warm_up_decay": lambda: ema.warm_up_decay(0.9, 3),
+    "random.key": lambda: random.key(2**40 + 1),
+    "random.check_key": lambda: random.check_key("f", random.key(0)),
+    "random.host_uniforms": lambda: random.host_uniforms(random.key(5), 6),
+    "random.permute": lambda: random.permute(random.key(5), 3, 10),
+    "sigmas.sde_window": lambda: sigmas.sde_window(random.key(3), 9, 2),
+    "sigmas.sde_steps": lambda: sigmas.sde_steps(random.key(3), 9, 2),
+    "sigmas.moving_window": lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1),
+    "transitions.sampler_name": lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5))),
+    "checks.check_choice": lambda: checks.check_choice("f", "x", "a", ("a", "b")),
+    "checks.type_of": lambda: len(checks.type_of(3)),
+}
+# Checks of a tensor, which one row makes all of.
+CHECKS: dict[str, Callable[[Tensor], object]] = {
+    "advantages.check_rewards": lambda t: advantages.check_rewards("f", t, GROUP),
+    "gaussian.check_stochastic": lambda t: gaussian.check_stochastic("f", t),
+    "nft.check_nft_numbers": lambda t: nft.check_nft_numbers(beta=t, adv_clip=2.0, weight_min=t, batch=BATCH),
+    "sigmas.check_sigmas": lambda t: sigmas.check_sigmas(scheduler(t).sigmas),
+    "step.check_guidance": lambda t: step.check_guidance("f", t, 2.0),
+    "transitions.check_eta": lambda t: transitions.check_eta("f", "cps", t),
+    "checks.check_same_shape": lambda t: checks.check_same_shape("f", x=t, y=t),
+    "checks.check_same_device": lambda t: checks.check_same_device("f", x=t, y=t),
+    "checks.check_per_sample": lambda t: checks.check_per_sample("f", BATCH, t=t),
+    "checks.check_group": lambda t: checks.check_group("f", GROUP, len(t)),
+    "checks.check_number": lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH),
+}
+
+
+def call_host_functions(x: Tensor) -> Tensor:
+    """Return the tensor times a number of what the functions without tensors return."""
+    results = [function() for function in HOST.values()]
+    numbers = [n for each in results for n in (each if isinstance(each, list | tuple | range) else [each])]
+    return x.double() * (1 + sum(number for number in numbers if isinstance(number, int | float)))
+
+
+def make_checks(t: Tensor) -> Tensor:
+    for check in CHECKS.values():
+        check(t)
+    return 2 * t.double()
+
+
+def check_record(x: Tensor) -> Tensor:
+    checks.check_fields(table.RECORD)
+    return 2 * x
+
+
 ROWS = (
+    FunctionCall("host functions", call_host_functions, "x"),
+    FunctionCall("checks of arguments", make_checks, "t"),
     FunctionCall("adjoint.lean_adjoint", _step(adjoint.lean_adjoint, "v", "v_ref"), "a b std v v_ref", still="std"),
     FunctionCall(
         "adjoint.adjoint_loss",
@@ -236,7 +268,6 @@ ROWS = (
         "reward",
     ),
     FunctionCall("advantages.turning_point_gains", advantages.turning_point_gains, "rewards"),
-    FunctionCall("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(
         FunctionCall(
             f"awm.awm_log_prob {kind}",
@@ -346,7 +377,6 @@ ROWS = (
     FunctionCall("gardo.doubt_gate", lambda reward: gardo.doubt_gate(reward, share=0.5), "reward", still="all"),
     FunctionCall("ema.init", lambda x: ema.init({"w": x}), "x", still="all"),
     FunctionCall("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
-    FunctionCall("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
     FunctionCall("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
     FunctionCall("flow_matching.recover", flow_matching.recover, "x v noise sigma_next sigma"),
     FunctionCall("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
@@ -383,7 +413,6 @@ ROWS = (
     ),
     FunctionCall("gaussian.draw", _step(gaussian.draw, "x", "v", "noise"), "a b std x v noise", held=SCORED),
     FunctionCall("gaussian.kl", _step(gaussian.kl, "v", "v_ref"), "a b std v v_ref", still="a"),
-    FunctionCall("gaussian.check_stochastic", checking(lambda t: gaussian.check_stochastic("f", t)), "std"),
     FunctionCall("guidance.classifier_free", guidance.classifier_free, "v v_uncond", {"guidance": 2.0}),
     FunctionCall(
         "nft.nft_loss",
@@ -402,11 +431,6 @@ ROWS = (
             "advantage" if mode in ("one_only", "binary") else "",
         )
         for mode in nft.MODES
-    ),
-    FunctionCall(
-        "nft.check_nft_numbers",
-        checking(lambda t: nft.check_nft_numbers(beta=t, adv_clip=2.0, weight_min=t, batch=BATCH)),
-        "t",
     ),
     FunctionCall("policy.clipped_surrogate", policy.clipped_surrogate, PAIRS, CLIPS, held=INFO),
     FunctionCall(
@@ -434,8 +458,6 @@ ROWS = (
         "a b std v v_old kl_threshold",
         INFO,
     ),
-    FunctionCall("random.key", host(lambda: random.key(2**40 + 1)), "x"),
-    FunctionCall("random.check_key", host(lambda: random.check_key("f", random.key(0))), "x"),
     FunctionCall(
         "random.fold_in", _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)), "low high ids", still="all"
     ),
@@ -451,8 +473,6 @@ ROWS = (
     FunctionCall("rollout.scan 0-d", _keyed(lambda key, x: floats(rollout.scan(velocity, x, PLAN, key))), f"{ONE} x"),
     FunctionCall("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
     FunctionCall("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
-    FunctionCall("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),
-    FunctionCall("random.permute", host(lambda: random.permute(random.key(5), 3, 10)), "x"),
     FunctionCall("random.bits", _keyed(partial(random.bits, shape=(BATCH, 5))), "low high", still="all"),
     FunctionCall("random.uniform", _keyed(partial(random.uniform, shape=(BATCH, 5))), "low high", still="all"),
     FunctionCall("random.normal", _keyed(partial(random.normal, shape=(BATCH, 5))), "low high", still="all"),
@@ -494,10 +514,6 @@ ROWS = (
         "sigma",
         held="the rounding to float32",
     ),
-    FunctionCall("sigmas.check_sigmas", checking(lambda t: sigmas.check_sigmas(scheduler(t).sigmas)), "sigma"),
-    FunctionCall("sigmas.sde_window", host(lambda: sigmas.sde_window(random.key(3), 9, 2)), "x"),
-    FunctionCall("sigmas.sde_steps", host(lambda: sigmas.sde_steps(random.key(3), 9, 2)), "x"),
-    FunctionCall("sigmas.moving_window", host(lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1)), "x"),
     FunctionCall(
         "step.step_log_prob",
         _step(step.step_log_prob, "x", "v", "x_next"),
@@ -525,7 +541,6 @@ ROWS = (
     ),
     FunctionCall("step.add_kl", _added, "t"),
     FunctionCall("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
-    FunctionCall("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
     FunctionCall("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
     FunctionCall("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
     FunctionCall(
@@ -535,10 +550,6 @@ ROWS = (
     FunctionCall(
         "transitions.bind", lambda eta, **levels: transitions.bind("cps", eta, GRID)(*levels.values()), LEVELS, {"eta": 0.6}
     ),
-    FunctionCall("transitions.check_eta", checking(lambda t: transitions.check_eta("f", "cps", t)), "t"),
-    FunctionCall(
-        "transitions.sampler_name", host(lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5)))), "x"
-    ),
     FunctionCall("transitions.ode", transitions.ode, LEVELS),
     FunctionCall("transitions.flow_sde", partial(transitions.flow_sde, sigma_max=0.97), LEVELS, {"eta": 0.6}),
     FunctionCall("transitions.wan_sde", transitions.wan_sde, LEVELS, {"eta": 0.6, "sigma_max": 0.9}),
@@ -547,23 +558,14 @@ ROWS = (
     FunctionCall("transitions.ddim", transitions.ddim, "alpha_bar alpha_bar_next", {"eta": 0.6}),
     FunctionCall("types.to_device", lambda x: 2 * types.to_device(x, x.device), "x"),
     FunctionCall("checks.compute_dtype", lambda x: x.to(checks.compute_dtype("f", x=x)) * 2, "x"),
-    FunctionCall("checks.check_same_shape", checking(lambda t: checks.check_same_shape("f", x=t, y=t)), "x"),
     FunctionCall("checks.match_tensors", lambda x: checks.match_tensors("f", x=x, y=2 * x), "x"),
-    FunctionCall("checks.check_same_device", checking(lambda t: checks.check_same_device("f", x=t, y=t)), "x"),
-    FunctionCall("checks.check_per_sample", checking(lambda t: checks.check_per_sample("f", BATCH, t=t)), "t"),
-    FunctionCall("checks.check_group", checking(lambda t: checks.check_group("f", GROUP, len(t))), "t"),
-    FunctionCall("checks.check_choice", host(lambda: checks.check_choice("f", "x", "a", ("a", "b"))), "x"),
-    FunctionCall(
-        "checks.check_number", checking(lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH)), "t"
-    ),
     FunctionCall("checks.number", lambda t: 2 * checks.number("f", "t", t, t, low=0, high=1), "t"),
     FunctionCall(
         "checks.check_fields",
-        host(lambda: checks.check_fields(table.RECORD)),
+        check_record,
         "x",
         not_compiled="it reads the types of fields",
     ),
-    FunctionCall("checks.type_of", host(lambda: len(checks.type_of(3))), "x"),
     FunctionCall("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
     FunctionCall("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
     FunctionCall("checks.first_row", lambda t, x: checks.per_sample(checks.first_row(t), x) * x, "t x"),

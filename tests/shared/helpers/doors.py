@@ -98,3 +98,12 @@ def recipe(model: str = "handwriting") -> TrainConfig:
 
 def adapter() -> Any:
     return Handwriting(BASE)
+
+
+def install(folder: Path, name: str, code: str, entries: str) -> None:
+    """Write a package of one module, as an installer leaves it, with its entry points."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(code)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entries)

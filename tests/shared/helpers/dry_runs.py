@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from fluvial.engines.extensions.dryrun import run
 from fluvial.engines.extensions.dryrun.report import PhaseReport, Report
 from fluvial.engines.extensions.simulate.mode import Wait
-from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute
+from fluvial.engines.extensions.simulate.simulation import Simulation
 
 WAITS = ("read", "synchronisation")
 BLOCKING = "blocking copy to the device"
@@ -58,7 +59,7 @@ def simulations() -> Iterator[list[Simulation]]:
             found.append(simulation)
             yield simulation
 
-    with replace_attribute(run, "simulate", noted):
+    with patch.object(run, "simulate", noted):
         yield found
 
 

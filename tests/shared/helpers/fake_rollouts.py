@@ -5,14 +5,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, cast
 
 from helpers import asgi, rollout_servers
+from helpers import tiny_jobs as tiny
 from torch import nn
 
+from fluvial.core.random import key
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.servers.rollout.service import GENERATE
 from fluvial.engines.extensions.wire.request import RolloutRequest, write_request
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response, write_response
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.batch import RolloutSpec
+from fluvial.engines.sampling.config import ReadingConfig
 
 MICRO_BATCH = 4
 Change = Callable[[list[RolloutSample]], Any]  # of a reply: samples, or the bytes of a body
@@ -114,3 +120,11 @@ def of_trajectory(**changes: Callable[[Any], Any]) -> Change:
         return found
 
     return change
+
+
+def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutSpec:
+    """Return what a trainer asks for in its first rollout."""
+    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
+    with Trainer(config, tiny.job(), world) as trainer:
+        root = key(1)
+        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)

@@ -41,7 +41,7 @@ def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
-    return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)
+    return replace(jobs.build_job("handwriting", weights=weights), rewards={"reward": reward}, **changes)
 
 
 def trained(out: Path, **changes: Any) -> Path:

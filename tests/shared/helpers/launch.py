@@ -21,6 +21,7 @@ from helpers import forkserver, stored
 
 forked: list[float] = []  # CPU seconds of each process that has ended, for the ledger
 SHARED = Path(__file__).parents[1]
+WAITS = re.compile(r"fluvial: [^:]*, \d+ (min|s)\b[^:]*")  # how long something takes, said on a busy machine
 # Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
     *("--sampling.prompts", "2", "--sampling.group", "4", "--sampling.steps", "4"),
@@ -282,7 +283,8 @@ def environment(*, helpers: bool = False) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
+    """Return the only line of an error, beside what is said on a busy machine."""
+    lines = [line for line in text.splitlines() if line.strip() and not WAITS.fullmatch(line)]
     assert len(lines) == 1, text
     assert "Traceback" not in text
     return lines[0]

@@ -91,9 +91,13 @@ def conditioning(cond: Any) -> dict[str, Tensor]:
         negative = conditioning(cond.uncond)
         return {**conditioning(cond.cond), **{f"negative_{name}": tensor for name, tensor in negative.items()}}
     mask = getattr(cond, "mask", None)
-    mask = torch.ones(cond.tokens.shape[:2]) if mask is None else mask
-    pooled = {"pooled_prompt_embeds": cond.pooled} if hasattr(cond, "pooled") else {}
-    return {"prompt_embeds": cond.tokens, "prompt_embeds_mask": mask.long(), **pooled}
+    fields = {
+        "prompt_embeds": cond.tokens,
+        "prompt_embeds_mask": (torch.ones(cond.tokens.shape[:2]) if mask is None else mask).long(),
+        "pooled_prompt_embeds": getattr(cond, "pooled", None),
+        "condition_image_latents": getattr(cond, "image", None),
+    }
+    return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
 def red(data_source: str, solution_image: Tensor, ground_truth: Any, extra_info: Any, **_: Any) -> float:

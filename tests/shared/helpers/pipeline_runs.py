@@ -15,6 +15,41 @@ TWO_UPDATES = [
 ]
 
 
+LEVELS = ("--noising.levels", "schedule", "--noising.each", "2")
+RECIPES = {
+    **dict.fromkeys(("nft", "raft", "dpo"), ("--noising.each", "2")),
+    "ddpo": ("--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"),
+}
+
+
+def save(folder: Path, name: str) -> Path:
+    """Return the folder of a tiny pipeline, with an adapter or without, which is written if it is not there."""
+    if not (folder / name).exists():
+        if name in tiny_pipelines.ROWS:
+            tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+        else:
+            tiny_replayed.load(name, folder / name)
+    return folder / name
+
+
+def words(folder: Path, name: str, recipe: str, *more: object) -> list[object]:
+    """Return the command line of two updates of a recipe on a tiny pipeline of a folder, as small as it gets.
+
+    Recipes that learn from samples have the folder's prompts and the reward jpeg, unless others are named.
+    """
+    found: list[object] = ["train", recipe, "--model", save(folder, name), *guidance(name), *TWO_UPDATES]
+    found += [] if "--pipeline.sizes" in more else size(name)
+    found += ["--sampling.prompts", 2, "--sampling.steps", 3, *RECIPES.get(recipe, ())]
+    if recipe in ("grpo", "nft", "ddpo", "raft", "distill"):
+        found += ["--sampling.group", 2] if recipe != "distill" else ["--sampling.group", 1]
+        found += [] if "--prompts" in more or "--data" in more else ["--prompts", folder / "prompts.txt"]
+        found += [] if "--rewards" in more or recipe == "distill" else ["--rewards", "jpeg"]
+        found += ["--pipeline.text-cache", folder / "texts"]
+    elif name in tiny_replayed.ROWS or name == "sdxl":
+        found += LEVELS  # the only ones that they know
+    return [*found, *more]
+
+
 def size(name: str, *, is_image: bool = False) -> list[str]:
     """Return the flags that ask a pipeline, with an adapter or replayed, for its samples; images have one frame."""
     if name in tiny_pipelines.ROWS:

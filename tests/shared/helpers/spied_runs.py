@@ -1,9 +1,11 @@
 """Runs of the tiny job that note what their updates are made of."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.settings import settings_of
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
@@ -58,3 +60,19 @@ class Spied(tiny.Run):
         with self.trainer.engine.inference() as module:
             cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
             return self.trainer.job.model.predict(module, items.x, items.level, cond)
+
+
+def spy(world: World, line: str, job: Any = None, **changes: Any) -> Spied:
+    """Return a run of two groups of four samples, with the settings of a line and others by dotted names."""
+    return Spied(tiny.config(Path("out"), **{"sampling": STEPS, **settings_of(line), **changes}), world, job)
+
+
+def rows_of(trainer: Any) -> list[tuple[bool, int]]:
+    """Return a list that each pass of the network is added to: whether it has a gradient, and its number of rows."""
+    passed = list[tuple[bool, int]]()
+
+    def note(module: Any, inputs: Any, named: Any) -> None:
+        passed.append((torch.is_grad_enabled(), len(inputs[0] if inputs else named["hidden_states"])))
+
+    trainer.engine.module.register_forward_pre_hook(note, with_kwargs=True)
+    return passed

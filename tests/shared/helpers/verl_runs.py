@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from helpers import real_verl, tiny_pipelines, verl_omni_configs
+from helpers import omni_rollouts, real_verl, tiny_pipelines, verl_omni_configs
 from torch import Tensor, nn
 
 from fluvial.core.rollout import Trajectory
@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.items import Pairs, RecordedSteps, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
-from fluvial.models.guidance import Guided, guided_velocity
+from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import LowRank, use_adapter
 from fluvial.models.pipelines.base import Pipeline
 
@@ -130,55 +130,43 @@ def rollout(
     name: str,
     *,
     scale: float = 1.0,
-    count: int = 4,
-    module: nn.Module | None = None,
     size: tuple[int, ...] = SIZE,
     schedule: Schedule | None = None,
 ) -> Made:
     """Return samples of a pipeline's base model, recorded at their first steps, with old log-probs near their own."""
     model = tiny_pipelines.opened(name, folder(name))
-    cond = tiny_pipelines.conditions(model, PROMPTS[:count], scale)
-    x = tiny_pipelines.start(model, count, size)
+    cond = tiny_pipelines.conditions(model, PROMPTS, scale)
+    x = tiny_pipelines.start(model, len(PROMPTS), size)
     schedule = schedule or model.schedule(STEPS, tuple(x.shape[1:]))
-    made = tiny_pipelines.sampled(model, module or model.build(), x, cond, schedule, eta=ETA, forwards="two")
+    made = tiny_pipelines.sampled(model, model.build(), x, cond, schedule, eta=ETA, forwards="two")
     generator = torch.Generator().manual_seed(1)
-    advantage = torch.randn(count, generator=generator)
+    advantage = torch.randn(len(PROMPTS), generator=generator)
     old = made.log_prob + 0.1 * torch.randn(made.log_prob.shape, generator=generator)
     return Made(name, model, cond, schedule, bind("flow_sde", ETA, schedule.levels), made, advantage, old)
 
 
-def batch(made: Made, **more: Any) -> Any:
-    """Return a rollout as verl-omni's trainer passes it, with a field `micro_batch_size_per_gpu` of 4 unless told."""
-    from tensordict import TensorDict
-    from tensordict.tensorclass import NonTensorData
+def batch(made: Made, *, conditioned: bool = True, **more: Any) -> Any:
+    """Return a rollout as verl-omni's trainer passes it, by verl's own function, with a `micro_batch_size_per_gpu` of 4.
 
-    name, trajectory, count = made.name, made.trajectory, len(made.advantage)
+    Args:
+        conditioned: whether it holds the prompts' embeddings.
+        more: further fields, or other values: tensors and lists of each sample, and values of all.
+    """
+    trajectory = made.trajectory
     latents = torch.cat([trajectory.x, trajectory.x_next[:, -1:]], dim=1)
-    if name == "qwen-image":
+    if getattr(made.model, "packed", False):
         latents = torch.stack([tiny_pipelines.packed(latents[:, i]) for i in range(latents.shape[1])], dim=1)
     fields: dict[str, Any] = {
         "all_latents": latents,
         "all_timesteps": made.schedule.timesteps[trajectory.steps],
         "old_log_probs": made.log_prob_old,
-        "advantages": made.advantage[:, None].expand(-1, RECORDED).clone(),
-        **conditioning(name, made.cond),
-        **{key: value for key, value in more.items() if isinstance(value, Tensor)},
+        "advantages": made.advantage[:, None].expand(-1, trajectory.x.shape[1]).clone(),
+        **(omni_rollouts.conditioning(made.cond) if conditioned else {}),
     }
-    data: Any = TensorDict(fields, batch_size=[count])
-    plain = {key: value for key, value in more.items() if not isinstance(value, Tensor)}
-    for key, value in {"micro_batch_size_per_gpu": 4, **plain}.items():
-        data[key] = NonTensorData(value)
-    return data
-
-
-def conditioning(name: str, cond: Any) -> dict[str, Tensor]:
-    if isinstance(cond, Guided):
-        negative = conditioning(name, cond.uncond)
-        return {**conditioning(name, cond.cond), **{f"negative_{key}": value for key, value in negative.items()}}
-    if name == "sd3":
-        return {"prompt_embeds": cond.tokens, "pooled_prompt_embeds": cond.pooled}
-    mask = torch.ones(cond.tokens.shape[:2]) if name == "wan" else cond.mask
-    return {"prompt_embeds": cond.tokens, "prompt_embeds_mask": mask}
+    plain: dict[str, Any] = {"micro_batch_size_per_gpu": 4}
+    for name, value in more.items():
+        (fields if isinstance(value, Tensor | list) else plain)[name] = value
+    return real_verl.part("verl.utils.tensordict_utils").get_tensordict(fields, non_tensor_dict=plain)
 
 
 def infer(engine: Any, data: Any) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -48,7 +47,6 @@ class Served:
         async def models(request: Any) -> Any:
             return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
 
-        self.one = threading.Lock()  # held while a request is answered over HTTP
         self.routes = WeightRoutes(self.weights, between)
         routes = [Route("/v1/models", models), *control_routes(self.routes)]
         self.app = Starlette(routes=routes)
@@ -59,8 +57,7 @@ class Served:
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer a request over HTTP, as `fake_servers.loopback` takes a handler."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0))) if handler.command == "POST" else None
-        with self.one:
-            answer = asyncio.run(asgi.call(self.app, handler.path, body=body))
+        answer = asyncio.run(asgi.call(self.app, handler.path, body=body))
         respond(handler, json.dumps(answer.value).encode(), answer.status)
 
 

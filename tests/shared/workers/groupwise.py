@@ -1,4 +1,4 @@
-"""Scores groups of samples that are spread over ranks, for test_groups.py."""
+"""Scores groups of samples that are spread over ranks, for test_runner.py."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -19,12 +19,12 @@ import torch
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from helpers import forks
+from helpers.saved_checkpoints import FINGERPRINT, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.checkpoint import checkpoint, storage
 
-FINGERPRINT = {"seed": 0}
 # Audit events of operations that change a disk; opening counts if it is for writing.
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 REMOVES = {"os.remove", "os.rmdir", "shutil.rmtree"}
@@ -104,10 +104,6 @@ def torn(create: Any, fault: Fault) -> Any:
             yield Torn(stream, fault)
 
     return created
-
-
-def state(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((64, 64), value), "b": torch.tensor(value)}
 
 
 def save(folder: Any, world: World, update: int, value: float, *, keep: int = 1) -> None:
@@ -220,17 +216,9 @@ def any_moment(root: Path, *, rounds: int, url: bool, background: bool) -> dict[
     return {"updates": updates}
 
 
-def explore(folder: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    results = {}
+def explore(folder: str, work: str, options: dict[str, Any]) -> dict[str, Any]:
     works: dict[str, Callable[..., dict[str, Any]]] = {"every": every_moment, "any": any_moment}
-    for i, (name, (work, options)) in enumerate(cases.items()):
-        root = Path(folder, str(i))
-        root.mkdir()
-        try:
-            results[name] = works[work](root, **options)
-        except AssertionError as error:
-            results[name] = {"error": str(error)}
-    return results
+    return works[work](Path(folder), **options)
 
 
 fsspec.register_implementation("bucket", Bucket)

@@ -1,4 +1,4 @@
-"""Moves items between ranks; every field tells which item it is, for test_items.py."""
+"""Moves items between ranks; every field tells which item it is, for test_noising.py."""
 
 from typing import Any
 

@@ -1,114 +1,58 @@
 """Runs one rollout and its updates with every kind of objective, for test_learner.py."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers import tiny_jobs as tiny
+from helpers.settings import settings_of
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.gathered import gather
-from fluvial.engines.methods import ConstantMargin, Doubt, HeadGan
-from fluvial.engines.methods.table import (
-    AcDmd,
-    AdjointMatching,
-    Awm,
-    BranchGrpo,
-    ChunkGrpo,
-    DenseGrpo,
-    Distill,
-    Dmd2,
-    Dpo,
-    Gardo,
-    Grpo,
-    Guard,
-    Kto,
-    Mapo,
-    Nft,
-    Raft,
-    Refl,
-    Rtdmd,
-    Sft,
-    Spo,
-    Srpo,
-    Tdm,
-    TdmR1,
-    TurningPointGrpo,
-)
-from fluvial.engines.sampling.config import RefilledGroups, SamplingConfig, ScoutedGroups, Truncate
-from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
-from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, Candidates, RandomRecorded, RandomWindow, Splits
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Stochastic
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-ODE = replace(STEPS, sampler=Ode())
-FEW = replace(ODE, prompts=12, group=1)
-RUNS: dict[str, dict[str, Any]] = {
-    "nft": {"method": Nft(), "sampling": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl.coef": 0.1},
-    "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
-    "dpo": {"method": Dpo(), "sampling": ODE, "noising": NoisingConfig(3)},
-    "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
-    "mapo": {"method": Mapo(temperature=10.0), "sampling": ODE, "noising": NoisingConfig(3)},
-    "kto": {"method": Kto(labels="reward", utility="log_sigmoid"), "sampling": ODE, "passes.minibatches": 2, "updates": 2},
-    "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
-    "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
-    "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
-    "distill by source": {"method": Distill(teacher=("even=teacher", "odd=other")), "sampling": STEPS},
-    "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
-    "dmd2, gan": {
-        "method": Dmd2(fake_updates=2, gan=HeadGan(0.5, 0.1)),
-        "sampling": replace(FEW, sampler=Stochastic("cps", 1.0)),
-        "engine.comm": "reshard",
-    },
-    "dmd2, gan, lora": {
-        "method": Dmd2(fake_updates=2, gan=HeadGan(0.5, 0.1)),
-        "sampling": replace(FEW, sampler=Stochastic("cps", 1.0)),
-        "train": "lora",
-    },
-    "ac-dmd": {"method": AcDmd(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 0.9))},
-    "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
-    "tdm-r1": {"method": TdmR1(), "sampling": replace(STEPS, sampler=Ode()), "train": "lora"},
-    "rtdmd": {"method": Rtdmd(first=2), "sampling": replace(STEPS, sampler=Stochastic("cps", 0.9))},
-    "refl": {"method": Refl(), "sampling": replace(FEW, window=AllSteps(low=1))},
-    "srpo": {"method": Srpo(margin=9.0), "sampling": FEW},
-    "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
-    "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
-    "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": Truncate("trajectory")},
-    "chunk": {"method": ChunkGrpo(), "sampling": STEPS},
-    "densegrpo": {"method": DenseGrpo(), "sampling": STEPS},
-    "tpgrpo": {"method": TurningPointGrpo(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
-    "adjoint": {
-        "method": AdjointMatching(scale=1.0),
-        "sampling": replace(STEPS, sampler=Stochastic(eta=2**0.5)),
-        "train": "lora",
-    },
-    "branchgrpo": {"method": BranchGrpo(), "sampling": replace(STEPS, window=Splits((0, 2)))},
-    "spo": {
-        "method": Spo(margin=ConstantMargin(0.0)),
-        "sampling": replace(STEPS, window=Candidates(4, low=1)),
-        "train": "lora",
-    },
-    "flash": {
-        "sampling": replace(STEPS, window=RandomWindow(1, draw="group")),
-        "method": Grpo(weighting="std_over_b"),
-        "passes.minibatches": 2,
-        "updates": 2,
-    },
-    "gardo": {
-        "sampling": STEPS,
-        "method": Gardo(gate=Doubt(share=0.2)),
-        "rewards": ("brightness", "contrast"),
-        "train": "lora",
-        "passes.epochs": 2,
-        "updates": 2,
-    },
-    "refilled": {"sampling": replace(STEPS, prompts=2, group=6, groups=RefilledGroups(2, 0.1))},
-    "scouted": {"method": Nft(), "sampling": replace(ODE, groups=ScoutedGroups(9, 2)), "train": "lora"},
-    "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
+SINGLE, TWO = "sampling.prompts=12 sampling.group=1", "passes.minibatches=2 updates=2"
+LIGHT, GAN = "rewards=('brightness','contrast=0.1')", "fake_updates=2 gan=head gan.weight=0.5 gan.critic_weight=0.1"
+LINES = {
+    "nft": "nft dpm lora kl.coef=0.1",
+    "awm": "awm ode passes.epochs=2 updates=2",
+    "dpo": "dpo ode noising.each=3",
+    "dpo, lora": "dpo ode lora",
+    "mapo": "mapo ode temperature=10.0 noising.each=3",
+    "kto": f"kto ode labels=reward utility=log_sigmoid {TWO}",
+    "raft": "raft ode kl.coef=0.1",
+    "sft": "sft ode noising.each=2 noising.levels=continuous",
+    "distill": "distill teacher=('teacher',)",
+    "distill by source": "distill teacher=('even=teacher','odd=other')",
+    "dmd2": f"dmd2 cps sampling.sampler.eta=1.0 {SINGLE} fake_updates=2",
+    "dmd2, gan": f"dmd2 cps sampling.sampler.eta=1.0 {SINGLE} {GAN} engine.comm=reshard",
+    "dmd2, gan, lora": f"dmd2 cps sampling.sampler.eta=1.0 {SINGLE} {GAN} lora",
+    "ac-dmd": f"ac-dmd cps sampling.sampler.eta=0.9 {SINGLE} fake_updates=2",
+    "tdm, lora": f"tdm ode {SINGLE} trained=all lora",
+    "tdm-r1": "tdm-r1 ode lora",
+    "rtdmd": "rtdmd cps sampling.sampler.eta=0.9 first=2",
+    "refl": f"refl ode {SINGLE} sampling.window.low=1",
+    "srpo": f"srpo ode {SINGLE} margin=9.0",
+    "minibatches": f"grpo {TWO}",
+    "fraction": "grpo sampling.shared_noise=True trained=random trained.fraction=0.5",
+    "correction": "grpo rollout.autocast=True correction=truncate correction.level=trajectory",
+    "chunk": "chunk",
+    "densegrpo": "densegrpo",
+    "tpgrpo": f"tpgrpo {LIGHT}",
+    "adjoint": f"adjoint sampling.sampler.eta={2**0.5} scale=1.0 lora",
+    "branchgrpo": "branchgrpo sampling.window=splits sampling.window.splits=(0,2)",
+    "spo": "spo sampling.window=candidates sampling.window.samples=4 sampling.window.low=1 margin.size=0.0 lora",
+    "flash": f"grpo sampling.window=random sampling.window.size=1 sampling.window.draw=group weighting=std_over_b {TWO}",
+    "gardo": "gardo lora gate=doubt gate.share=0.2 rewards=('brightness','contrast') passes.epochs=2 updates=2",
+    "refilled": "grpo refilled sampling.prompts=2 sampling.group=6 sampling.groups.rounds=2 sampling.groups.floor=0.1",
+    "scouted": "nft ode lora sampling.groups=scouted sampling.groups.scouts=9 sampling.groups.steps=2",
+    "guard": f"guard {LIGHT}",
 }
+RUNS: dict[str, dict[str, Any]] = {name: {"sampling": STEPS, **settings_of(line)} for name, line in LINES.items()}
 
 
 def rollouts(world: World, folder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pushes of weights to a server in the main rank's process, for test_weights_processes.py."""
+"""Pushes of weights to a server in the main rank's process, for test_weights.py and test_ranks.py."""
 
 import hashlib
 import json
@@ -119,7 +119,7 @@ def fill(folder: str, url: str, method: Method, model: str) -> None:
     from fluvial.engines.engine.world import init_world
 
     with init_world() as world:
-        module = {"tiny": base, "tokens": tiny_transformers.flux, "adapter": adapted_tokens}[model]()
+        module = {"tokens": tiny_transformers.flux, "adapter": adapted_tokens}[model]()
         peer, engine = HttpClient(url, patience=0), Engine(module, [], OptimizerConfig(), world, updates=1)
         sync = WeightSync(world, folder=Path(folder), method=method, bucket_bytes=500)
         version = int(peer.post("/v1/unmerge_lora_weights", {})["weight_version"])

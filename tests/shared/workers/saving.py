@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # which DTensor imports when it is first used: once here, not in each forked process
 import torch.distributed as dist
 from helpers import forks
+from helpers.saved_checkpoints import FINGERPRINT
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -17,19 +18,21 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.checkpoint import checkpoint, storage
 
-FINGERPRINT = {"seed": 0, "train": "full"}
 
-
-def sharded(value: float, world: World) -> dict[str, DTensor]:
-    """Return the tensors of test_checkpoint.whole, sharded by rows, by columns, into fewer rows than ranks, or copied."""
-    tensors = {
+def whole(value: float) -> dict[str, Tensor]:
+    """Return tensors whose rows are no multiple of the ranks."""
+    return {
         "matrix": torch.arange(21, dtype=torch.float32).reshape(7, 3) * value,
         "columns": torch.arange(10, dtype=torch.bfloat16).reshape(2, 5) * value,
         "short": torch.full((1, 2), value, dtype=torch.float64),
         "everywhere": torch.tensor([value, 2 * value]),
     }
+
+
+def sharded(value: float, world: World) -> dict[str, DTensor]:
+    """Return them sharded by rows, by columns, into fewer rows than ranks, or copied."""
     placements = {"matrix": Shard(0), "columns": Shard(1), "short": Shard(0), "everywhere": Replicate()}
-    return {name: distribute_tensor(tensor, world.mesh, [placements[name]]) for name, tensor in tensors.items()}
+    return {name: distribute_tensor(tensor, world.mesh, [placements[name]]) for name, tensor in whole(value).items()}
 
 
 def told(update: int, world: World) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from email.message import Message
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -23,8 +24,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from fluvial.engines.extensions.servers.asgi import RequestError, body_of, json_of
-from fluvial.engines.extensions.servers.forms import read_form
+from fluvial.engines.extensions.servers.asgi import FORM, RequestError, body_of, json_of
 from fluvial.engines.extensions.servers.rollout.service import RolloutService
 from fluvial.engines.extensions.wire.decode import convert
 from fluvial.engines.extensions.wire.request import Id, Positive, Scale, read_request
@@ -32,22 +32,13 @@ from fluvial.engines.extensions.wire.response import RolloutSample
 from fluvial.models.images import as_image
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
+MOST_FIELDS = 64
 OFF: tuple[Any, ...] = (None, False, "", "auto", "opaque")
 # Fields of sglang 0.5.23 that this server lacks (openai/protocol.py of its entrypoints, ImageGenerationsRequest).
 UNSUPPORTED = (
-    "enhance_prompt",
-    "background",
-    "max_sequence_length",
-    "flow_shift",
-    "enable_teacache",
-    "enable_upscaling",
-    "upscaling_model_path",
-    "diffusers_kwargs",
-    "progressive_mode",
-    "perf_dump_path",
-    "profile",
-    "enable_cache_dit",
-    "cache_dit_params",
+    *("enhance_prompt", "background", "max_sequence_length", "flow_shift", "enable_teacache", "enable_upscaling"),
+    *("upscaling_model_path", "diffusers_kwargs", "progressive_mode", "perf_dump_path", "profile"),
+    *("enable_cache_dit", "cache_dit_params"),
 )
 # Fields of a form; the further ones are those of videos.
 FILES, MASK = ("image", "image[]", "input_reference", "video_reference"), "mask"
@@ -203,8 +194,42 @@ def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], lis
     return values, images, masks[0] if masks else ""
 
 
+class Field(NamedTuple):
+    """A field of a form; a file has a file name."""
+
+    name: str
+    data: bytes
+    file: str | None
+
+
+def read_form(body: bytes, content_type: str) -> list[Field]:
+    """Return the fields of a form (RFC 7578) in their order; RequestError if it is none, or has more than `MOST_FIELDS`."""
+    match = re.fullmatch(rf'{FORM};.*?boundary="?([\w\'()+,./:=? -]{{1,70}})"?(;.*)?', content_type.strip(), re.IGNORECASE)
+    if match is None:
+        raise RequestError(f"the content type is {content_type[:60]!r}, expected {FORM} with a boundary", 415)
+    line = b"\r\n--" + match[1].encode()
+    if (b"\r\n" + body).count(line) > MOST_FIELDS + 1:
+        raise RequestError(f"the form has more than {MOST_FIELDS} fields", 413)
+    before, *parts = (b"\r\n" + body).split(line)
+    if before.strip() or not parts or not parts[-1].startswith(b"--"):
+        raise RequestError("the form is cut off, or is none")
+    return [_read_field(part) for part in parts[:-1]]
+
+
+def _read_field(part: bytes) -> Field:
+    head, separator, data = part.partition(b"\r\n\r\n")
+    header = Message()
+    for line in head.decode("utf-8", "replace").split("\r\n"):
+        title, _, value = line.partition(":")
+        if title.strip().lower() == "content-disposition":
+            header["content-disposition"] = value.strip()
+    name, file = (header.get_param(each, header="content-disposition") for each in ("name", "filename"))
+    if not separator or not isinstance(name, str):
+        raise RequestError("a field of the form has no name")
+    return Field(name, data, file if isinstance(file, str) else None)
+
+
 def _answer(asked: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any]:
-    """Return the response to a request."""
     return {
         "id": samples[0].request_id,
         "created": int(time.time()),

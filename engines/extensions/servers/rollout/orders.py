@@ -75,7 +75,6 @@ def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int,
 
 
 def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
-    """Return the bytes of an image's file."""
     if image.startswith("data:"):
         head, _, data = image.partition(",")
         if not head.endswith(";base64"):

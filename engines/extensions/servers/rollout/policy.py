@@ -192,7 +192,6 @@ def open_policy(
     dtype: Dtype = "auto",
     roots: Sequence[Path] = (),
     prompts: Sequence[str] = (),
-    device: torch.device | None = None,
     world: World | None = None,
 ) -> ServedPolicy:
     """Return the policy of a name, with its network on the device.
@@ -207,14 +206,13 @@ def open_policy(
         roots: folders that weights and images may be read from later; by default `find_shared_folder()` and the folders of
             the model's weights.
         prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
-        device: device; by default the GPU, or the CPU without one.
-        world: the ranks of the server; None for one process.
+        world: the ranks of the server; None for one process, on the GPU, or the CPU without one.
 
     Raises:
         UsageError: there is no such model, it cannot be loaded, or its tokens cannot be split over the ranks.
         RunError: the folder in shared memory belongs to somebody else.
     """
-    device = device or (default_device() if world is None else world.device)
+    device = default_device() if world is None else world.device
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = base_model(name)
     if is_run(name):

@@ -182,7 +182,6 @@ def put_together(value: Any, classes: Mapping[str, type]) -> Any:
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass, a struct or a named tuple."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)

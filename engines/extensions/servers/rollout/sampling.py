@@ -211,7 +211,6 @@ def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], micro_batch: 
 def _sampling(
     recipe: Recipe, window: tuple[int, ...] | Tensor, schedule: Schedule, sampler: Sampler | None, *, observe: _Steps | None
 ) -> Sampling:
-    """Return how a batch is made."""
     options, stochastic = recipe.options, None
     if sampler is not None:
         windows = (lambda ids: window) if isinstance(window, Tensor) else window

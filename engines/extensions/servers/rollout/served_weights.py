@@ -115,7 +115,6 @@ class ServedWeights:
     Args:
         module: network, or an nn.ModuleDict of networks, with its base weights and no adapters.
         roots: folders that clients may name files in.
-        version: number of updates that made the weights.
         ranks: processes that each hold a part of the weights; None for one process.
 
     Raises:
@@ -128,12 +127,12 @@ class ServedWeights:
         *,
         roots: Sequence[Path],
         device: torch.device | None = None,
-        version: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         if lora_layers(module):
             raise ValueError("the served module has adapters: serve the base, and set the adapter with `adapt`")
-        self.module, self.version, self.ranks = module, version, ranks
+        self.module, self.ranks = module, ranks
+        self.version = 0  # number of updates that made the weights
         self._pushed: Staged = {}  # on the process that serves: what `exchange` takes
         self.roots = [root.resolve() for root in roots]
         self.networks = components(module)

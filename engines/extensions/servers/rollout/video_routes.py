@@ -23,8 +23,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.servers.asgi import RequestError, body_of, json_of
-from fluvial.engines.extensions.servers.forms import FORM
+from fluvial.engines.extensions.servers.asgi import FORM, RequestError, body_of, json_of
 from fluvial.engines.extensions.servers.rollout.image_routes import UNSUPPORTED, AskedSamples, read_asked, read_media_form
 from fluvial.engines.extensions.servers.rollout.orders import orders_of
 from fluvial.engines.extensions.servers.rollout.service import RolloutService
@@ -98,12 +97,8 @@ class VideoJobs:
         name, (width, height) = f"video_{secrets.token_hex(16)}", asked.pixels
         self.jobs[name] = {
             **{"id": name, "object": "video", "model": self.service.policy.name, "status": "queued", "progress": 0},
-            **{
-                "created_at": int(time.time()),
-                "size": f"{width}x{height}" if width and height else "",
-                "quality": "standard",
-            },
-            "seconds": str(asked.seconds or SECONDS),
+            **{"size": f"{width}x{height}" if width and height else "", "seconds": str(asked.seconds or SECONDS)},
+            **{"created_at": int(time.time()), "quality": "standard"},
         }
         self.tasks[name] = asyncio.create_task(self._work(self.jobs[name], asked, checked))
         return JSONResponse(self.jobs[name])

@@ -39,15 +39,17 @@ from fluvial.engines.extensions.servers.rollout.served_weights import (
     ServedWeights,
     merge_adapters,
 )
-from fluvial.engines.extensions.wire.broadcast import BroadcastGroup, open_store, own_address
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.weight_buckets import (
     BROADCAST,
     FACTORS,
     SHARED_FILES,
+    BroadcastGroup,
     SharedBucket,
     Text,
     open_shared_bucket,
+    open_store,
+    own_address,
 )
 from fluvial.models.lora_layer import Product
 
@@ -164,7 +166,7 @@ class Checksums(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoFields(Struct, frozen=True):
-    """A request whose fields are not read."""
+    """A request whose fields are not read, and which is answered while the weights are released, too."""
 
 
 PICKLES = (
@@ -397,22 +399,19 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
         "/unload_lora_adapter": (routes.unload_lora, UnloadLora),
         "/update_weights_from_tensor_checker": (routes.check, Checker),
         "/get_weights_checksum": (routes.checksums, Checksums),
-    }
-    # These also answer while the weights are released.
-    always: dict[str, tuple[Callable[[Any], Awaitable[dict[str, Any]]], type[Struct]]] = {
         "/v1/list_loras": (routes.list_loras, NoFields),
         "/release_memory_occupation": (routes.release, NoFields),
         "/resume_memory_occupation": (routes.resume, NoFields),
     }
 
     def endpoint(path: str) -> Callable[[Request], Awaitable[JSONResponse]]:
-        handler, kind = (handlers | always)[path]
+        handler, kind = handlers[path]
 
         async def answer(request: Request) -> JSONResponse:
             try:
                 asked = await _body(request, kind)
                 async with routes.turn:
-                    if path in handlers and routes.weights.released:
+                    if kind is not NoFields and routes.weights.released:
                         raise RequestError("the weights are released: POST /resume_memory_occupation first")
                     return JSONResponse(await handler(asked))
             except (RequestError, WireError) as error:
@@ -425,7 +424,7 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
         return answer
 
     methods = {"/v1/list_loras": ["GET"]}
-    return [Route(path, endpoint(path), methods=methods.get(path, ["POST"])) for path in handlers | always]
+    return [Route(path, endpoint(path), methods=methods.get(path, ["POST"])) for path in handlers]
 
 
 async def _body(request: Request, kind: type[Result]) -> Result:

@@ -15,9 +15,9 @@ from fluvial.core.random import key
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import trainer as trainers
+from fluvial.engines.run.build import check_model
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import serving_solver
 from fluvial.engines.sampling.window import Branches, RandomWindow

@@ -12,14 +12,12 @@ import httpx2
 import optree
 import pytest
 import torch
-from helpers import asgi, launch, rollout_servers
+from helpers import asgi, rollout_servers
 from helpers import tiny_jobs as tiny
-from helpers.marks import long
 from torch import Tensor
 
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
-from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
@@ -285,16 +283,18 @@ def test_final_latents_are_asked_for_where_they_are_needed(
             assert trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0).sampling.final == final
 
 
-def test_images_of_prompts_are_sent_with_their_arguments() -> None:
-    media = [{"mask_image": b"m", "image": number} for number in (b"1", b"1", b"2")]
-    asking, sampling = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES), plain_sampling()
+@pytest.mark.parametrize("kind", ["fluvial", "sglang"])
+def test_images_of_prompts_are_sent_with_their_arguments(kind: Any) -> None:
+    """Each image of a list has that of the list; sglang, which makes one sample per request, is sent no names."""
+    media = [{"mask_image": b"m", "image": images} for images in (b"1", b"1", (b"2", b"3"))]
+    asking, sampling = Asking(kind, "flow_sde", ETA, "velocity", SIZES), plain_sampling()
     requests = Requests([Prompt("1", media=each) for each in media], (5, 6, 7), key(1))
     orders = asking.orders(requests, sampling, micro_batch=COUNT, guided=False)
-    assert [order.ids for order in orders] == [(5, 6), (7,)]
-    for order, image in zip(orders, ("MQ==", "Mg=="), strict=True):
+    assert [order.ids for order in orders] == ([(5, 6), (7,)] if kind == "fluvial" else [(5,), (6,), (7,)])
+    for order, images in zip((orders[0], orders[-1]), (["MQ=="], ["Mg==", "Mw=="]), strict=True):
         asked = asking.request(order, key(1), sampling, version=0)
-        assert asked.image_path == ("data:image/png;base64,bQ==", f"data:image/png;base64,{image}")
-        assert asked.fluvial.media == ("mask_image", "image")
+        assert asked.image_path == tuple(f"data:image/png;base64,{image}" for image in ("bQ==", *images))
+        assert asked.fluvial.media == (("mask_image", *["image"] * len(images)) if kind == "fluvial" else None)
 
 
 def plain_sampling() -> Sampling:
@@ -306,19 +306,6 @@ class Unbuilt(Model):
 
     def build(self, *, empty: bool = False) -> NoReturn:
         raise AssertionError("the network is built")
-
-
-def test_each_image_of_a_list_is_sent() -> None:
-    """With the argument that they all are; sglang, which makes one sample per request, is sent no names."""
-    prompts = [Prompt("1", media={"image": (b"1", b"2"), "mask_image": b"m"})] * 2
-    sampling = plain_sampling()
-    for kind, ids in (("fluvial", [(5, 6)]), ("sglang", [(5,), (6,)])):
-        asking = Asking(kind, "flow_sde", ETA, "velocity", SIZES)  # type: ignore[arg-type]
-        orders = asking.orders(Requests(prompts, (5, 6), key(1)), sampling, micro_batch=COUNT, guided=False)
-        assert [order.ids for order in orders] == ids
-        asked = asking.request(orders[0], key(1), sampling, version=0)
-        assert asked.image_path == tuple(f"data:image/png;base64,{image}" for image in ("MQ==", "Mg==", "bQ=="))
-        assert asked.fluvial.media == (("image", "image", "mask_image") if kind == "fluvial" else None)
 
 
 def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> None:
@@ -368,24 +355,3 @@ def test_what_no_server_can_do_is_refused_when_the_run_is_configured() -> None:
 
 def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
     raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ("nft --sampling.sampler ode --sampling.sampler.solver unipc", "--sampling.sampler.solver is 'unipc'"),
-        long(
-            "grpo --sampling.window random --rollout.step-cache first_block",
-            "step-cache is 'first_block', expected none",
-        ),
-        long("grpo --sampling.sampler test_conditions:own_sampler", "expected one of flow_sde"),
-    ],
-)
-def test_the_command_line_refuses_it_before_anything_is_loaded(
-    args: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    out = tmp_path / "run"
-    assert cli.run(["train", *args.split(), "--model", "handwriting", "--rollout.source", URL, "--out", str(out)]) == 2
-    assert says in launch.one_line(capsys.readouterr().err)
-    assert not out.exists()

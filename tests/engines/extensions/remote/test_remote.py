@@ -16,7 +16,7 @@ import optree
 import pytest
 import torch
 from helpers import tiny_jobs as tiny
-from helpers.fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
+from helpers.fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, planned, respond
 from helpers.fake_servers import loopback
 from torch import nn
 
@@ -28,11 +28,11 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
-from fluvial.engines.methods.table import Dppo, Nft
+from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig, Truncate
-from fluvial.engines.sampling.generate import Chunk, Guidance
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.source import Holder, InProcess
 from fluvial.engines.sampling.tail import Tail
@@ -110,13 +110,6 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
     assert [expected in str(warning.message) for warning in said] == [True] * says
 
 
-def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutSpec:
-    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
-    with Trainer(config, tiny.job(), world) as trainer:
-        root = key(1)
-        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)
-
-
 def chunks(source: Any, spec: RolloutSpec, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
     return list(source.generate(spec.requests, spec.sampling, micro_batch=micro_batch))
 
@@ -125,19 +118,11 @@ def net() -> nn.Module:
     return tiny.Tiny().build()
 
 
+# How trainers ask for samples; that each field of a request counts is tested in test_conditions.py.
 VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    ({"sampler": Stochastic("dance_sde", eta=0.5)}, {}),
-    ({"sampler": Stochastic("cps", eta=0.5)}, {}),
-    ({"window": RandomWindow(2)}, {"form": "no_const", "reduction": "sum"}),
-    ({"window": RandomWindow(1, high=3, draw="sample")}, {}),
     ({"window": RandomWindow(1, high=3, draw="call")}, {}),
-    ({"shared_noise": True}, {}),
-    ({"window": RandomWindow(2, low=1, share_prefix=True)}, {}),
     ({"window": Branches(1, 2, high=2)}, {}),
-    ({"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))}, {}),
-    ({"guidance": Guidance(2.0, "3")}, {}),
-    ({}, {"method": Dppo(), "train": "lora"}),
     ({"sampler": Ode()}, {"method": Nft(), "train": "lora"}),  # clean samples are their last latents alone
 ]
 
@@ -278,7 +263,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
 def test_a_fault_is_a_retry_or_one_line(one: World, name: str) -> None:
     """On another server the rollout is completed, with the bits it would have had; servers that all fail end it."""
     fault, says = FAULTS[name]
-    fakes, spec, config = [FakeRollouts(net()) for _ in range(2)], planned(one), replace(QUICK, most_mb=1)
+    fakes, spec, config = [FakeRollouts(net()) for _ in range(2)], planned(one, STEPS), replace(QUICK, most_mb=1)
     expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module)), spec)
     with served(*fakes, world=one, config=config) as source:
         fakes[0].faults = [fault]
@@ -293,7 +278,7 @@ def test_a_fault_is_a_retry_or_one_line(one: World, name: str) -> None:
 
 def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) -> None:
     """Its late reply is nobody's."""
-    over, spec = threading.Event(), planned(one)
+    over, spec = threading.Event(), planned(one, STEPS)
     silent = Fault(lambda handler: cast(Any, over.wait(60)))
     fakes = [FakeRollouts(net()) for _ in range(2)]
     with served(*fakes, world=one, config=replace(QUICK, timeout=2)) as source:
@@ -307,7 +292,7 @@ def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) 
 
 def test_a_wrong_request_is_not_sent_to_other_servers(one: World) -> None:
     """It is wrong everywhere. A server that has too much to do is asked again, which does not count as a failure."""
-    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one, STEPS)
     with served(*fakes, world=one) as source:
         for fake in fakes:
             fake.faults = [Fault(lambda handler: respond(handler, b'{"detail": "no such sampler"}', 400))] * 9
@@ -321,7 +306,7 @@ def test_a_wrong_request_is_not_sent_to_other_servers(one: World) -> None:
 
 def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> None:
     """A rollout is completed by the other one; the first is given the weights again before it is asked for samples."""
-    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    fakes, spec = [FakeRollouts(net()) for _ in range(2)], planned(one, STEPS)
     with served(*fakes, world=one) as source:
         fakes[0].faults, fakes[0].is_ready = [Fault(hang_up)] * 2, False
         chunks(source, spec)
@@ -337,7 +322,7 @@ def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> No
 
 def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
     """For the patience of the run, and then the weights are given again."""
-    fake, spec, engine = FakeRollouts(net()), planned(one), cast(Engine, SimpleNamespace(world=one))
+    fake, spec, engine = FakeRollouts(net()), planned(one, STEPS), cast(Engine, SimpleNamespace(world=one))
     with served(fake, world=one, config=replace(QUICK, patience=3)) as source:
         sync = cast(FakeSync, source.sync)
         sync.is_down, fake.is_ready = True, False
@@ -363,7 +348,7 @@ def test_images_have_the_size_of_the_samples(one: World, monkeypatch: pytest.Mon
         return (1, height, width)
 
     monkeypatch.setattr(tiny.Tiny, "latent_shape", latent_shape)
-    spec = planned(one)
+    spec = planned(one, STEPS)
     for shape, says in (
         ((1, 2, 4), r"an image of shape \[1, 2, 4\], of latents \[1, 2, 4\], expected \[1, 4, 4\]"),
         ((1, 2, 4, 4), r"an image of shape \[1, 2, 4, 4\]: frames is 2"),
@@ -375,45 +360,17 @@ def test_images_have_the_size_of_the_samples(one: World, monkeypatch: pytest.Mon
             assert {chunk.images.shape for chunk in chunks(source, spec)} == {(MICRO_BATCH, 1, 4, 4)}
 
 
-@contextmanager
-def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
-    """Yield a trainer that corrects for differences of the servers that make its samples."""
-    correction = Truncate()
-    config = tiny.config(cast(Any, None), sampling=STEPS, correction=correction, **{"engine.micro_batch": MICRO_BATCH})
-    with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        for part in (trainer, trainer.run, trainer.sampler):
-            part.config = replace(config, rollout=source.rollout)
-        trainer.sampler.source = source
-        yield trainer, source
-
-
-def test_a_server_with_another_policy_is_left_out(one: World) -> None:
-    """Also with a correction: the rollout is made again by the others, and nothing is asked of that server any more."""
-    bad, good = FakeRollouts(tiny.Tiny(seed=1).build()), FakeRollouts(net())
-    with trainer_of(bad, good, world=one) as (trainer, source):
-        addresses = [server.address for server in source.pool.servers]
-        with pytest.warns(
-            RuntimeWarning, match=rf"^{addresses[0]} is left out: its log-prob[^\n]* above `rollout.servers.tol"
-        ):
-            made = trainer.run.sample(key(1))
-        assert [server.address for server in source.pool.servers] == addresses[1:]
-        inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
-        spec = made.spec
-        ends = [chunk.trajectory.x_next for chunk in chunks(inside, spec)]
-        assert torch.equal(made.trajectory.x_next, torch.cat(ends))
-        assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
-        good.module = bad.module
-        with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):
-            trainer.run.sample(key(2))
-
-
 def test_the_summary_is_of_served_samples_too(one: World) -> None:
     """With a correction the update's own numbers take the place of the servers', and a first ratio of these is 0."""
     fake = FakeRollouts(net())
     with torch.no_grad():
         for parameter in fake.module.parameters():
             parameter.mul_(1 + 1e-5)
-    with trainer_of(fake, world=one) as (trainer, _):
+    config = tiny.config(cast(Any, None), sampling=STEPS, correction=Truncate(), **{"engine.micro_batch": MICRO_BATCH})
+    with served(fake, world=one) as source, Trainer(config, tiny.job(), one) as trainer:
+        for part in (trainer, trainer.run, trainer.sampler):
+            part.config = replace(config, rollout=source.rollout)
+        trainer.sampler.source = source
         record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         assert 0 < record["correction"]["gap_p99"] <= record["correction"]["gap_max"] < 1e-3
@@ -422,7 +379,7 @@ def test_the_summary_is_of_served_samples_too(one: World) -> None:
 
 def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
     """In a rollout with another key, the first reply holds samples of the last one; nor is one used twice in a rollout."""
-    fake, spec, known = FakeRollouts(net()), planned(one), dict[str, Any]()
+    fake, spec, known = FakeRollouts(net()), planned(one, STEPS), dict[str, Any]()
     following, noted_one = spec.requests._replace(key=key(9)), threading.Event()
 
     def noted(samples: Any) -> Any:
@@ -451,24 +408,33 @@ def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
             chunks(source, spec)
 
 
-def test_servers_that_cannot_be_used_are_refused(one: World) -> None:
+def test_servers_that_cannot_be_used_are_refused(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run has one kind of server, and each once; nothing hangs without any, neither when the run is built, nor later."""
     with pytest.raises(UsageError, match="different programs"):
         served(FakeRollouts(net()), FakeRollouts(net(), "sglang"), world=one).__enter__()
     with pytest.raises(UsageError, match="names a server twice"):
         servers.ServerPool(["http://a:1", "http://a:1/"], QUICK)
-    fake, spec = FakeRollouts(net()), planned(one)
+    fake, spec = FakeRollouts(net()), planned(one, STEPS)
     with served(fake, world=one) as source:
         fake.is_ready, fake.faults = False, [Fault(hang_up)] * 9
         with pytest.raises(RunError, match=r"no server has answered for 1 s|tries failed"):
             chunks(source, spec)
     with pytest.raises(RunError, match="cannot be reached"):
         remote(RolloutConfig(source="http://127.0.0.1:9", servers=QUICK), [fake], one)
+    with loopback(lambda handler: respond(handler, b"{}", 404)) as url:
+        says = f"{url} has no /v1/model_info: fluvial serve and sglang have it, vLLM-omni makes images alone"
+        with pytest.raises(RunError, match=says):
+            remote(RolloutConfig(source=url, servers=QUICK), [fake], one)
+    fake.server.policy.model, fake.is_ready = type("Text", (tiny.Tiny,), {"takes": ()})(), True
+    monkeypatch.setattr(tiny.Tiny, "takes", ("image",), raising=False)
+    says = "takes no images with a prompt, and the run's prompts have image: use fluvial serve"
+    with pytest.raises(UsageError, match=says):
+        served(fake, world=one).__enter__()
 
 
 def test_the_handshake_says_how_far_servers_are(one: World) -> None:
     """0 where they compute the same, more where their weights are others."""
-    fake, spec = FakeRollouts(net()), planned(one)
+    fake, spec = FakeRollouts(net()), planned(one, STEPS)
     requests = spec.requests._replace(prompts=[Prompt("1")] * 4, ids=list(range(4)))
     with served(fake, world=one) as source:
         handshake = source.compare_with_servers(requests, spec.sampling)
@@ -479,6 +445,34 @@ def test_the_handshake_says_how_far_servers_are(one: World) -> None:
         own, fake.module = fake.module, tiny.Tiny(seed=1).build()
         source.behaviour = lambda: nullcontext(own)
         assert source.compare_with_servers(requests, spec.sampling).largest > 1e-3
+
+
+def test_chunks_are_those_of_generate_with_the_version_that_was_pushed() -> None:
+    """The network is open while chunks are made, and closed when the last is taken or the rest is not wanted."""
+    model, opened = tiny.Tiny(), list[str]()
+    module = model.build()
+
+    @contextmanager
+    def behaviour() -> Iterator[nn.Module]:
+        opened.append("open")
+        try:
+            yield module
+        finally:
+            opened.append("closed")
+
+    source = InProcess(model, behaviour)
+    sampling = Sampling(tiny.SHAPE, on_device(model.schedule(2, tiny.SHAPE), torch.device("cpu")))
+    requests = Requests([Prompt("1")] * 4, [0, 1, 2, 3], key(5))
+    source.push(cast(Engine, None), 7)
+    expected = list(generate(model, module, requests, sampling, micro_batch=2))
+    found = list(source.generate(requests, sampling, micro_batch=2))
+    assert [chunk.version for chunk in found] == [7, 7]
+    assert all(torch.equal(own.images, other.images) for own, other in zip(found, expected, strict=True))
+    assert opened == ["open", "closed"]
+    chunks = source.generate(requests, sampling, micro_batch=2)
+    next(chunks)
+    chunks.close()
+    assert opened == ["open", "closed"] * 2
 
 
 SOURCES = "ftp://a", "http://a,b", "http//a", "replayed:", "stored:x", "somewhere"

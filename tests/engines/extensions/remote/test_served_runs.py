@@ -1,26 +1,13 @@
 """Runs whose samples `fluvial serve` makes, in another process: the weights have the bits of runs in one process."""
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers import launch, tiny_pipelines
 from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.job import handwriting
-from fluvial.engines.run.jobs.settings import MachineConfig
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
-from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
@@ -77,78 +64,3 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     updates = [record for record in records if "grad_norm" in record]
     assert {record["first_pass_max_abs_log_ratio"] for record in updates} == {0.0}  # files of equal sizes make no update
     assert [*weights.iterdir()] == []  # nothing is left behind
-
-
-@pytest.mark.long
-def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Images travel with the requests. A server of text alone is refused when the run is built."""
-    row, records = tiny_conditioned.ROWS["fill"], []
-    for number, text in enumerate(("a fox", "owls", "cats")):
-        files = {name: f"{number}-{name}.png" for name in row.media}
-        for place, file in enumerate(files.values()):
-            tiny_conditioned.draw_image(tmp_path / file, 10 * number + place, row.image)
-        records.append({"prompt": text, **files})
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (weights := tmp_path / "weights").mkdir()
-    model = [str(tiny_conditioned.save("fill", tmp_path / "fill"))]
-    call = [f"{name}={json.dumps(value)}" for name, value in row.call.items()]
-    opened = ["--pipeline.height", "16", "--pipeline.width", "16", "--pipeline.call", *call]
-    prompted = ["--prompts", str(prompts)]
-    scale, guidance = str(row.scale), ["--sampling.window", "random", "--sampling.window.size", "1"]
-    run = ["train", "grpo", "--model", *model, *launch.rewarded(*prompted), *opened, *ROLLOUT.split(), *REST.split()]
-    run += [*guidance, "--sampling.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
-    assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
-    options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights), "--steps", "3"]
-    options += ["--guidance.scale", scale, *opened]
-    with (
-        launch.start("serve", *model, *options, *prompted) as server,
-        launch.start("serve", "handwriting", *options[:4]) as bare,
-    ):
-        folder = ["--rollout.servers.weights-folder", str(weights)]
-        served = ["--rollout.source", server.address(), *folder]
-        assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
-        capfd.readouterr()
-        wrong = ["--rollout.source", bare.address(), *folder]
-        assert cli.run([*run, *wrong, "--out", str(tmp_path / "wrong")]) == 2
-        says = "takes no images with a prompt, and the run's prompts have image, mask_image: use fluvial serve"
-        assert says in launch.one_line(capfd.readouterr().err)
-    assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
-    differences = [record["handshake"]["log_prob_difference"] for record in launch.records(tmp_path / "served")[:1]]
-    assert {value for each in differences for value in each.values()} == {0.0}
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> None:
-    """It dies with kill -9 while samples of the second rollout are made; the other server makes them, with the same bits."""
-    servers: list[launch.Process] = []
-    calls: list[int] = []
-
-    def dark(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
-        calls.append(len(prompts))
-        if servers and sum(calls) > 2 + 4:  # the trial on blank images, and the first rollout
-            servers.pop(0).kill()
-        return 1 - images.flatten(1).mean(1)
-
-    small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
-    engine, evaluation = (
-        MachineConfig(micro_batch=2, update_micro_batch="rollout"),
-        EvaluationConfig(every=0, final_samples=2),
-    )
-    settings: dict[str, Any] = {"method": Grpo(sampling=small), "engine": engine, "evaluation": evaluation}
-    config = TrainConfig(tmp_path / "inside", updates=3, tracker="none", **settings)
-    job = replace(handwriting(), rewards={"dark": dark})
-    train(config, job)
-    calls.clear()
-    (weights := tmp_path / "weights").mkdir()
-    options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
-    with launch.start(*options) as first, launch.start(*options) as second:
-        urls = ",".join(map(launch.Process.address, (first, second)))
-        asked = RolloutConfig(source=urls, servers=ServersConfig(weights_folder=weights))
-        servers.append(first)
-        train(with_values(config, {"out": tmp_path / "served", "rollout": asked}), job)
-        assert first.poll() is not None
-        assert second.poll() is None
-    assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")

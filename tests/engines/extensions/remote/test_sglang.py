@@ -24,7 +24,7 @@ import pytest
 import torch
 from helpers import real_sglang, tiny_conditioned
 from helpers import tiny_jobs as tiny
-from helpers.fake_rollouts import MICRO_BATCH, respond
+from helpers.fake_rollouts import MICRO_BATCH, planned, respond
 from helpers.fake_servers import loopback
 from helpers.weight_servers import adapted, base, engine_of, move, served
 from safetensors.torch import load_file
@@ -38,8 +38,6 @@ from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
-from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.batch import RolloutSpec
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
@@ -134,13 +132,6 @@ def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator
             yield source
         finally:
             source.close()
-
-
-def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutSpec:
-    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
-    with Trainer(config, tiny.job(), world) as trainer:
-        root = key(1)
-        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)
 
 
 ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -191,11 +191,7 @@ def test_a_client_that_hangs_up_in_mid_body_writes_no_traceback(caplog: pytest.L
 def test_a_server_answers_beside_a_thousand_silent_connections() -> None:
     """And beside hundreds of half-sent bodies; as a process, whose stderr stays empty."""
     with launch.start("serve", "helpers.tiny_jobs:Tiny", "--port", "0", "--micro-batch", "2", "--steps", "3") as server:
-        until = time.monotonic() + 120
-        while "http://" not in server.stdout:
-            assert time.monotonic() < until, server.stderr
-            time.sleep(0.02)
-        port = int(server.stdout.rpartition(":")[2])
+        port = int(server.address().rpartition(":")[2])
         for sent, count in ((b"", 1000), (HALF.replace(b"/echo", b"/rollout/generate"), 300)):
             crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
             for each in crowd:

@@ -189,33 +189,7 @@ def test_requests_that_come_together_are_scored_together() -> None:
     assert sorted(shape[0] for shape in calls if shape[3] == 4) == [4, 6]
 
 
-def test_a_full_queue_answers_429() -> None:
-    go = threading.Event()
-
-    def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
-        assert go.wait(60)
-        return [0.0] * len(prompts)
-
-    async def many() -> Any:
-        service = RewardService({"slow": slow}, batch=1, linger=0, most_waiting=3)
-        served, batcher = application(service), service.batchers["slow"]
-        first = asyncio.create_task(asgi.call(served, "/compute", request(1)))
-        while batcher.begun < 1:
-            await asyncio.sleep(0.01)
-        waiting = asyncio.create_task(asgi.call(served, "/compute", request(5)))
-        while batcher.waiting < 5:
-            await asyncio.sleep(0.01)
-        refused = await asgi.call(served, "/compute", request(1))
-        go.set()
-        return refused, (await first).status, (await waiting).status
-
-    refused, first, waiting = asyncio.run(many())
-    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-    assert "5 samples are waiting" in refused.value["detail"]
-    assert (first, waiting) == (200, 200)
-
-
-def test_samples_of_a_client_that_has_gone_are_not_scored() -> None:
+def test_a_full_queue_answers_429_and_samples_of_a_client_that_has_gone_are_not_scored() -> None:
     go, seen = threading.Event(), list[str]()
 
     def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -223,21 +197,25 @@ def test_samples_of_a_client_that_has_gone_are_not_scored() -> None:
         assert go.wait(60)
         return [0.0] * len(prompts)
 
-    async def both() -> Any:
-        service = RewardService({"slow": slow}, batch=1, linger=0)
+    async def many() -> Any:
+        service = RewardService({"slow": slow}, batch=1, linger=0, most_waiting=3)
         served, batcher = application(service), service.batchers["slow"]
         first = asyncio.create_task(asgi.call(served, "/compute", request(1, "first")))
         while batcher.begun < 1:
             await asyncio.sleep(0.01)
         gone = await asgi.call(served, "/compute", request(1, "gone"), hangs_up=True)
-        last = asyncio.create_task(asgi.call(served, "/compute", request(1, "last")))
-        while batcher.waiting < 1:
+        waiting = asyncio.create_task(asgi.call(served, "/compute", request(5, "waits")))
+        while batcher.waiting < 5:
             await asyncio.sleep(0.01)
+        refused = await asgi.call(served, "/compute", request(1))
         go.set()
-        return gone.status, (await first).status, (await last).status
+        return refused, gone.status, (await first).status, (await waiting).status
 
-    assert asyncio.run(asyncio.wait_for(both(), 30)) == (499, 200, 200)
-    assert seen == ["first", "last"]
+    refused, *statuses = asyncio.run(asyncio.wait_for(many(), 30))
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert "5 samples are waiting" in refused.value["detail"]
+    assert statuses == [499, 200, 200]
+    assert seen == ["first", *["waits"] * 5]
 
 
 def test_a_request_that_is_too_large_is_not_read() -> None:

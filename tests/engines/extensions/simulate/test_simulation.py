@@ -48,7 +48,7 @@ def test_memory_is_counted_to_the_byte_by_line() -> None:
             emptied.untyped_storage().resize_(size)
             assert ledger.now == held
         del emptied
-        lines = ledger.find_holders(ledger.peak_entry).lines
+        lines = ledger.find_holders(ledger.peak_entry)
         assert sorted(lines.values()) == [200, 400]
         assert all("test_simulation.py" in line for line in lines)
 

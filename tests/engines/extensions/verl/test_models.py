@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import real_verl, tiny_conditioned, tiny_modular, tiny_pipelines, tiny_replayed, verl_runs
+from helpers import omni_rollouts, tiny_conditioned, tiny_modular, tiny_pipelines, tiny_replayed, verl_runs
 from helpers.marks import long
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt, model_inputs
@@ -21,7 +20,6 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.models.guidance import Guided
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.modular.any_modular import AnyModular
 from fluvial.models.pipelines.open import open_model
@@ -121,29 +119,8 @@ def rollout(kind: Kind, folder: Path) -> tuple[verl_runs.Made, list[Any]]:
 
 
 def batch(made: verl_runs.Made, raw: list[Any], **more: Any) -> Any:
-    """Return a rollout as verl-omni's trainer passes it, with prompts and without embeddings, by verl's own function."""
-    utils, trajectory = real_verl.part("verl.utils.tensordict_utils"), made.trajectory
-    latents = torch.cat([trajectory.x, trajectory.x_next[:, -1:]], dim=1)
-    if getattr(made.model, "packed", False):
-        latents = torch.stack([tiny_pipelines.packed(latents[:, i]) for i in range(latents.shape[1])], dim=1)
-    fields = {
-        "all_latents": latents,
-        "all_timesteps": made.schedule.timesteps[trajectory.steps],
-        "old_log_probs": made.log_prob_old,
-        "advantages": made.advantage[:, None].expand(-1, trajectory.x.shape[1]).clone(),
-        "raw_prompt": raw,
-    }
-    return utils.get_tensordict({**fields, **more}, non_tensor_dict={"micro_batch_size_per_gpu": 4})
-
-
-def tensors(cond: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Return a conditioning under the names of verl-omni's batches."""
-    if isinstance(cond, Guided):
-        return {**tensors(cond.cond), **tensors(cond.uncond, "negative_")}
-    names = {"tokens": "prompt_embeds", "pooled": "pooled_prompt_embeds", "mask": "prompt_embeds_mask"}
-    found = {prefix + full: getattr(cond, name, None) for name, full in names.items()}
-    found["condition_image_latents"] = getattr(cond, "image", None)
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    """Return a rollout with prompts and without embeddings."""
+    return verl_runs.batch(made, conditioned=False, raw_prompt=raw, **more)
 
 
 @pytest.mark.filterwarnings("ignore:the gradient has an RMS of:UserWarning")
@@ -170,7 +147,7 @@ def test_an_update_of_any_model_is_fluvials_own(
     assert sum(found["loss"]) == pytest.approx(loss, rel=1e-5)
     own.check_equal(theirs)
     assert {each.split(".")[0] for each, _ in theirs.get_per_tensor_param()[0]} >= {*kind.networks}
-    given = batch(made, raw, **tensors(made.cond) if kind.tensors else {}).exclude("raw_prompt")
+    given = batch(made, raw, **omni_rollouts.conditioning(made.cond) if kind.tensors else {}).exclude("raw_prompt")
     if kind.tensors:
         expected = verl_runs.infer(theirs, batch(made, raw))["log_probs"]
         torch.testing.assert_close(verl_runs.infer(theirs, given)["log_probs"], expected, rtol=0, atol=2e-6)

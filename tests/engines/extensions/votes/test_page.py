@@ -111,8 +111,7 @@ def test_two_people_vote_by_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ann.until(SHOWN)
         for tab in (ann, bob):
             for width in (800, 1600):
-                tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-                assert tab.value("document.body.scrollWidth <= window.innerWidth")
+                tab.resize(width)
         vote(bob, brighter)
         vote(ann, brighter)
         for tab in (ann, bob):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from fsspec.core import url_to_fs
+from helpers.refusals import fails, refuses
 from helpers.saved_checkpoints import files, found, holds, last, load, options, save, state
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint, storage
 
 
@@ -35,8 +35,14 @@ def test_meta_may_be_anything_that_json_holds(tmp_path: Path, one: World) -> Non
 def test_a_setting_that_differs_is_named(tmp_path: Path, one: World, there: dict[str, int], here: dict[str, int]) -> None:
     """One that only the checkpoint has, or only the run, is a difference, too."""
     path = checkpoint.save(tmp_path, state(), **{**options(one, 1), "fingerprint": there})
-    with pytest.raises(UsageError, match=f"b {there.get('b')!r} there, {here.get('b')!r} here; resume with"):
-        checkpoint.load(path, state(), fingerprint=here, world=one)
+    refuses(
+        f"b {there.get('b')!r} there, {here.get('b')!r} here; resume with",
+        checkpoint.load,
+        path,
+        state(),
+        fingerprint=here,
+        world=one,
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,10 +114,7 @@ def test_a_folder_behind_a_url_without_a_manifest_is_no_checkpoint(one: World) -
     fs, paths = files(newer)
     fs.rm_file(paths["manifest.json"])
     assert checkpoint.list_checkpoints(folder) == [older]
-    with pytest.raises(
-        RunError, match=r"manifest\.json is missing.*set checkpoint.resume_from to memory://killed/checkpoints/000001"
-    ):
-        load(newer, one)
+    fails(r"manifest\.json is missing.*set checkpoint.resume_from to memory://killed/checkpoints/000001", load, newer, one)
     save(folder, one, update=3)
     assert found(folder) == ["000001", "000003"]
     fs.rm("/", recursive=True)

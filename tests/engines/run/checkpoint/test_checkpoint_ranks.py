@@ -8,6 +8,7 @@ import torch
 from helpers import launch
 from helpers.saved_checkpoints import FINGERPRINT
 from torch.distributed.tensor import Shard, distribute_tensor
+from workers.saving import whole
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint
@@ -18,16 +19,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """Return the folder that two ranks saved checkpoints to, and what these and the four that loaded them say."""
     folder = tmp_path_factory.mktemp("ranks") / "checkpoints"
     return folder, launch.call("workers.saving:save", folder)
-
-
-def whole(value: float) -> dict[str, torch.Tensor]:
-    """Return the tensors that saving.py shards; their rows are no multiple of the ranks."""
-    return {
-        "matrix": torch.arange(21, dtype=torch.float32).reshape(7, 3) * value,
-        "columns": torch.arange(10, dtype=torch.bfloat16).reshape(2, 5) * value,
-        "short": torch.full((1, 2), value, dtype=torch.float64),
-        "everywhere": torch.tensor([value, 2 * value]),
-    }
 
 
 @pytest.mark.slow

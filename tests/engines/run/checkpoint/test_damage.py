@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from fsspec import AbstractFileSystem
+from helpers.refusals import fails, refuses
 from helpers.saved_checkpoints import FINGERPRINT, files, holds, load, save, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import RunError
 from fluvial.engines.run.checkpoint import checkpoint
 
 
@@ -96,8 +97,7 @@ def test_a_file_that_does_not_belong_to_a_checkpoint_is_refused(tmp_path: Path, 
     """On a disk; the tensors of another would be taken for its own."""
     path = save(tmp_path, one, update=1)
     (path / "zz.safetensors").write_bytes(next(path.glob("*.safetensors")).read_bytes())
-    with pytest.raises(RunError, match=r"zz\.safetensors does not belong to it\); there is no other whole one"):
-        load(path, one)
+    fails(r"zz\.safetensors does not belong to it\); there is no other whole one", load, path, one)
 
 
 @pytest.fixture(scope="module")
@@ -167,15 +167,11 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
     path = save(tmp_path, one, update=2)
     for name in (next(path.glob("*.safetensors")).name, ".metadata"):
         (path / name).write_bytes(evil)
-    with pytest.raises(RunError, match=f"is damaged.*set checkpoint.resume_from to {tmp_path / '000001'}"):
-        load(path, one)
+    fails(f"is damaged.*set checkpoint.resume_from to {tmp_path / '000001'}", load, path, one)
 
     whole = tmp_path / "000003"
     whole.write_bytes(evil)
-    with pytest.raises(
-        RunError, match=rf"is damaged \(it is a file\); .*set checkpoint.resume_from to {tmp_path / '000001'}"
-    ):
-        load(whole, one)
+    fails(rf"is damaged \(it is a file\); .*set checkpoint.resume_from to {tmp_path / '000001'}", load, whole, one)
     assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "000001", path]
 
     path = save(tmp_path, one, update=4)  # with a manifest that vouches for the pickle
@@ -186,16 +182,14 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
     (path / "manifest.json").write_bytes(sealed(json.dumps(manifest).encode()))
     (path / name).write_bytes(evil)
     checkpoint.verify(path)
-    with pytest.raises(RunError, match=f"checkpoint {path} could not be read"):
-        load(path, one)
+    fails(f"checkpoint {path} could not be read", load, path, one)
     assert not target.exists()
 
 
 def test_a_foreign_checkpoint_is_refused(folder: Path | str, one: World) -> None:
     """It says which settings differ, or which tensors."""
     path = save(folder, one, update=1)
-    with pytest.raises(UsageError, match="of another run: seed 0 there, 1 here"):
-        load(path, one, seed=1)
+    refuses("of another run: seed 0 there, 1 here", load, path, one, seed=1)
     others: dict[str, dict[str, Any]] = {
         r"it holds 5 tensors, 4 of the 5 expected": {"weight.a": None, "weight.c": torch.empty(2)},
         r"weight.a has shape \[3, 4\] there, \[9, 4\] here": {"weight.a": torch.empty(9, 4)},
@@ -203,7 +197,5 @@ def test_a_foreign_checkpoint_is_refused(folder: Path | str, one: World) -> None
     }
     for says, changes in others.items():
         other = {name: tensor for name, tensor in {**state(), **changes}.items() if tensor is not None}
-        with pytest.raises(RunError, match=f"of another model: {says}"):
-            checkpoint.load(path, other, fingerprint=FINGERPRINT, world=one)
-    with pytest.raises(UsageError, match="000099 is not a checkpoint: there is no such folder"):
-        load(re.sub("000001", "000099", str(path)), one)
+        fails(f"of another model: {says}", checkpoint.load, path, other, fingerprint=FINGERPRINT, world=one)
+    refuses("000099 is not a checkpoint: there is no such folder", load, re.sub("000001", "000099", str(path)), one)

@@ -1,6 +1,6 @@
 """Saves that fail, or lose power, leave the earlier checkpoints whole."""
 
-import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers.saved_checkpoints import found, holds, options, save, state
+from helpers.refusals import fails
+from helpers.saved_checkpoints import found, options, save, state
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.checkpoint import checkpoint, storage
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize(
@@ -51,92 +52,48 @@ def test_a_service_that_refuses_is_a_run_error(one: World, monkeypatch: pytest.M
         raise NoCredentialsError("Unable to locate credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
-    with pytest.raises(RunError, match="could not be saved: memory://refused/: Unable to locate credentials; earlier"):
-        save("memory://refused", one, update=1)
+    fails(
+        "could not be saved: memory://refused/: Unable to locate credentials; earlier",
+        save,
+        "memory://refused",
+        one,
+        update=1,
+    )
 
 
 def test_ranks_on_different_disks_are_noticed(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that a rank wrote and rank 0 does not see: better now than when it is needed."""
     elsewhere = [{"shard-00002-model-00001-of-00001.safetensors": {"bytes": 8, "sha256": "0"}}]
     monkeypatch.setattr(World, "gather_items", lambda self, item: [item, *elsewhere] if isinstance(item, dict) else [item])
-    with pytest.raises(RunError, match=r"shard-00002.* is not there: all ranks must write to the same disk"):
-        save(tmp_path, one, update=1)
+    fails(r"shard-00002.* is not there: all ranks must write to the same disk", save, tmp_path, one, update=1)
     assert found(tmp_path) == []
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_replacement_that_fails_puts_the_old_one_back(
-    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, killed: bool
+def test_every_byte_is_synced_before_the_checkpoint_gets_its_name(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the second rename fails or the process is killed before it."""
-    path = save(tmp_path, one, update=3)
-    rename, calls = storage.os.rename, 0
+    """Each file is synced after its last write, then their folder, then it is renamed, then the folder above is synced."""
+    synced: list[tuple[int, int]] = []  # inode, and its size then
+    renamed: list[tuple[list[tuple[int, int]], dict[str, tuple[int, int]], int]] = []
+    fsync, rename = os.fsync, os.rename
 
-    def second_fails(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt if killed else OSError(errno.ENOSPC, "No space left on device")
-        rename(*args)
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "rename", second_fails)
-        with pytest.raises(KeyboardInterrupt if killed else RunError):
-            save(tmp_path, one, update=3)
-    assert checkpoint.list_checkpoints(tmp_path) == [path]
-    assert holds(path, one, 3.0)
+    def noted_rename(source: Any, target: Any) -> None:
+        files = {path.name: (path.stat().st_ino, path.stat().st_size) for path in Path(source).iterdir()}
+        renamed.append(([*synced], files, Path(source).stat().st_ino))
+        synced.clear()
+        rename(source, target)
 
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("moment", ["draft", "tensors", "manifest", "sync", "rename"])
-def test_a_full_disk_loses_nothing(
-    tmp_path: Path, one: World, behind: World, monkeypatch: pytest.MonkeyPatch, moment: str, background: bool
-) -> None:
-    """At whatever moment of a save: one line, and the earlier checkpoint is still the newest and whole."""
-    older = save(tmp_path, one, update=1, keep=1)
-
-    def saving() -> Path:
-        if background:
-            return checkpoint.save_async(tmp_path, state(2.0), **options(behind, 2, keep=1)).result()
-        return save(tmp_path, one, update=2, keep=1)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    moments: dict[str, tuple[Any, str]] = {
-        "draft": (storage.Path, "mkdir"),
-        "tensors": (checkpoint.HuggingFaceStorageWriter, "write_data"),
-        "manifest": (storage.LocalStore, "publish"),
-        "sync": (storage.os, "fsync"),
-        "rename": (storage.os, "rename"),
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(*moments[moment], fail)
-        with pytest.raises(RunError) as error:
-            saving()
-    assert str(error.value) == (
-        f"checkpoint {tmp_path / '000002'} could not be saved: the disk is full; earlier checkpoints are unchanged"
-    )
-    assert checkpoint.list_checkpoints(tmp_path) == [older]
-    assert found(tmp_path) == ["000001"]
-    assert holds(older, one, 1.0)
-
-
-@pytest.mark.parametrize("moment", ["makedirs", "open", "pipe_file", "cp_file"])
-def test_a_full_bucket_loses_nothing(one: World, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Behind a URL too, for a new update and for one that is saved again."""
-    folder = "memory://full/checkpoints"
-    older = save(folder, one, update=1, keep=1)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for update in (1, 2):
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryFileSystem, moment, fail)
-            with pytest.raises(RunError, match=f"00000{update} could not be saved: the disk is full"):
-                checkpoint.save(folder, state(3.0), **options(one, update, keep=1))
-        assert checkpoint.list_checkpoints(folder) == [older]
-        assert found(folder) == ["000001"]
-        assert holds(older, one, 1.0)
-    MemoryFileSystem().rm("/", recursive=True)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    save(tmp_path, one, update=1)
+    ((before, files, folder),) = renamed
+    assert len(files) >= 2  # tensors and the manifest
+    assert {*files.values()} <= {*before}
+    last_file = max(before.index(file) for file in files.values())
+    assert folder in [inode for inode, _ in before[last_file + 1 :]]
+    assert tmp_path.stat().st_ino in [inode for inode, _ in synced]

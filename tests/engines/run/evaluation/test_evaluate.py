@@ -11,34 +11,21 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from workers.evaluations import TAGGED, found, three_seeds
 
-from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import metrics
-from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, draw_plan, evaluate, every
+from fluvial.engines.run.evaluation.evaluate import Scores, _of_all_ranks, draw_plan, evaluate, every
 from fluvial.engines.run.evaluation.folder import EvaluationFolder, contact_sheet, write_image
 from fluvial.engines.run.evaluation.table import format_tables, overall, read_scores, rows, write_scores
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
-
-TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
-
-
-def found(world: World, prompts: Any = TAGGED, **options: Any) -> Evaluation:
-    """Return an evaluation of the tiny job with two evaluators, one of which passes or fails."""
-    job = tiny.job(heldout=prompts, evaluators={"bright": tiny.brightness, "passes": passes})
-    values: dict[str, Any] = {"samples": None, "seeds": 2, "micro_batch": 2, "schedule": job.model.schedule(2, tiny.SHAPE)}
-    return evaluate(job, options.pop("module", job.model.build()), world=world, **{**values, **options})
-
-
-def passes(images: Tensor, prompts: Any) -> list[float]:
-    """Pass every image of the prompt 0, and no other."""
-    return [float(prompt == "0") for prompt in prompts]
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.one_of(st.none(), st.integers(1, 100)))
@@ -71,18 +58,13 @@ def test_more_seeds_and_further_prompts_leave_samples_as_they_are(one: World) ->
 
 
 def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
-    """To the bit, with an odd number of samples; every image is kept once, and a sheet shows the same ones."""
-    kept: list[str] = []
-    alone = found(one, TAGGED, seeds=3, keep=lambda names, images: kept.extend(names))
-    ranks = launch.on_ranks(2, "workers.evaluations:two")
-    for rank in ranks:
-        assert rank["values"] == alone.scores.values.tolist()
-        assert rank["score"] == alone.score
-        assert rank["split"] == json.loads(json.dumps(alone.split))
-        assert rank["rows"] == json.loads(json.dumps([vars(row) for row in rows(alone.scores)]))
-        assert rank["prompts"] == texts(alone.prompts) == texts(TAGGED) * 3
-        assert rank["images"] == (alone.images * 255).round().tolist()  # those of the other rank too
-    assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == sorted(kept) == sorted(alone.scores.names)
+    """To the bit, with an odd number of samples; every image is kept once, and a sheet shows those of the other rank too."""
+    alone = json.loads(json.dumps(three_seeds(one)))
+    ranks = launch.on_ranks(2, "workers.evaluations:three_seeds")
+    assert alone["prompts"] == texts(TAGGED) * 3
+    kept = [name for rank in ranks for name in rank.pop("kept")]
+    assert sorted(kept) == sorted(alone.pop("kept"))
+    assert ranks == [alone, alone]
 
 
 def test_the_rows_of_a_table(one: World) -> None:
@@ -130,8 +112,7 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
     assert row.low <= row.difference <= row.high
     differences = ours.scores.values[:, 0] - base.scores.values[:, 0]
     assert row.win_rate == pytest.approx(float((differences > 0).float().mean()))
-    with pytest.raises(ValueError, match="of other samples or by other evaluators"):
-        rows(ours.scores, found(one, seeds=1).scores)
+    refuses("of other samples or by other evaluators", rows, ours.scores, found(one, seeds=1).scores)
     text = [sheet.title for sheet in format_tables("a title", rows(ours.scores, base.scores))]
     assert text == ["a title", "against the base on the same noise"]
 
@@ -140,12 +121,12 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
 def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -> None:
     """Whether an evaluator returns NaN or raises; above `rollout.max_invalid` the evaluation ends with the first reason."""
 
-    def fails(images: Tensor, prompts: Any) -> list[float]:
+    def picky(images: Tensor, prompts: Any) -> list[float]:
         if wrong is None and "2" in prompts:
             raise ValueError("no answer")
         return [math.nan if prompt == "2" else 0.5 for prompt in prompts]
 
-    job = tiny.job(heldout=["0", "1", "2", "3"], evaluators={"fails": fails, "bright": tiny.brightness})
+    job = tiny.job(heldout=["0", "1", "2", "3"], evaluators={"fails": picky, "bright": tiny.brightness})
     values: dict[str, Any] = {"samples": None, "seeds": 2, "micro_batch": 2, "schedule": job.model.schedule(2, tiny.SHAPE)}
     whole = evaluate(replace(job, evaluators={"bright": tiny.brightness}), job.model.build(), world=one, **values)
     line = r"no answer.*; 2 of the 8" if wrong is None else r"evaluator 'fails' is nan for prompt '2', .*; 2 of the 8"
@@ -158,10 +139,15 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
     assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
     assert metrics.evaluation_record(found)["invalid"] == {"samples": 2}
-    with pytest.raises(
-        RunError, match=f"{line} samples of the evaluation have no valid score, above rollout.max_invalid 0.24"
-    ):
-        evaluate(job, job.model.build(), world=one, max_invalid=0.24, **values)
+    fails(
+        f"{line} samples of the evaluation have no valid score, above rollout.max_invalid 0.24",
+        evaluate,
+        job,
+        job.model.build(),
+        world=one,
+        max_invalid=0.24,
+        **values,
+    )
 
 
 def test_an_evaluation_is_compared_with_one_that_lacks_samples(one: World) -> None:
@@ -221,8 +207,7 @@ def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert torch.equal(again.values, values)
     assert (again.evaluators, again.names, again.prompts) == (scores.evaluators, scores.names, scores.prompts)
     (tmp_path / "cut.csv").write_text("sample,prompt,source,tag,a\n0,x,,,nothing\n")
-    with pytest.raises(UsageError, match=r"cut.csv does not hold the scores of an evaluation"):
-        read_scores(tmp_path / "cut.csv")
+    refuses(r"cut.csv does not hold the scores of an evaluation", read_scores, tmp_path / "cut.csv")
 
 
 def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
@@ -242,8 +227,7 @@ def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "table.json").read_text())
     assert record["model"] == "ours"
     assert record["rows"][0]["win_rate"] == rows(ours.scores, base.scores)[0].win_rate
-    with pytest.raises(UsageError, match=r"out is .*out, which already holds an evaluation"):
-        EvaluationFolder(tmp_path / "out", one)
+    refuses(r"out is .*out, which already holds an evaluation", EvaluationFolder, tmp_path / "out", one)
     waves = torch.tensor([[[0.0, 0.5]], [[1.0, -1.0]]])  # of the first two samples
     heard = ours._replace(sounds=Sounds(waves, 400))
     EvaluationFolder(tmp_path / "heard", one).finish(rows(ours.scores), heard, None, title="ours", settings={})
@@ -253,8 +237,7 @@ def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
         assert sound.rate == 400
         torch.testing.assert_close(sound.wave, wave, rtol=0, atol=1e-4)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="which cannot be made: Not a directory"):
-        EvaluationFolder(tmp_path / "file" / "out", one)
+    refuses("which cannot be made: Not a directory", EvaluationFolder, tmp_path / "file" / "out", one)
 
 
 def test_the_sheet_shows_the_base_above_the_model(one: World) -> None:

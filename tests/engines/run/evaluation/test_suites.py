@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.refusals import refuses
 
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.errors import UsageError
@@ -66,8 +67,7 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
     ]
     for text, says in {"[1]": "holds a list, expected an object of fields", "{": "is not JSON"}.items():
         (tmp_path / "mine.json").write_text(text)
-        with pytest.raises(UsageError, match=re.escape(says)):
-            find(str(tmp_path / "mine.json"))
+        refuses(re.escape(says), find, str(tmp_path / "mine.json"))
 
 
 def test_a_file_names_files_beside_it_and_prompt_sets(tmp_path: Path) -> None:
@@ -84,8 +84,7 @@ def test_a_suite_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(tmp_path)
     assert find("mysuites:SUITE") == SuiteConfig(("@ocr",), ("ocr",))
     for name, says in {"WRONG": "is a list, expected a SuiteConfig", "EMPTY": "has no rewards"}.items():
-        with pytest.raises(UsageError, match=says):
-            find(f"mysuites:{name}")
+        refuses(says, find, f"mysuites:{name}")
 
 
 @pytest.mark.parametrize(
@@ -114,5 +113,4 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, says: str) -> None:
 
 @pytest.mark.parametrize(("name", "says"), [("gen-eval", "did you mean 'geneval'?"), ("nothing.toml", "No such file")])
 def test_a_suite_that_is_not_there(name: str, says: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(says)):
-        find(name)
+    refuses(re.escape(says), find, name)

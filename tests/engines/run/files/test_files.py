@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import launch
 from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
@@ -116,20 +115,18 @@ def test_yaml_has_the_scalars_of_version_1_2(tmp_path: Path) -> None:
         ("a: [", "is not YAML"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["config", str(written(tmp_path, text))]) == 2
-    assert says in launch.one_line(capsys.readouterr().err)
+def test_a_mistake_in_a_file_is_one_line(text: str, says: str, tmp_path: Path, fluvial: Any) -> None:
+    assert says in fluvial("config", written(tmp_path, text), code=2)
 
 
-def test_a_recipe_that_is_typed_must_be_that_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(written(tmp_path, "recipe: grpo"))
+def test_a_recipe_that_is_typed_must_be_that_of_the_file(tmp_path: Path, fluvial: Any) -> None:
+    path = written(tmp_path, "recipe: grpo")
     for words, says in (
         (["nft", "--config", path], "is for the recipe grpo, and nft was typed"),
         (["grpo", "--config", path, "--config", path], "--config names 2 files"),
         (["grpo", "--config"], "--config names no file"),
     ):
-        assert cli.run(["config", *words]) == 2
-        assert says in launch.one_line(capsys.readouterr().err)
+        assert says in fluvial("config", *words, code=2)
 
 
 RUNS = (
@@ -152,11 +149,10 @@ def test_what_is_written_is_read_as_the_same_run(words: str, tmp_path: Path) -> 
         assert configure("train", [str(written(tmp_path, text, ".toml"))]) == config
 
 
-def test_config_prints_what_differs_and_all_has_a_help_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["config", "grpo", "--sampling.group", "4"]) == 0
-    assert capsys.readouterr().out == 'recipe = "grpo"\nmodel = "handwriting"\nsampling.group = 4\n'
-    assert cli.run(["config", "grpo", "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_config_prints_what_differs_and_all_has_a_help_for_each(fluvial: Any) -> None:
+    found = fluvial("config", "grpo", "--sampling.group", 4)
+    assert found == 'recipe = "grpo"\nmodel = "handwriting"\nsampling.group = 4\n'
+    lines = fluvial("config", "grpo", "--all").splitlines()
     names = [line.partition(" = ")[0].removesuffix(".kind") for line in lines if " = " in line and not line.startswith("#")]
     assert sorted(names) == sorted(["recipe", *field_names(recipes.grpo())])
     for before, line in itertools.pairwise(lines):
@@ -180,7 +176,7 @@ def test_a_list_is_a_run_of_each_value_unless_the_setting_is_a_list(tmp_path: Pa
 
 @pytest.mark.long
 def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
     """The first run is done, the second one has stopped: it is resumed, and the third begins."""
     from fluvial.engines import run as training
@@ -193,20 +189,19 @@ def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
         return {"updates": 1}
 
     monkeypatch.setattr(training, "train", train)
-    path = str(written(tmp_path, "recipe: grpo\noptimizer.lr: [1e-4, 2e-4, 3e-4]"))
-    words = ["train", path, "--out", str(tmp_path / "runs")]
-    assert cli.run(words) == 0
+    path = written(tmp_path, "recipe: grpo\noptimizer.lr: [1e-4, 2e-4, 3e-4]")
+    words = ["train", path, "--out", tmp_path / "runs"]
+    fluvial(*words)
     assert [config.optimizer.lr for config in trained] == [1e-4, 2e-4, 3e-4]
     for config in trained[:2]:
         config.out.mkdir(parents=True)
         (config.out / "config.json").write_text(json.dumps(as_record(config)))
     (trained[0].out / "summary.json").write_text("{}")
     del trained[:]
-    assert cli.run([*words, "--resume"]) == 0
+    said = fluvial(*words, "--resume")
     assert [(config.optimizer.lr, config.resume) for config in trained] == [(2e-4, True), (3e-4, False)]
-    assert f"fluvial report {tmp_path / 'runs'}/*" in capsys.readouterr().out
-    assert cli.run(["train", path, "--dry-run"]) == 2
-    assert "describes 3 runs" in launch.one_line(capsys.readouterr().err)
+    assert f"fluvial report {tmp_path / 'runs'}/*" in said
+    assert "describes 3 runs" in fluvial("train", path, "--dry-run", code=2)
 
 
 def test_every_name_of_another_trainer_points_to_a_setting_that_there_is() -> None:
@@ -231,9 +226,8 @@ def test_every_name_of_another_trainer_points_to_a_setting_that_there_is() -> No
         ("--eval-every 3", "--eval-every: it is --evaluation.every now"),
     ],
 )
-def test_a_flag_of_another_trainer_is_answered_by_ours(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "grpo", *typed.split()]) == 2
-    assert says in launch.one_line(capsys.readouterr().err)
+def test_a_flag_of_another_trainer_is_answered_by_ours(typed: str, says: str, fluvial: Any) -> None:
+    assert says in fluvial("train", "grpo", *typed.split(), code=2)
 
 
 @pytest.mark.long

@@ -266,10 +266,6 @@ def test_runs_on_a_local_ray(tmp_path: Path) -> None:
     assert found["left"] == []
 
 
-def test_the_example_on_ray_is_short() -> None:
-    assert len(Path(on_ray.__file__).read_text().splitlines()) <= 68
-
-
 def test_servers_that_ray_cannot_place_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their addresses are waited for with a limit; an actor that is never placed would hold the run for ever."""
     late = type("GetTimeoutError", (Exception,), {})

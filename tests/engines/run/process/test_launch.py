@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.refusals import refuses
 
 from fluvial.engines.run.process import launch
 
@@ -156,8 +157,7 @@ def test_handlers_are_as_before(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         launch.launch([str(tmp_path / "nothing")], 2)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    with pytest.raises(ValueError, match="processes is 0, expected at least 1"):
-        launch.launch(["true"], 0)
+    refuses("processes is 0, expected at least 1", launch.launch, ["true"], 0)
 
 
 def wait_for(folder: Path, ranks: int) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import fails, refuses
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.run_folder import FolderLock, RunFolder, claim, finite, write_json
 
@@ -123,16 +123,13 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_claimed_once_and_resumed_only_if_it_holds_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run to resume"):
-        claim(tmp_path / "run", resume=True)
+    refuses("holds no run to resume", claim, tmp_path / "run", resume=True)
     claim(tmp_path / "run", resume=False)
     write_json(tmp_path / "run" / "config.json", {})
-    with pytest.raises(UsageError, match="already holds a run: set resume to continue it"):
-        claim(tmp_path / "run", resume=False)
+    refuses("already holds a run: set resume to continue it", claim, tmp_path / "run", resume=False)
     claim(tmp_path / "run", resume=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made: Not a directory"):
-        claim(tmp_path / "file" / "run", resume=False)
+    refuses("cannot be made: Not a directory", claim, tmp_path / "file" / "run", resume=False)
 
 
 # A process that takes the lease of a folder, as one of the host of a name, and ends or lives until its input is closed.
@@ -176,8 +173,7 @@ def test_a_living_holder_refuses_others_and_a_dead_one_is_replaced(
     with held(tmp_path, host=host, lives=lives) as holder:
         if lives:
             says = rf"is held by process {holder} on {host}\S*: wait for its end, or set out to another folder"
-            with pytest.raises(UsageError, match=says):
-                FolderLock(tmp_path, said.append)
+            refuses(says, FolderLock, tmp_path, said.append)
         else:
             began = time.monotonic()
             taken = FolderLock(tmp_path, said.append)
@@ -195,8 +191,7 @@ def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
     own.check()
     (tmp_path / run_folder.NAME).unlink()
     other = FolderLock(tmp_path)
-    with pytest.raises(RunError, match=r"is held by process .* on .*, while this process was suspended"):
-        own.check()
+    fails(r"is held by process .* on .*, while this process was suspended", own.check)
     own.release()
     other.check()
     assert (tmp_path / run_folder.NAME).is_file()
@@ -211,6 +206,5 @@ def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.Monk
         write_json(tmp_path / "config.json", {})
 
     monkeypatch.setattr(run_folder, "_check_held", check)
-    with pytest.raises(UsageError, match="already holds a run"):
-        claim(tmp_path, resume=False)
+    refuses("already holds a run", claim, tmp_path, resume=False)
     assert not (tmp_path / run_folder.NAME).exists()

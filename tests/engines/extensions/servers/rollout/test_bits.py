@@ -48,16 +48,6 @@ def test_samples_of_requests_at_once_are_those_of_each_alone(server: Server) -> 
     assert server.batcher.batches - before < 3 * len(requests)
 
 
-def test_the_seeds_of_a_request_are_those_of_requests_of_one(server: Server) -> None:
-    """Five samples fill two batches; another server has the same bits."""
-    body = {"prompt": "2", "rollout_return_dit_trajectory": True}
-    alone = [server.samples(**body, seed=30 + number)[0] for number in range(5)]
-    for other in (server, servers.served()):
-        found = other.samples(**body, seed=30, num_outputs_per_prompt=5)
-        assert all(servers.same(a, b) for a, b in zip(found, alone, strict=True))
-        assert not servers.same(alone[0], alone[1])
-
-
 def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
     def body(ids: list[int]) -> dict[str, Any]:
         own = {"fluvial": {"key": [3, 4], "ids": ids, "initial_ids": [0] * len(ids)}}
