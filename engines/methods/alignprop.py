@@ -61,8 +61,7 @@ class AlignProp(Method, name="alignprop"):
         if self.last > steps:
             yield UsageError("last", self.last, f"at most the {steps} steps of the schedule")
         if window != AllSteps():
-            hint = "all steps, which alignprop takes with the sampler again"
-            yield UsageError("sampling.window", window.kind, hint)
+            yield UsageError("sampling.window", window.kind, "all steps", "alignprop replays them with the sampler")
         yield from super().problems()
 
     @property

@@ -40,7 +40,7 @@ class DenseGrpo(Grpo, name="densegrpo"):
         yield from super().problems()
         window, advantage, name = self.sampling.window, self.advantage, self.method_name
         if window.differs:
-            hint = f"{name} takes the ODE from the same step of all samples"
+            hint = f"{name} starts the ODE from the same step of all samples"
             yield UsageError("sampling.window", window.kind, "one window for all samples of a rollout", hint)
         if window.tail != NO_TAIL:
             yield no_effect("sampling.window.tail", f"with {name}, which takes Euler's steps to the end")

@@ -74,7 +74,7 @@ class Dgpo(Method, name="dgpo"):
         if not self.noising.is_shared:
             yield UsageError("noising.draw", self.noising.draw, "rollout", "dgpo compares samples at the same levels")
         if self.advantage.drop_zero:
-            yield UsageError("advantage.drop_zero", True, "False", "dgpo weighs whole groups")
+            yield UsageError("advantage.drop_zero", True, "False", "dgpo weights entire groups")
 
     def networks(self) -> Networks:
         """Declare the old policy, which follows fast, and the policy that training starts from."""

@@ -61,7 +61,7 @@ class Refl(Method, name="refl"):
         """Yield conflicts between the hyper-parameters."""
         yield from super().problems()
         if not self.sampling.sampler.rule.last_step_is_deterministic:
-            hint = "a step to the end of the schedule is the clean sample that is predicted"
+            hint = "a step to the end of the schedule must be the predicted clean sample"
             yield UsageError("sampling.sampler", self.sampling.sampler.kind, "ode, cps or ddim", hint)
 
     @property

@@ -77,7 +77,7 @@ class Rtdmd(Matching, name="rtdmd"):
         if self.first >= sampling.steps:
             yield UsageError("first", self.first, f"less than the {sampling.steps} steps: the last one is matched")
         if sampling.window != AllSteps():
-            yield UsageError("sampling.window", sampling.window.kind, "all", "rtdmd learns from first steps and the last")
+            yield UsageError("sampling.window", sampling.window.kind, "all", "rtdmd trains on the first steps and the last")
         if not sampling.sampler.rule.last_step_is_deterministic:
             yield UsageError("sampling.sampler", sampling.sampler.kind, "cps", "the last step ends at the clean sample")
         yield from super().problems()

@@ -75,7 +75,7 @@ class Srpo(Method, name="srpo"):
         if not self.lowest < self.highest < 1:
             yield UsageError("highest", self.highest, f"more than `lowest` {self.lowest}, and less than 1")
         if not self.wanted or not self.unwanted:
-            yield UsageError("unwanted" if self.wanted else "wanted", (), "words; '' leaves the prompt as it is")
+            yield UsageError("unwanted" if self.wanted else "wanted", (), "words; '' leaves the prompt unchanged")
 
     @property
     def rows(self) -> NoisedRows:

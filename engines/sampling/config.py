@@ -148,7 +148,7 @@ class RefilledGroups:
         if sampling.group < 2:
             yield UsageError("sampling.group", sampling.group, "at least 2", "a single sample is always flat")
         if sampling.window.draw == "call":
-            hint = "samples that are made again are generated with others, which would change their window"
+            hint = "new samples are generated in other micro-batches, which would change their window"
             yield UsageError("sampling.window.draw", "call", "rollout, group, sample or run", hint)
 
     def collect(self, run: Any, key: Key) -> Any:
@@ -178,9 +178,9 @@ class ScoutedGroups:
         """Yield conflicts with the other sampling settings."""
         if sampling.group % 2 or sampling.group > self.scouts:
             expected = f"an even number, at most the {self.scouts} of `sampling.groups.scouts`"
-            yield UsageError("sampling.group", sampling.group, expected, "half of it are the best, half the worst")
+            yield UsageError("sampling.group", sampling.group, expected, "half of a group is the best, half the worst")
         if sampling.sampler.eta or not sampling.sampler.is_deterministic:
-            hint = "the initial noise of a scout says little of a sample with noise in its steps"
+            hint = "the initial noise of a scout predicts little about a sample with noise in its steps"
             yield UsageError("sampling.sampler", sampling.sampler.kind, "ode", hint)
         if self.steps > sampling.steps:
             yield UsageError("sampling.groups.steps", self.steps, f"at most the {sampling.steps} of `sampling.steps`")
@@ -268,7 +268,7 @@ class SamplingConfig(ReadingConfig):
         same = self.shared_noise and self.group > 1 and not sampler.eta
         if sampler.is_deterministic and (same or window.share_prefix):
             name = "sampling.shared_noise" if same else "sampling.window.share_prefix"
-            raise UsageError(name, True, "False", f"{sampler.kind} takes no noise that tells the samples of a group apart")
+            raise UsageError(name, True, "False", f"{sampler.kind} takes no noise: all samples of a group are equal")
         if sampler.is_deterministic and (window.tail != NO_TAIL or window.is_tree):
             raise UsageError("sampling.window", window.kind, "all", f"{sampler.kind} has no stochastic steps")
         if self.shared_noise and window.is_tree:
@@ -320,14 +320,14 @@ class RolloutConfig:
         check_fields(self, ahead=(0, 64), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
         served = self.is_served or not self.scheme.startswith("http")
         if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
-            expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
-            raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
+            expected = f"addresses of servers, separated by commas (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
+            raise UsageError("rollout.source", self.source, expected, "without a source the trainer's process samples")
         refuse_unused(self, "rollout.")
         if self.is_served and self.reuse in ("keys", "merged"):
             hint = "servers merge adapters as they are configured" if self.reuse == "merged" else "servers keep no keys"
             raise UsageError("rollout.reuse", self.reuse, "exact", hint)
         if self.is_served and self.step_cache != NoCache():
-            raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers compute every step whole")
+            raise UsageError("rollout.step_cache", self.step_cache.kind, "none", "servers have no step cache")
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that have no effect, and why."""
@@ -353,12 +353,12 @@ class RolloutConfig:
         if not self.is_served:
             return
         if sampler.solver != "euler":
-            raise UsageError("sampling.sampler.solver", sampler.solver, "euler", "servers return Euler's latents alone")
+            raise UsageError("sampling.sampler.solver", sampler.solver, "euler", "servers return only Euler's latents")
         if sampling.window.noise_of() is not None:
             hint = "a server draws the noise of every sample from its own id"
             raise UsageError("sampling.window", sampling.window.kind, "another than splits or candidates", hint)
         if sampler.kind not in SAMPLERS:
-            hint = "a server knows the built-in samplers alone"
+            hint = "servers have only the built-in samplers"
             raise UsageError("sampling.sampler", sampler.kind, f"one of {', '.join(SAMPLERS)}", hint)
 
 

@@ -117,7 +117,7 @@ def check(largest: float, *, tolerance: float, world: World) -> None:
         if not largest <= tolerance:  # NaN too
             raise RunError(
                 f"the servers' log-probabilities are up to {largest:.2g} from the trainer's own, above "
-                f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's weights and precision; where only the "
+                f"`rollout.servers.tolerance` {tolerance:g}: serve with the trainer's weights and precision; if only the "
                 "precision differs, set a larger tolerance, and `correction` to truncate"
             )
 

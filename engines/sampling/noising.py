@@ -247,7 +247,7 @@ def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> Drawn:
     assert isinstance(keys.low, Tensor)
     on_device = Schedule(*(to_device(tensor, keys.low.device) for tensor in schedule))
     if on_device.levels.ndim == 2 and not isinstance(config.levels, _Steps):
-        hint = "the pieces of a sample have levels of their own, which are known at the steps of the schedule alone"
+        hint = "the pieces of a sample have their own levels, which are defined only at the steps of the schedule"
         raise UsageError("noising.levels", config.levels.kind, "schedule or stratified", hint)
     return config.levels.draw(fold_in(keys, Stream.LEVELS), on_device, config.each)
 
