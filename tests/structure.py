@@ -1,7 +1,6 @@
 """Prints how the code is built, in numbers: what one update of GRPO runs through, who takes the configuration, and sizes.
 
-    python -P tests/structure.py            every number
-    python -P tests/structure.py --bounds   those of an update that are bounded, as JSON
+    python -P tests/structure.py
 
 Functions are those that the second update calls, on the built-in model. test_structure.py holds the tree to `BOUNDS`, which
 may only fall; lines may rise for what an issue asks for.
@@ -17,15 +16,13 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("core", "kernels", "models", "engines", "bench")
 CONTROL = ("engines/run", "engines/methods")  # what is between the samples and the update of the engine
-COMMANDS = ("train grpo", "train nft", "sample", "eval", "serve")
 CONFIG = "TrainConfig"  # class of the configuration of a run
 
 # What the tree has today at most.
@@ -45,34 +42,24 @@ BOUNDS = {
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
 
 
-class Tracer:
-    """Counts calls of the product's functions, in `calls`, and those that are given a configuration, in `given`."""
+def trace(calls: Calls) -> None:
+    """Count calls of the product's functions from now on, in this thread and in new ones."""
 
-    def __init__(self) -> None:
-        self.calls, self.given = Calls(), Calls()
-        threading.setprofile(self.note)  # for threads of rewards, which live as long as their trainer
-        sys.setprofile(self.note)
-
-    def note(self, frame: Any, event: str, _: Any) -> None:
-        """Count a call."""
+    def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         path = code.co_filename.removeprefix(f"{ROOT}/")
         if event == "call" and path.startswith(tuple(f"{folder}/" for folder in PRODUCT)):
-            self.calls[path, code.co_qualname] += 1
-            arguments, values = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], frame.f_locals
-            self.given[path, code.co_qualname] += any(type(values.get(name)).__name__ == CONFIG for name in arguments)
+            calls[path, code.co_qualname] += 1
+
+    threading.setprofile(note)  # for threads of rewards, which live as long as their trainer
+    sys.setprofile(note)
 
 
-def count(calls: Calls, *folders: str) -> tuple[int, int, int]:
-    """Return the numbers of files, of functions, and of functions with lambdas and comprehensions, of some folders."""
+def count(calls: Calls, *folders: str) -> tuple[int, int]:
+    """Return the numbers of files and of functions, without lambdas and comprehensions, of some folders."""
     inside = [call for call in +calls if not folders or call[0].startswith(tuple(f"{folder}/" for folder in folders))]
     names = [name for _, name in inside if not name.split(".")[-1].startswith("<")]
-    return len({path for path, _ in inside}), len(names), len(inside)
-
-
-def spans(calls: Calls, *folders: str) -> str:
-    """Return `count` in words."""
-    return "{} files, {} functions ({} with lambdas)".format(*count(calls, *folders))
+    return len({path for path, _ in inside}), len(names)
 
 
 def takes(node: ast.AST) -> bool:
@@ -96,8 +83,8 @@ def settings(command: str) -> int:
     return max(len(re.findall(r"^\W*--[a-z]", text, re.MULTILINE)) for text in said)
 
 
-def trace_update() -> tuple[Tracer, Any]:
-    """Return what the second update of a run called, and the run's configuration."""
+def trace_update() -> Calls:
+    """Return what the second update of a run calls."""
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     sys.path[:0] = [str(ROOT / "tests" / "shared")]
     import torch
@@ -107,19 +94,20 @@ def trace_update() -> tuple[Tracer, Any]:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as out, init_world() as world:
-        config, tracer = replace(cases(Path(out))["grpo"].config, out=Path(out)), Tracer()
+        config, calls = replace(cases(Path(out))["grpo"].config, out=Path(out)), Calls()
+        trace(calls)
         with Trainer(config, job(), world) as trainer:
             trainer.update()
-            tracer.calls.clear()
+            calls.clear()
             trainer.update()
             sys.setprofile(None)
-    return tracer, config
+    return calls
 
 
 def bound_update() -> dict[str, int]:
     """Return the numbers of an update, and of its flags, that have bounds."""
-    calls = trace_update()[0].calls
-    (files, functions, _), (all_files, all_functions, _) = count(calls, *CONTROL), count(calls)
+    calls = trace_update()
+    (files, functions), (all_files, all_functions) = count(calls, *CONTROL), count(calls)
     numbers = {"files": all_files, "functions": all_functions}
     control = {"files of the control layer": files, "functions of the control layer": functions}
     update = {f"{name} of an update": number for name, number in {**control, **numbers}.items()}
@@ -160,31 +148,6 @@ def bound_tree() -> dict[str, int]:
     }
 
 
-def report() -> Iterator[tuple[str, object]]:
-    """Yield names and numbers."""
-    tracer, config = trace_update()
-    update, given = tracer.calls, +tracer.given
-    yield f"control layer of an update ({', '.join(CONTROL)})", spans(update, *CONTROL)
-    yield "whole update", spans(update)
-    for folder in sorted({"/".join(path.split("/")[: path.count("/")][:2]) for path, _ in update}):
-        yield f"  {folder}", spans(update, folder)
-    yield "calls that are given the configuration, from the start on", f"{given.total()}: {spans(given)}"
-    texts = read_texts()
-    parsed, lines = parse_product(texts), count_lines(texts)
-    takers = Counter(path for path, tree in parsed.items() for node in ast.walk(tree) if takes(node))
-    yield "functions that take the configuration", f"{takers.total()} in {len(takers)} files"
-    yield "names of several classes", shared_names(parsed)
-    yield "fields of a run's configuration at the top", len(fields(config))
-    for command in COMMANDS:
-        yield f"flags of {command}", settings(command)
-    yield "lines of the product", sum(lines[top] for top in PRODUCT)
-    for name in sorted(lines):
-        yield f"{'  ' * (1 + name.count('/'))}{name}", lines[name]
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    if "--bounds" in sys.argv:
-        print(json.dumps(bound_update()))
-    for name, number in () if "--bounds" in sys.argv else report():
-        print(f"{name}: {number}", flush=True)
+    print(json.dumps(bound_update() | bound_tree()))
