@@ -34,10 +34,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipeline_runs.photos(folder / "two-sizes", FOXES, (20, 30), (20, 20))
     pipeline_runs.photos(folder / "strips", ["a train"], (60, 20))
     pixels = torch.rand(12, 3, 30, 20, generator=torch.Generator().manual_seed(0))
-    write_preferences(folder / "prefs", [(FOXES[i], *pixels[2 * i : 2 * i + 2, :, :20]) for i in range(6)])
+    square = pixels[:, :, :20]
+    write_preferences(folder / "prefs", [(FOXES[i], square[2 * i], square[2 * i + 1]) for i in range(6)])
     heights = [20, 20, 20, 20, 30, 30, 30, 30]
     pairs = [pixels[number, :, :height] for number, height in enumerate(heights)]
-    write_preferences(folder / "two-sized-prefs", [(FOXES[i], *pairs[2 * i : 2 * i + 2]) for i in range(4)])
+    write_preferences(folder / "two-sized-prefs", [(FOXES[i], pairs[2 * i], pairs[2 * i + 1]) for i in range(4)])
     sizes: list[dict[str, Any]] = [{"size": "16x24"}, {"width": 32, "height": 32}, {}] * 2
     rows = [{"prompt": caption, **size} for caption, size in zip(FOXES, sizes, strict=True)]
     (folder / "sized.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -39,8 +39,8 @@ def run(one: World, line: str, reward: Any = mostly_flat, job: Job | None = None
 def test_flat_groups_are_replaced(one: World, order: str) -> None:
     """By groups of other prompts, in the same slots; other samples keep their bits, and each score is that of its sample."""
     many = tiny.job(prompts=("1", "3", "0", "2"))
-    line, changes = f"grpo sampling.prompts=3 data.order={order}", {"job": many, "seed": 3 if order == "draws" else 2}
-    plain, filled = (run(one, f"{line} {words}", **changes) for words in ("", f"{REFILLED}=8"))
+    line, seed = f"grpo sampling.prompts=3 data.order={order}", 3 if order == "draws" else 2
+    plain, filled = (run(one, f"{line} {words}", job=many, seed=seed) for words in ("", f"{REFILLED}=8"))
     kept = torch.tensor([int(prompt) % 2 == 0 for prompt in plain.prompts])
     assert 0 < int(kept.sum()) < len(kept)
     assert all(int(prompt) % 2 == 0 for prompt in filled.prompts)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
     said = launch.train(tmp_path / "two", *flags, "--checkpoint.background", ranks=2).stdout
     assert ("each of the 2 ranks holds all weights (engine.replicas auto)" in said) == (kind == "lora")
     launch.train(tmp_path / "one", *flags)
-    saved = tmp_path / "two" / "checkpoints" / "000002"
-    launch.train(tmp_path / "resumed", *flags, "--checkpoint.resume-from", str(saved))
+    shutil.copytree(tmp_path / "two", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "000003")
+    launch.train(tmp_path / "resumed", *flags, "--resume")
     one, two = launch.records(tmp_path / "one"), launch.records(tmp_path / "two")
     first_one, first_two = (next(record for record in records if "reward" in record) for records in (one, two))
     assert first_one["reward"] == first_two["reward"]

@@ -90,12 +90,17 @@ def fail(error: BaseException) -> Tensor:
     raise error
 
 
+def hang() -> Tensor:
+    time.sleep(600)
+    raise AssertionError
+
+
 BAD: dict[str, Callable[[int], Tensor]] = {
     "nan": lambda count: torch.full((count,), float("nan")),
     "shape": lambda count: torch.ones(1),
     "raises": lambda count: fail(KeyError("no model")),
     "exits": lambda count: fail(SystemExit()),
-    "hangs": lambda count: time.sleep(600) or torch.zeros(count),
+    "hangs": lambda count: hang(),
 }
 
 

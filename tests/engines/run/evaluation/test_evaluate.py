@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import launch
 from helpers import tiny_jobs as tiny
-from helpers.refusals import refuses
+from helpers.refusals import fails, refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
