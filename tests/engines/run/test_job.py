@@ -18,7 +18,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run import recipes, train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
-from fluvial.engines.run.job import Job, handwriting
+from fluvial.engines.run.job import Job, build_job
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
@@ -232,7 +232,7 @@ def test_records_of_codes_train_the_built_in_model(tmp_path: Path) -> None:
     (tmp_path / "codes.jsonl").write_text(
         "".join(json.dumps({"prompt": code, "goal": 1}) + "\n" for code in ("1234", "5678"))
     )
-    found = handwriting(prompts=(f"{tmp_path / 'codes.jsonl'}=2",))
+    found = build_job("handwriting", prompts=(f"{tmp_path / 'codes.jsonl'}=2",))
     assert texts(found.prompts) == ["1234", "5678"]
     assert found.source_weights == {"codes": 2.0}
     assert isinstance(found.prompts[0], Prompt)
