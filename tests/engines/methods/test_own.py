@@ -260,7 +260,7 @@ def test_what_a_method_declares_is_checked() -> None:
 )
 def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
     """It is refused when the rollout's configuration is built."""
-    refuses(words, SamplingConfig, sampler=Stochastic(sampler))
+    refuses(words, lambda: SamplingConfig(sampler=Stochastic(sampler)))
 
 
 @dataclass(frozen=True)

@@ -551,5 +551,5 @@ def test_the_world_is_the_callers_where_there_is_one(tmp_path: Path) -> None:
     with Trainer(tiny.config(tmp_path), tiny.job()):
         assert torch.distributed.is_initialized()
     assert not torch.distributed.is_initialized()
-    refuses("prompts is empty", Trainer, tiny.config(tmp_path), tiny.job(prompts=()))
+    refuses("prompts is empty", lambda: Trainer(tiny.config(tmp_path), tiny.job(prompts=())))
     assert not torch.distributed.is_initialized()
