@@ -1,10 +1,8 @@
 """A model of any flow pipeline of diffusers without an adapter: the pipeline itself encodes, schedules and decodes.
 
-To encode a prompt, the pipeline runs with a stand-in for its transformer, which returns noise at no cost. The inputs of the
-stand-in, apart from the sample, are the prompt's conditioning; the velocity that the pipeline makes from the noise gives the
-step's recipe (`models.replay.capture`). To decode samples, the pipeline runs with a scheduler that returns them. Everything
-that a rollout relies on is checked (`models.replay.checks`), and `AnyPipeline.check` compares the result with a run of the
-pipeline with its real transformer.
+To encode a prompt, the pipeline runs with a stand-in for its transformer that returns noise. The stand-in's inputs are the
+prompt's conditioning, and the velocity that the pipeline makes of the noise is the step's recipe (`models.replay.capture`).
+To decode samples, it runs with a scheduler that returns them. `AnyPipeline.check` compares with the real transformer.
 """
 
 import copy
