@@ -158,7 +158,7 @@ def test_config_prints_what_differs_and_all_has_a_help_for_each(fluvial: Any) ->
     for before, line in itertools.pairwise(lines):
         if " = " in line and not line.startswith(("#", "recipe")):
             assert before.startswith("# "), line
-    assert "# How steps are taken. One of flow_sde, dance_sde, cps, ddim, wan_sde, ode, sa_solver." in lines
+    assert "# Sampler of the steps. One of flow_sde, dance_sde, cps, ddim, wan_sde, ode, sa_solver." in lines
 
 
 def test_a_list_is_a_run_of_each_value_unless_the_setting_is_a_list(tmp_path: Path) -> None:
