@@ -103,7 +103,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, fluvial: Any) -> None:
         "preferences", str(model), *prompts, "--rewards", "helpers.life_reward:bright", *drawn, *guided, *start("rl/lora")
     )
     learnt = ["--preferences", str(tmp_path / "pairs"), "--sampling.prompts", "2"]
-    train("dpo", "dpo", *learnt, "--noising.each", "2", *levels(name), *start("rl/lora"))
+    train("dpo", "dpo", *learnt, "--beta", "20", "--noising.each", "2", *levels(name), *start("rl/lora"))
 
     # It is evaluated with guidance that it was not trained with.
     asked = ["--steps", "2", "--micro-batch", "2", "--guidance", "3", "--seeds", "1", "--out", str(tmp_path / "scores")]
