@@ -54,7 +54,7 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
 
 @contextmanager
 def plain(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer of sharded parameters work on this rank's parts as plain tensors, which share their storage.
+    """Replace an optimizer's sharded parameters by this rank's shards as plain tensors, which share their storage.
 
     The first operation on a list of DTensors derives the layout of each: seconds for hundreds of adapters.
     """

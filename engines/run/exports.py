@@ -206,7 +206,7 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
 
 
 def _read_trained(path: Path | str, starts: tuple[str, ...], world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the policy in a checkpoint by their names, of the first kind that it has, and its manifest."""
+    """Return the policy's tensors in a checkpoint, by name, and the manifest; the first kind that is stored is taken."""
 
     def is_trained(key: str) -> bool:  # and not of an adapter that follows it
         return key.startswith(starts) and (not is_adapter(key) or key.removesuffix(".weight").endswith(".default"))

@@ -75,7 +75,7 @@ def _merge(record: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _change(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return a run with other settings; with another method, of the settings of the one before those that it has."""
+    """Return a run with changed settings; a new method keeps the former one's settings that it also has."""
     record = as_record(config)
     if (name := changes.get("method", {}).get("name")) is not None:
         known = {each.name for each in fields(method_type(name))}  # type: ignore[arg-type]
