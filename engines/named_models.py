@@ -12,7 +12,7 @@ class NamedModel(NamedTuple):
     prompts: tuple[str, ...]  # that `fluvial sample` draws
 
 
-CODES, WORDS = ("0427", "1999", "3141", "8650"), ("apple", "house", "river", "stone")
+CODES, SPELLINGS = ("0427", "1999", "3141", "8650"), ("apple", "house", "river", "stone")
 MODELS = {
     name.replace("_", "-"): NamedModel(
         f"fluvial.models.{model}", f"fluvial.engines.run.job:{name}", f"fluvial.bench.pretrain:{name}_pretraining", prompts
@@ -20,7 +20,7 @@ MODELS = {
     for name, model, prompts in (
         ("handwriting", "handwriting:Handwriting", CODES),
         ("handwriting_unet", "handwriting:HandwritingUNet", CODES),
-        ("words", "words:Words", WORDS),
-        ("edit_words", "words:EditWords", WORDS),
+        ("words", "words:Words", SPELLINGS),
+        ("edit_words", "words:EditWords", SPELLINGS),
     )
 }

@@ -69,7 +69,8 @@ class FixedAdapters:
                 if part is not None and hasattr(type(part), "light_product")
             ]
 
-        self._layers = find_layers(module, "light_product", search) if hasattr(module, "peft_config") else []
+        adapted = any(hasattr(part, "peft_config") for part in (module, *module.children()))  # experts are children
+        self._layers = find_layers(module, "light_product", search) if adapted else []
         self._forwards = [_Fixed(layer) for layer in self._layers]
 
     @contextmanager

@@ -186,7 +186,7 @@ class Ours:
         """Take the step that GRPO takes on items."""
         method = self.parts.config.method
         (part,) = run.minibatches(items, key(0), method.passes)
-        return run.update(run.predict(part, *method.networks()), method.loss, split_guidance=True)
+        return run.update(run.predict(part), method.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

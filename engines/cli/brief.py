@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fluvial.engines.choices import describe_fields, locate
 from fluvial.engines.cli.listing import width, wrap
@@ -12,50 +12,55 @@ LONGEST = 190  # characters of a flag's first sentence that is printed whole
 WIDEST = 110  # columns of running text
 
 
-class Brief:
-    """The short help of a command.
+class Brief(NamedTuple):
+    """The short help of a command."""
 
-    Args:
-        fields: dotted names of its fields; those that a configuration lacks are left out.
-        examples: what is typed after "fluvial ".
-    """
-
-    def __init__(self, fields: str, *examples: str) -> None:
-        self.fields, self.examples = fields.split(), examples
+    fields: str  # dotted names, with spaces between them; those that a configuration lacks are left out
+    examples: tuple[str, ...]  # what is typed after "fluvial "
 
 
 TRAIN = Brief(
     "model rewards prompts out resume updates seed train lora.rank optimizer.lr kl.coef sampling.prompts sampling.group "
     "sampling.steps sampling.guidance.scale pipeline.height pipeline.width engine.fit evaluation.every tracker",
-    "train {recipe} --updates 40",
-    "train {recipe} --model MODEL {source} --preset 1gpu",
-    "train {recipe} --resume --out {out}",
+    (
+        "train {recipe} --updates 40",
+        "train {recipe} --model MODEL {source} --preset 1gpu",
+        "train {recipe} --resume --out {out}",
+    ),
 )
 DRAWING = "weights lora steps seed guidance.scale micro_batch pipeline.height pipeline.width"
 SAMPLE = Brief(
     f"prompts out each {DRAWING}",
-    "sample handwriting --prompts 0427 1999",
-    "sample runs/grpo",
-    "sample FOLDER --prompts 'a red fox' --lora runs/grpo/lora --out fox.png",
+    (
+        "sample handwriting --prompts 0427 1999",
+        "sample runs/grpo",
+        "sample FOLDER --prompts 'a red fox' --lora runs/grpo/lora --out fox.png",
+    ),
 )
 PREFERENCES = Brief(
     f"prompts rewards out count group {DRAWING}",
-    "preferences handwriting --count 200",
-    "preferences runs/grpo/checkpoints/000040 --count 100",
-    "preferences FOLDER --prompts prompts.txt --rewards pickscore --out pairs",
+    (
+        "preferences handwriting --count 200",
+        "preferences runs/grpo/checkpoints/000040 --count 100",
+        "preferences FOLDER --prompts prompts.txt --rewards pickscore --out pairs",
+    ),
 )
 EVAL = Brief(
     "suite prompts rewards base weights lora out seeds samples steps guidance solver micro_batch pipeline.height "
     "pipeline.width",
-    "eval runs/grpo --base start --out comparison",
-    "eval runs/grpo/checkpoints/000040 --seeds 4",
-    "eval runs/grpo --suite ocr --json",
+    (
+        "eval runs/grpo --base start --out comparison",
+        "eval runs/grpo/checkpoints/000040 --seeds 4",
+        "eval runs/grpo --suite ocr --json",
+    ),
 )
 EXPORT = Brief(
     "format ema dtype merge out",
-    "export runs/grpo",
-    "export runs/grpo --as comfyui --dtype bfloat16",
-    "export runs/grpo/checkpoints/000040 --as merged --out network",
+    (
+        "export runs/grpo",
+        "export runs/grpo --as comfyui --dtype bfloat16",
+        "export runs/grpo/checkpoints/000040 --as merged --out network",
+    ),
 )
 NAMES = {"format": "as"}  # flags with another name than their field
 
@@ -69,7 +74,9 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         about: text above the flags.
     """
     columns = min(width(), WIDEST)
-    fields = [(name, *described) for name in brief.fields if (described := _describe_value(values, name)) is not None]
+    fields = [
+        (name, *described) for name in brief.fields.split() if (described := _describe_value(values, name)) is not None
+    ]
     names = ["--" + NAMES.get(name, name).replace("_", "-") for name, *_ in fields]
     indent = max(map(len, names)) + 4
     shown = []

@@ -7,11 +7,11 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fluvial.engines.named_models import MODELS
 
-RECIPES = Path(__file__).parents[1] / "run" / "recipes" / "recipes.toml"
+RECIPES_FILE = Path(__file__).parents[1] / "run" / "recipes" / "recipes.toml"
 PROMPT_SETS = Path(__file__).parents[1] / "data" / "prompt_sets.py"
 
 WIDEST = 124  # columns of running text
@@ -45,32 +45,17 @@ def may_be_model(name: str) -> bool:
 
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's help, by name."""
-    table = tomllib.loads(RECIPES.read_text(encoding="utf-8"))
+    table = tomllib.loads(RECIPES_FILE.read_text(encoding="utf-8"))
     return {name: each["help"].partition("\n")[0] for name, each in table.items() if name != "shared"}
 
 
 def prompt_sets() -> dict[str, str]:
     """Return the first line of each built-in prompt set's docstring, by name."""
-    return _read_descriptions("PROMPT_SETS", PROMPT_SETS)
-
-
-def _read_descriptions(name: str, path: Path) -> dict[str, str]:
-    """Return the first line of the docstring of each function in a table, read from source, in the table's order.
-
-    Names are the keys of a dictionary that is written out, else those of the functions.
-
-    Args:
-        name: name of the table in the module.
-        path: the module.
-    """
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    table = next(node for node in body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
-    named = {node.id: node.id.replace("_", "-") for node in ast.walk(table) if isinstance(node, ast.Name)}
-    if isinstance(table.value, ast.Dict):
-        keys = [str(ast.literal_eval(key)) for key in table.value.keys if key is not None]
-        named = {ast.unparse(function): key for key, function in zip(keys, table.value.values, strict=True)}
-    functions = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
-    return {shown: functions[name].partition("\n")[0] for name, shown in named.items() if name in functions}
+    body = ast.parse(PROMPT_SETS.read_text(encoding="utf-8")).body
+    docs = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
+    table: Any = next(node.value for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict))
+    named = {ast.literal_eval(key): ast.unparse(function) for key, function in zip(table.keys, table.values, strict=True)}
+    return {name: docs[function].partition("\n")[0] for name, function in named.items() if function in docs}  # not parts
 
 
 def find_installed(group: str) -> dict[str, str]:

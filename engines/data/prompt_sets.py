@@ -22,25 +22,25 @@ Record = Mapping[str, Any]  # a column `prompt`, and any others, as in a line of
 PromptSet = Callable[[Part], Iterable[Record]]
 T = TypeVar("T")
 
-WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LISTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 def ocr(part: Part) -> Iterator[Record]:
     """Text in double quotes, which the reward ocr reads; no training prompt has a held-out text."""
     texts = [
-        *(("name", f"{kind} {place}") for kind, place in product(WORDS["sign_kinds"], WORDS["sign_places"])),
-        *(("notice", text) for text in WORDS["notices"]),
-        *(("number", f"{word} {number}") for word, numbers in WORDS["numbered"].items() for number in numbers),
+        *(("name", f"{kind} {place}") for kind, place in product(LISTS["sign_kinds"], LISTS["sign_places"])),
+        *(("notice", text) for text in LISTS["notices"]),
+        *(("number", f"{word} {number}") for word, numbers in LISTS["numbered"].items() for number in numbers),
     ]
     chosen = _part(part, texts, heldout=20)
-    for (tag, text), sign in _shuffle(product(chosen, WORDS["signs"])):
+    for (tag, text), sign in _shuffle(product(chosen, LISTS["signs"])):
         yield {"prompt": sign.format(text), "tag": tag}
 
 
 def geneval(part: Part) -> Iterator[Record]:
     """Objects, counts, colours and positions in GenEval's six tags, with its metadata."""
-    classes = WORDS["classes"]
+    classes = LISTS["classes"]
     coloured, pairs = [name for name in classes if name != "person"], list(permutations(classes, 2))
     for name in _part(part, classes, heldout=16):
         yield _make_row("single_object", f"a photo of {_a(name)}", _one(name))
@@ -48,9 +48,9 @@ def geneval(part: Part) -> Iterator[Record]:
         yield _make_row("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
     for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
         yield _count_objects(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
-    for name, colour in _part(part, list(product(coloured, WORDS["colours"])), heldout=50, most=400):
+    for name, colour in _part(part, list(product(coloured, LISTS["colours"])), heldout=50, most=400):
         yield _make_row("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
-    for (one, other), where in _part(part, list(product(pairs, WORDS["positions"])), heldout=50, most=800):
+    for (one, other), where in _part(part, list(product(pairs, LISTS["positions"])), heldout=50, most=800):
         placed = {**_one(one), "position": [where, 0]}
         yield _make_row("position", f"a photo of {_a(one)} {where} {_a(other)}", _one(other), placed)
     for one, other in _part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
@@ -61,9 +61,9 @@ def geneval(part: Part) -> Iterator[Record]:
 
 def animals(part: Part) -> Iterator[Record]:
     """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
-    chosen = _part(part, WORDS["animals"], heldout=10)
+    chosen = _part(part, LISTS["animals"], heldout=10)
     yield from ({"prompt": _a(animal), "tag": "alone"} for animal in chosen)
-    for animal, activity in _shuffle(product(chosen, WORDS["activities"])):
+    for animal, activity in _shuffle(product(chosen, LISTS["activities"])):
         yield {"prompt": f"{_a(animal)} {activity}", "tag": "activity"}
 
 
@@ -77,17 +77,17 @@ def counting(part: Part) -> Iterator[Record]:
 
 def drawbench_like(part: Part) -> Iterator[Record]:
     """General prompts in eight categories, for rewards that predict preferences."""
-    bare, places, animals = WORDS["things"], WORDS["settings"], WORDS["animals"]
+    bare, places, animals = LISTS["things"], LISTS["settings"], LISTS["animals"]
     things = [_a(thing) for thing in bare]
     kinds: dict[str, Iterable[str]] = {
-        "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(WORDS["colours"], bare, places)),
+        "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(LISTS["colours"], bare, places)),
         "count": (f"{NUMBERS[n]} {_plural(thing)} {place}" for n, thing, place in product((2, 3, 4), bare, places)),
-        "material": (f"{_a(thing)} made of {material}" for thing, material in product(bare, WORDS["materials"])),
-        "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), WORDS["sizes"])),
+        "material": (f"{_a(thing)} made of {material}" for thing, material in product(bare, LISTS["materials"])),
+        "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), LISTS["sizes"])),
         "setting": (f"{thing} {place}" for thing, place in product(things, places)),
-        "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, places, WORDS["styles"])),
-        "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, WORDS["notices"])),
-        "animal": (f"{_a(one)} {doing} {place}" for one, doing, place in product(animals, WORDS["activities"], places)),
+        "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, places, LISTS["styles"])),
+        "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, LISTS["notices"])),
+        "animal": (f"{_a(one)} {doing} {place}" for one, doing, place in product(animals, LISTS["activities"], places)),
     }
     for tag, texts in kinds.items():
         yield from ({"prompt": text, "tag": tag} for text in _part(part, list(texts), heldout=25, most=250))
@@ -158,17 +158,17 @@ def _part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = No
 
 def _a(noun: str) -> str:
     """Return a noun phrase with its article."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in WORDS["uncounted"] else noun
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in LISTS["uncounted"] else noun
 
 
 def _plural(noun: str) -> str:
-    if noun in WORDS["plurals"]:
-        return WORDS["plurals"][noun]
+    if noun in LISTS["plurals"]:
+        return LISTS["plurals"][noun]
     return noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
 
 
 def _countable() -> list[str]:
-    return [name for name in WORDS["classes"] if name not in WORDS["uncounted"]]
+    return [name for name in LISTS["classes"] if name not in LISTS["uncounted"]]
 
 
 def _one(name: str) -> dict[str, Any]:
@@ -187,6 +187,6 @@ def _count_objects(prompt: str, name: str, number: int) -> Record:
 
 def _two_colours(one: str, other: str) -> tuple[str, str]:
     """Return two different colours for a pair of objects."""
-    colours, (first, step, *_) = WORDS["colours"], _digest((one, other))
+    colours, (first, step, *_) = LISTS["colours"], _digest((one, other))
     place = first % len(colours)
     return colours[place], colours[(place + 1 + step % (len(colours) - 1)) % len(colours)]

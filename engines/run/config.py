@@ -329,12 +329,12 @@ class TrainConfig:
         corrects = method.correction is not None and method.correction.kind != "none"
         return method.needs.ratio and method.recorded is not None and not corrects
 
-    @cached_property
+    @property
     def networks(self) -> Networks:
         """Networks beside the policy, by name; each teacher of several has its own name."""
         return list_single(self.method.networks())
 
-    @cached_property
+    @property
     def followers(self) -> dict[str, Follower]:
         """Policies that lag behind the trained one, by name; each is a LoRA adapter."""
         return find_followers(self.networks)

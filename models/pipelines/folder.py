@@ -167,7 +167,7 @@ def entries(folder: Path) -> dict[str, str | None]:
     if is_modular(folder):  # parts of other repositories, and of tasks that the folder is not for, may be left out
         specs = {name: entry[2] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 3}
         return {name: spec["type_hint"][1] for name, spec in specs.items() if (folder / name).is_dir()}
-    # The other entries of the index are settings, some of which are lists of numbers.
+    # The other entries of the index are settings; some are lists of numbers.
     pairs = {name: entry for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
     return {name: entry[1] for name, entry in pairs.items() if all(isinstance(one, str | None) for one in entry)}
 

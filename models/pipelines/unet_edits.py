@@ -25,7 +25,7 @@ from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.protocol import Schedule
 from fluvial.models.replay.media import TextPrompt, get_text
 
-UNIT = 2.0**-16  # noise k of which one unit in y is made
+UNIT = 2.0**-16  # noise k that makes one unit in y
 MOST_STEPS = 1000  # timesteps of the schedulers
 WHITE = 0.5  # of a mask, from which on a pixel is painted
 
@@ -124,7 +124,7 @@ class ImageToImage(FromImages):
         return self.encode_latents(_pixels(images[0].convert("RGB")))
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the last `steps` of the schedule of which `strength` takes as many, in the coordinates of y.
+        """Return the last `steps` of a schedule that is as long as `strength` demands, in the coordinates of y.
 
         Raises:
             ValueError: no schedule has as many steps at this strength.

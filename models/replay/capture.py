@@ -220,7 +220,7 @@ def same_steps(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
 
 
 def _sizes(seen: Sequence[tuple[str, Any, Any]], x: Tensor) -> tuple[int, ...]:
-    """Return the numbers of each piece of flat samples x, of which a step's calls return one output each; else none."""
+    """Return the size of each piece of flat samples x, if each of a step's calls returns one piece; else none."""
     made = list_tensors(seen[-1][2])
     return tuple(output[0].numel() for output in made) if x.ndim == 2 and len(made) > 1 else ()
 

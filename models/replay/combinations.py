@@ -12,7 +12,7 @@ from fluvial.core.checks import per_sample
 from fluvial.models.replay.places import Places, Whole, find_in_output
 
 Norm = Literal["own", "kept", "capped"]
-GUIDED = 3  # first channels of the sample, of which Lumina guides no others
+GUIDED = 3  # Lumina guides the first channels of the sample alone
 MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
 DIGITS = range(2, 8)  # of weights
 LEAST_WEIGHT = 1e-6  # weights below are rounding
@@ -183,7 +183,7 @@ def _list_known(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -> 
     if len(parts) > 2 or any(part.shape != parts[0].shape for part in parts):
         return
     dtype = None if parts[0].dtype == v.dtype else v.dtype
-    # Half of the channels, or by coincidence of something else, as of two frames of which the first one is held.
+    # Half of the channels, or by coincidence half of something else, e.g. two frames with the first one fixed.
     halves = (True, False) if parts[0].shape[1:] == (2 * v.shape[1], *v.shape[2:]) else (False,)
     guided = (None, GUIDED) if v.ndim == 4 and v.shape[1] > GUIDED else (None,)
     for half, negative in product(halves, (False, True)):

@@ -101,7 +101,7 @@ def find_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tupl
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim < 2 or not len(leaf) or len(leaf) % len(x):
         return None
     flat, rows = x.to(leaf.dtype).flatten(1), leaf.detach().flatten(1).unflatten(0, (-1, len(x)))
-    # A flat sample is one of several pieces, of which an input holds one.
+    # A flat sample has several pieces; an input holds one of them.
     least = LEAST * (flat.shape[1] if x.ndim > 2 else min(flat.shape[1], rows.shape[-1]))
     if rows.shape[-1] < least:
         return None

@@ -89,7 +89,7 @@ class Dino(EditPairs):
 class Perceptual(EditPairs):
     """-sum_l mean_i |u_li(x) - u_li(y)|^2, with u_li the feature of patch i in layer l, of length 1.
 
-    LPIPS takes layers of a convolutional network; here they are evenly spaced blocks of DINOv2, of which the last is one.
+    LPIPS takes layers of a convolutional network; here they are evenly spaced blocks of DINOv2, the last one included.
 
     Args:
         layers: number of blocks whose features are compared.

@@ -4,7 +4,6 @@
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,7 +44,7 @@ class RewardModel:
     revision: str | None = None
     parameters: float = 0.0
     install: str | None = None
-    packages: Sequence[str] = ()
+    packages: tuple[str, ...] = ()
     gradients: bool = False
     takes: str = "images"
 
@@ -80,8 +79,10 @@ class RewardModel:
 
 def _read_table() -> dict[str, RewardModel]:
     """Return the models of table.yaml by name."""
-    rows = yaml.safe_load(Path(__file__).with_name("table.yaml").read_text(encoding="utf-8"))
-    return {name: RewardModel(name, **fields) for name, fields in rows.items()}
+    text = Path(__file__).with_name("table.yaml").read_text(encoding="utf-8")
+    rows: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    packages = {name: tuple(fields.pop("packages", ())) for name, fields in rows.items()}
+    return {name: RewardModel(name, packages=packages[name], **fields) for name, fields in rows.items()}
 
 
 REWARD_MODELS = _read_table()

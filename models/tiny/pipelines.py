@@ -352,7 +352,7 @@ def _controlnet(name: str, pipeline: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    mask = (4 if "Qwen" in name else 1) if "Inpaint" in pipeline else 0  # channels, of which Qwen-Image packs 2 x 2
+    mask = (4 if "Qwen" in name else 1) if "Inpaint" in pipeline else 0  # channels; Qwen-Image packs 2 x 2 of them
     further = {
         "extra_conditioning_channels": mask,
         "extra_condition_channels": mask,

@@ -30,7 +30,9 @@ IN_OUT = ("in_channels", "out_channels", "in_visual_dim", "out_visual_dim")
 @cache
 def read_table() -> dict[str, Any]:
     """Return the tables of settings.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table
 
 
 def special(pipeline: str, name: str, default: Any) -> Any:

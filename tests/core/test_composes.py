@@ -54,7 +54,7 @@ def graphs(accept: Callable[[FunctionCall], object]) -> pytest.MarkDecorator:
 KEEP = ("checks", "ema", "host", "sigmas", "step.kl", "table", "types")
 OBJECTIVES = ("adjoint", "adversarial", "awm", "correction", "crd", "dgpo", "distill", "dpo", "guidance", "nft", "policy")
 MATHEMATICS = (*OBJECTIVES, "flow_m", "gaussian", "step", "trans")
-TOGETHER = ("dgpo.group_weight", "dpo.best_and_worst", "nft.check", "transitions.check", "transitions.sampler_name")
+TOGETHER = ("dgpo.group_weight", "dpo.best_and_worst")
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_a_number_is_a_float_or_a_tensor(row: FunctionCall) -> None:
     )
 
 
-@rows(lambda row: row.name.startswith(MATHEMATICS) and not row.name.startswith((*TOGETHER, "step.check")))
+@rows(lambda row: row.name.startswith(MATHEMATICS) and not row.name.startswith(TOGETHER))
 @pytest.mark.parametrize("batch", [0, 1])
 def test_a_sample_does_not_depend_on_the_others(row: FunctionCall, batch: int) -> None:
     arguments = row.arguments()

@@ -148,3 +148,12 @@ def test_a_merged_adapter_is_one_product_per_layer(form: str, dtype: torch.dtype
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert torch.equal(again, expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_networks_that_are_adapted_one_by_one_have_their_layers() -> None:
+    """As two served experts; the module that holds them has no adapter of its own."""
+    parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4)) for name in ("a", "b")})
+    for part in parts.values():
+        add_lora(part, LoraConfig(rank=2), ("0",))
+    assert len(FixedAdapters(parts)._layers) == 2
+    assert FixedAdapters(nn.Sequential(nn.Linear(4, 4)))._layers == []

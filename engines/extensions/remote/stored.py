@@ -9,7 +9,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +30,8 @@ from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.files import save_tensors, sync
 from fluvial.engines.sampling.config import REPLAYED, ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
-from fluvial.engines.sampling.source import RolloutSource
+from fluvial.engines.sampling.handshake import Handshake
+from fluvial.engines.sampling.source import Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
 FORMAT: Literal[1] = 1
@@ -50,9 +51,6 @@ class Storing(RolloutSource):
 
     def __init__(self, source: RolloutSource, folder: Path, world: World, *, resume: bool = False) -> None:
         self.source, self.folder, self.world = source, folder, world
-        # All but `generate` is the source's own.
-        for name in ("push", "compare_with_servers", "probe", "leave_out", "hurry", "close"):
-            setattr(self, name, getattr(source, name))
         if not resume and next(folder.glob("*.json"), None) is not None:
             raise UsageError(f"`rollout.store` is {folder}, which holds rollouts already: name another folder")
         with convert_errors(UsageError, OSError, says=f"`rollout.store` is {folder}, which cannot be written"):
@@ -66,6 +64,24 @@ class Storing(RolloutSource):
             chunks.append(_on_host(chunk))
         if self.world.rank % self.world.sequence == 0:
             write(self.folder, requests, sampling, chunks, part=self.world.data_rank)
+
+    def push(self, engine: Holder, version: int) -> None:
+        self.source.push(engine, version)
+
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake | None:
+        return self.source.compare_with_servers(requests, sampling)
+
+    def probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> Mapping[str, Any]:
+        return self.source.probe(engine, requests, sampling)
+
+    def leave_out(self, addresses: Collection[str]) -> bool:
+        return self.source.leave_out(addresses)
+
+    def hurry(self) -> None:
+        self.source.hurry()
+
+    def close(self) -> None:
+        self.source.close()
 
 
 class Replayed(RolloutSource):
@@ -313,6 +329,7 @@ def _format_value(value: Any) -> str:
 
 
 def _index(path: Path) -> StoredRollout:
+    """Return the index of a file of a rollout."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StoredRollout)
     except OSError as error:
@@ -345,5 +362,6 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor | None], sampling: Sam
 
 
 def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -114,7 +114,15 @@ def save(
 
 
 def save_async(
-    folder: Folder, state: dict[str, Tensor], meta: dict[str, Any], *, update: int, world: World, **options: Any
+    folder: Folder,
+    state: dict[str, Tensor],
+    meta: dict[str, Any],
+    *,
+    update: int,
+    fingerprint: dict[str, Any],
+    world: World,
+    keep: int,
+    spare: int | None = None,
 ) -> Future[Folder]:
     """Copy the state to the host, and write the checkpoint in a thread while training goes on.
 
@@ -123,7 +131,7 @@ def save_async(
 
     Args:
         world: `world.background()`, made once, because its collectives must not mix with those of training.
-        folder, state, meta, update, options: as for `save`.
+        folder, state, meta, update, fingerprint, keep, spare: as for `save`.
 
     Raises:
         UsageError: as `save`.
@@ -137,7 +145,8 @@ def save_async(
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # not a future: it is asked to wait
         stager.close()
-    write = partial(save, folder, copied, deepcopy(meta), update=update, world=world, copy_ahead=False, **options)
+    options: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
+    write = partial(save, folder, copied, deepcopy(meta), copy_ahead=False, **options)
     writer = ThreadPoolExecutor(1, "checkpoint")
     future = writer.submit(write)
     writer.shutdown(wait=False)

@@ -13,7 +13,6 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
-from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, members, read_record
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -64,9 +63,14 @@ def _parse(text: str, suffix: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def flatten(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name, with underscores, and the value of each entry; an empty table is none."""
-    return ((name.replace("-", "_"), value) for name, value in flat(entries).items())
+def flatten(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name, with underscores, and the value of each entry, also of one that stands twice."""
+    for name, value in entries.items():
+        dotted = f"{prefix}{name.replace('-', '_')}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
 
 
 def is_whole(entries: Mapping[str, Any]) -> bool:
@@ -151,7 +155,10 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
         config: run of the recipe, whose fields say which settings are lists.
         entries, names: see `apply`.
     """
-    flat = dict(flatten(entries))
+    flat = dict[str, Any]()
+    for name, value in flatten(entries):
+        if flat.setdefault(name, value) != value:
+            raise UsageError(f"{name} is set twice, to {flat[name]!r} and {value!r}")
     swept = {
         name: values for name, values in flat.items() if isinstance(values, list) and _is_sweep(config, name, values, names)
     }

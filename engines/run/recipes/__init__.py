@@ -40,7 +40,8 @@ def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
         config = of_published(table["published"], model)
         return _change(config, _as_record(table["large"])) if "large" in table else config
 
-    recipe.__name__, recipe.__doc__ = name.replace("-", "_"), table["help"]
+    recipe.__name__ = recipe.__qualname__ = name.replace("-", "_")
+    recipe.__doc__ = table["help"]
     return recipe
 
 
@@ -129,6 +130,7 @@ def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
 
 
 RECIPES = {name: _recipe(name, table) for name, table in TABLE.items()}
+globals().update({recipe.__name__: recipe for recipe in RECIPES.values()})  # for `dir`, completion and pickle
 
 
 def __getattr__(name: str) -> Callable[..., TrainConfig]:

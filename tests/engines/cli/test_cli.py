@@ -28,6 +28,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwritten", "got 'handwritten', expected one of grpo, flash"),
     # And not --sampling.guidance.update.
     ("train handwriting --updatez 3", "unknown flag --updatez; did you mean '--updates'?"),
+    ("train handwriting --micro-batch many", "--engine.micro-batch is 'many', expected a whole number or auto"),
     ("train handwriting --processes 0", "--processes is '0', expected a number from 1 to "),
     ("train handwriting --processes", "--processes is given no value"),
     ("train handwriting --processes 2 --processes=2", "--processes is given twice"),

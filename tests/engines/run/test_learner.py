@@ -68,6 +68,32 @@ def test_the_old_velocity_of_awm(one: World, passes: str) -> None:
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("method", ["grpo", "guard"])
+def test_what_is_old_is_the_rollouts(one: World, method: str) -> None:
+    """In both updates the log-probs, and Guard's velocity; the ratio is 1 in the first alone."""
+    run = spy(one, f"{method} fast updates=2 passes.epochs=2")
+    run.rollout()
+    known, velocity = run.trajectories[0].log_prob.T.flatten(), run.trajectories[0].velocity
+    assert len(run.updates) == 2
+    assert (velocity is not None) == (method == "guard")
+    for update in run.updates:
+        assert torch.equal(update.items.log_prob_old, known)
+        if velocity is not None:
+            assert torch.equal(update.items.predictions["old"], velocity.transpose(0, 1).flatten(0, 1))
+    assert run.infos[0].max_abs["log_ratio"] == 0.0
+    assert abs(run.infos[1].mean["log_ratio"]) > 1e-5
+
+
+def test_the_loss_is_a_mean_over_the_minibatch(one: World) -> None:
+    """Each of two halves is divided by its own number of items."""
+    line = "grpo updates={0} passes.minibatches={0}"
+    whole, halves = (spy(one, line.format(number)) for number in (1, 2))
+    whole.rollout(), halves.rollout()
+    assert [update.over for update in halves.updates] == [whole.updates[0].over / 2] * 2
+    assert [len(update.items.level) for update in halves.updates] == [len(whole.updates[0].items.level) // 2] * 2
+
+
 def test_steps_are_weighted_by_their_noise(one: World) -> None:
     """Relative to the mean over those that are learnt from, in their advantages."""
     line = "grpo window sampling.window.size=1 sampling.window.draw=group sampling.prompts=4 sampling.group=2 seed=3"
@@ -141,6 +167,17 @@ def test_the_kl_has_the_published_weight_of_the_sampler() -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
     found = {kind: StepKLConfig(0.1).weight_of(sampler_rule(kind)) for kind in ("flow_sde", "dance_sde", "cps", "wan_sde")}
     assert found == {"flow_sde": "rate", "dance_sde": "exact", "cps": "exact", "wan_sde": "exact"}
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("flow_sde", "rate"), ("cps", "exact")])
+def test_the_loss_has_that_weight(one: World, kind: str, factor: str) -> None:
+    losses = []
+    for weight in ("auto", factor):
+        line = f"grpo sampling.sampler={kind} window sampling.window.high=3 fast updates=2 passes.epochs=2 kl.coef=9.0"
+        run = spy(one, f"{line} kl.weight={weight}")
+        run.rollout()
+        losses.append(run.infos[1].loss)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -229,3 +229,17 @@ def test_recipes_choose_for_large_models_alone() -> None:
         fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
         assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
+
+
+@pytest.mark.bits
+def test_choosing_changes_neither_weights_nor_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates with the number that was chosen are those with the same number typed."""
+    choosing(monkeypatch, 4)
+    found: dict[Any, Any] = {}
+    for size in ("auto", 4):
+        torch.manual_seed(0)
+        with Trainer(tiny.config(tmp_path, updates=2, sampling=ROLLOUT, **{"engine.micro_batch": size}), tiny.job()) as run:
+            run.update(), run.update()
+            assert run.config.samples_per_pass == 4
+            found[size] = {**run.engine.sharded.shards(), "drawn": torch.rand(3)}
+    assert all(torch.equal(tensor, found[4][name]) for name, tensor in found["auto"].items())

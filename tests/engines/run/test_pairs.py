@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
-from fluvial.engines.methods.table import AcDmd, Awm, Dpo
+from fluvial.engines.methods.table import AcDmd, AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.probe import RunPasses
+from fluvial.engines.run.passes.probe import RunPasses, explain_fixed_pairs
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -316,3 +316,14 @@ def test_compiled_blocks_take_one_larger_pass_whatever_its_bits(tmp_path: Path, 
     with Trainer(config, replace(tiny.job(), model=Telling(12, through="means"))) as run:
         assert len(run.pairs) == 1
         assert (run.pairs[0] > 12) == compiled
+
+
+@pytest.mark.parametrize(("method", "reason"), [(Awm(), None), (AlignProp(), "a reward's gradient is followed")])
+def test_what_cannot_be_chosen(method: Any, reason: str | None) -> None:
+    assert explain_fixed_pairs(SimpleNamespace(method=method)) == reason  # type: ignore[arg-type]
+
+
+def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "choose_pairs", None)
+    with Trainer(tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": 12}, sampling=ROLLOUT), tiny.job()) as run:
+        assert run.pairs == ()

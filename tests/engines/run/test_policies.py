@@ -7,7 +7,7 @@ from helpers.spied_runs import spy
 
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Raft
+from fluvial.engines.methods.table import Dpo, Raft
 from fluvial.models.lora import use_adapter
 
 
@@ -124,9 +124,10 @@ def test_groups_that_are_all_equal(one: World, line: str) -> None:
     assert record["reward"] == {"mean": 1.0, "std": 0.0}
 
 
-def test_dpo_of_all_weights_compares_with_the_start(one: World) -> None:
-    """The reference stays what training started from, and the first margin is 0."""
-    run = spy(one, "dpo ode fast updates=2")
+@pytest.mark.parametrize("train", ["", "lora"])
+def test_dpo_compares_with_the_start(one: World, train: str) -> None:
+    """The reference stays what training started from; the first margin is 0, and the next the policy's distance from it."""
+    run, errors = spy(one, f"dpo ode fast {train} updates=2"), []
     run.rollout(), run.rollout()
     items = run.updates[-1].items
     rows = tiny.Tiny().encode([run.preferences[int(i)].prompt.text for i in items.sample]).rows
@@ -134,8 +135,20 @@ def test_dpo_of_all_weights_compares_with_the_start(one: World) -> None:
         for side in (0, 1):
             expected = tiny.Tiny().build()(items.x[:, side], rows, items.level)
             torch.testing.assert_close(items.predictions["ref"][:, side], expected)
+    for name, tensor in run.trainer.engine.sharded.shards().items():
+        tensor.copy_(run.updates[-1].policy[name])  # the policy before the last update
+    with run.trainer.engine.inference() as module:
+        cond = tiny.Tiny().encode([run.preferences[int(i)].prompt.text for i in items.sample])
+        for side in (0, 1):
+            v = tiny.Tiny().predict(module, items.x[:, side], items.level, cond)
+            ours, ref = ((each - items.target[:, side]) ** 2 for each in (v, items.predictions["ref"][:, side]))
+            errors.append((ours - ref).mean((1, 2, 3)))
+    margin = -Dpo().beta / 2 * (errors[0] - errors[1])
     first, last = (info.mean for info in run.infos)
-    assert first["margin"] == first["accuracy"] == 0.0 != last["margin"]
+    assert first["margin"] == first["accuracy"] == 0.0
+    assert abs(float(margin.mean())) > 1e-2
+    assert last["margin"] == pytest.approx(float(margin.mean()), rel=1e-3)
+    assert last["accuracy"] == pytest.approx(float((margin > 0).float().mean()))
 
 
 def test_the_moving_average_of_a_kl_follows(one: World) -> None:

@@ -299,7 +299,9 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
         long("shape", 2, "returned shape [1] for 4 images"),
         long("raises", 2, "raised KeyError"),
         long("exits", 2, "raised SystemExit"),
-        *(long(kind, 1, says) for kind, says in (("nan", "is nan"), ("exits", "SystemExit"), ("hangs", "took over 1 s"))),
+        long("nan", 1, "is nan for prompt"),
+        long("exits", 1, "raised SystemExit"),
+        long("hangs", 1, "took over 1 s"),
     ],
 )
 def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, ranks: int, says: str) -> None:
@@ -307,7 +309,7 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, ranks: int, 
     done = launch.program("workers.two_ranks:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
-    assert f"reward 'reward' {says}" in line or says in line
+    assert f"reward 'reward' {says}" in line
     if ranks == 1:
         launch.one_line(done.stderr)
 

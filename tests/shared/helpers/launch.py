@@ -21,7 +21,8 @@ from helpers import forkserver, stored
 
 forked: list[float] = []  # CPU seconds of each process that has ended, for the ledger
 SHARED = Path(__file__).parents[1]
-WAITS = re.compile(r"fluvial: [^:]*, \d+ (min|s)\b[^:]*")  # how long something takes, said on a busy machine
+TIME = r"\d+ (s|min|h)( \d+ (s|min))?"
+WAITS = re.compile(rf"fluvial: [^:,]+, {TIME}(, {TIME} left)?")  # how long something takes, said on a busy machine
 # Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
     *("--sampling.prompts", "2", "--sampling.group", "4", "--sampling.steps", "4"),

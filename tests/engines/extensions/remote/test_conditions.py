@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 UNUSED = {"Sampling.observe"}  # of runs
-# Carried for pipelines without an adapter, see test_served_runs.py and serve/rollout/test_images.py.
+# Carried for pipelines without an adapter, see test_served_runs.py and servers/rollout/test_images.py.
 OF_PIPELINES = {"Prompt.media"}
 
 

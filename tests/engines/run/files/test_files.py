@@ -107,6 +107,7 @@ def test_yaml_has_the_scalars_of_version_1_2(tmp_path: Path) -> None:
         ("recipe: grpo\noptimizer.lrr: 1", "there is no setting optimizer.lrr; did you mean 'optimizer.lr'?"),
         long("recipe: grpo\nevery: 3", "every is ambiguous: name one of evaluation.every, checkpoint.every, export.every"),
         ("recipe: grpo\nlr: 1\noptimizer: {lr: 2}", "is set twice"),
+        ("recipe: grpo\noptimizer.lr: 1\noptimizer: {lr: 2}", "is set twice"),
         long("recipe: grpo\nmethod.name: nft", "method.name is 'nft': this run has the method grpo"),
         long("recipe: grpo\neval_every: 3", "it is evaluation.every now"),
         ("recipe: [grpo, nft]", "recipe is ['grpo', 'nft'], expected the name of one"),
