@@ -154,6 +154,9 @@ def test_no_setting_of_a_recipe_changes_unnoticed() -> None:
         found[name] = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:8]
     words = DIGESTS.split()
     assert found == dict(zip(words[::2], words[1::2], strict=True))
+    window = {"sampling": {"window": {"kind": "random", "size": 5}, "group": 8}}
+    merged = recipes._merge(window, {"sampling": {"window": {"kind": "all"}}})
+    assert merged == {"sampling": {"window": {"kind": "all"}, "group": 8}}  # nothing of the other kind stays
     for entry in recipes.TABLE.values():
         assert {*entry} <= {"help", "model", "published", "large", "small", "on"}
         assert {*entry.get("on", {})} <= {*MODELS}
