@@ -40,7 +40,15 @@ from fluvial.engines.run.method import (
     Preferences,
     RecordedRows,
 )
-from fluvial.engines.sampling.config import Mask, NoCorrection, ReadingConfig, Reject, SamplingConfig, Truncate
+from fluvial.engines.sampling.config import (
+    CleanSamplingConfig,
+    Mask,
+    NoCorrection,
+    ReadingConfig,
+    Reject,
+    SamplingConfig,
+    Truncate,
+)
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
@@ -53,6 +61,7 @@ __all__ = [
     "Awm",
     "BranchGrpo",
     "ChunkGrpo",
+    "CleanSamplingConfig",
     "ConstantMargin",
     "Crd",
     "D3po",

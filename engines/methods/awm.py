@@ -13,10 +13,9 @@ from fluvial.core.random import Key
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Networks
 from fluvial.engines.run.method import Method, Needs, PassesConfig
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import velocity_error
 
@@ -40,7 +39,7 @@ class Awm(Method, name="awm"):
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", ratio=True)
     bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf), "delta": (1e-12, math.inf), "power": (1e-12, 1)}
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     passes: PassesConfig = PassesConfig()

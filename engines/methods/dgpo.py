@@ -16,10 +16,9 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Follower, Networks, Start, ramp
 from fluvial.engines.run.method import EpochsConfig, Method, Needs
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import velocity_error
 from fluvial.models.host_values import to_device
@@ -55,7 +54,7 @@ class Dgpo(Method, name="dgpo"):
         **{"beta": (1e-12, math.inf), "clip_low": (0, 1), "clip_high": (0, math.inf)},
         **{"old_rise": (0, 1), "old_cap": (0, 0.999999), "old_samples_from": (0, math.inf)},
     }
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig(draw="rollout")
     advantage: AdvantageConfig = AdvantageConfig()
     passes: EpochsConfig = EpochsConfig()

@@ -12,10 +12,9 @@ from fluvial.core.dpo import KtoInfo, Utility, kto_loss
 from fluvial.core.random import Key
 from fluvial.engines.run.declared import Networks, Start
 from fluvial.engines.run.method import Images, Method, Needs, PassesConfig
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Kto(Method, name="kto"):
     bounds: ClassVar = {"beta": (1e-12, math.inf), "ref_guidance": (0, math.inf)} | dict.fromkeys(
         ("good_weight", "bad_weight"), (0, 1e6)
     )
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
     labels: Literal["column", "reward"] = "column"

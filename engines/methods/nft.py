@@ -13,10 +13,9 @@ from fluvial.engines.choices import check_variant
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
 from fluvial.engines.run.method import Method, Needs, PassesConfig
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import nft_loss, velocity_error
 
@@ -52,7 +51,7 @@ class Nft(Method, name="nft"):
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
     bounds: ClassVar = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     passes: PassesConfig = PassesConfig()

@@ -10,10 +10,9 @@ from torch import Tensor
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key
 from fluvial.engines.run.method import Method, NoisedRows, PassesConfig, Preferences
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import Pairs
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class Pairing(Method):
             records in the format of Pick-a-Pic or HPD. Without it, pairs come from the rollout.
     """
 
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
     preferences: Path | None = None

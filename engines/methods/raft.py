@@ -9,10 +9,9 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
 from fluvial.engines.run.method import Images, Method, PassesConfig
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Raft(Method, name="raft"):
     """
 
     bounds: ClassVar = {"best": (1e-9, 1)}
-    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
     kl: KLConfig = KLConfig()

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core.random import Key
-from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
 from fluvial.engines.run.method import Images, Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import ReadingConfig
 from fluvial.engines.sampling.items import NoisedSamples
@@ -18,6 +17,12 @@ if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
     from fluvial.engines.run.run import Run
     from fluvial.engines.sampling.batch import Batch
+
+
+class SftInfo(NamedTuple):
+    """Diagnostics of supervised fine-tuning, one number per item, without gradient."""
+
+    error: Tensor  # mean squared error
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,6 @@ class Sft(Method, name="sft"):
     sampling: ReadingConfig = ReadingConfig()
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
-    kl: KLConfig = KLConfig()
 
     @property
     def source(self) -> Images:
@@ -50,6 +54,7 @@ class Sft(Method, name="sft"):
         for part in run.minibatches(items, key, self.passes):
             yield run.update(run.predict(part), self.loss)
 
-    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
-        """Return `kernels.velocity_error`, with the KL terms."""
-        return fit_prediction(velocity_error(v, rows.target), v, rows, self.kl)
+    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, SftInfo]:
+        """Return `kernels.velocity_error` to the images' targets."""
+        error = velocity_error(v, rows.target)
+        return error, SftInfo(error.detach())

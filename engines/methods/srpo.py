@@ -16,10 +16,9 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.refl import RewardInfo
 from fluvial.engines.run.method import EpochsConfig, Method, Needs, NoisedRows
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.streams import Stream
 from fluvial.models.host_values import to_device
 
@@ -57,7 +56,7 @@ class Srpo(Method, name="srpo"):
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", rewards="gradients", off_schedule=True)
     bounds: ClassVar = {"margin": (-math.inf, math.inf), "length": (1e-6, 1), **dict.fromkeys(("highest", "lowest"), (0, 1))}
-    sampling: SamplingConfig = SamplingConfig(prompts=32, group=1, steps=25, sampler=Ode())
+    sampling: CleanSamplingConfig = CleanSamplingConfig(prompts=32, group=1, steps=25)
     passes: EpochsConfig = EpochsConfig()
     highest: float = 0.9643
     lowest: float = 0.75

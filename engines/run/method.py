@@ -14,6 +14,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key
+from fluvial.engines.choices import default_of, is_set
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import spec_of
 from fluvial.engines.run.declared import Networks, Start
@@ -355,3 +356,8 @@ def check_kinds(method: Method) -> None:
             expected = " or ".join(kind.__name__ for kind in kinds)
             got = type(value).__name__
             raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")
+    fields: tuple[Any, ...] = dataclasses.fields(method)  # type: ignore[arg-type]
+    default = next(default_of(field) for field in fields if field.name == "sampling")
+    for name in {field.name for field in dataclasses.fields(method.sampling)} - {*vars(default)}:
+        if is_set(method.sampling, name):
+            raise no_effect(f"sampling.{name}", f"with {method.method_name}, which has no such setting")

@@ -49,6 +49,12 @@ OF_METHOD = {
         for was, now in {"value": "start", "rise": "rise", "cap": "cap", "delay": "delay"}.items()
     },
 }
+# Settings without effect that all methods once had, left out where a method has them no more.
+DROPPED = {
+    **{f"method.sampling.window.{name}": value for name, value in {"kind": "all", "low": 0, "high": None}.items()},
+    **{f"method.kl.{name}": value for name, value in {"coef": 0, "ema_coef": 0, "ema_cap": 0.3, "guidance": None}.items()},
+    "method.kl.ema_rise": 0.001,
+}
 
 
 def rename(name: str, method: str = "") -> str:
@@ -66,13 +72,15 @@ def rename(name: str, method: str = "") -> str:
 def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
 
-    A record without old names or values is returned as it is. Settings that the method or the kind of a choice does not have
-    are left out where that choice or method has another name now: they had no effect.
+    A record without old names or values is returned unchanged. Settings that the method or the kind of a choice lacks
+    are left out where that choice or method has another name now, or where they had no effect.
     """
     settings_of, settings = dict[str, Any](), dict(_flatten(record))
     settings |= (changed := dict(_convert(settings)))
     settings = {name: value for name, value in settings.items() if not name.endswith(".warmup_ratio")}
-    if not changed and all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
+    names = {old: old if isinstance(value, Mapping) else rename(old) for old, value in settings.items()}
+    idle = any(DROPPED.get(names[old], ...) == value for old, value in settings.items())
+    if not changed and not idle and all(old == new for old, new in names.items()):
         return record
     from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
 
@@ -84,7 +92,7 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     for old, value in settings.items():
         new = named[old]
         parts = ["method", "name"] if new == "method" else new.split(".")
-        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen
+        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen or DROPPED.get(new, ...) == value
         of_method = parts[0] == "method" and parts != ["method", "name"]
         if moved and of_method and not has_field(method_type(method), parts[1:], of_kinds):
             continue

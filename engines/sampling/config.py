@@ -237,8 +237,8 @@ class ReadingConfig:
 
 
 @dataclass(frozen=True)
-class SamplingConfig(ReadingConfig):
-    """How rollouts are sampled.
+class CleanSamplingConfig(ReadingConfig):
+    """How rollouts are sampled, for a method that trains on clean samples.
 
     Args:
         prompts: Number of prompts per rollout.
@@ -248,33 +248,52 @@ class SamplingConfig(ReadingConfig):
         shared_noise: Start all samples of a group from the same noise (DanceGRPO, arXiv 2505.07818), so that they differ
             only in the noise of their steps.
         sampler: Sampler of the steps.
-        window: Which steps take noise; the others are ODE steps.
         groups: Which groups are trained on.
     """
 
     group: int = 16
     shared_noise: bool = False  # type: ignore[misc]
-    sampler: SamplerChoice = Stochastic()  # type: ignore[misc]
-    window: Window = AllSteps()  # type: ignore[misc]
+    sampler: SamplerChoice = Ode()  # type: ignore[misc]
     groups: Groups = AllGroups()  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_variant(self.sampler, SamplerChoice, "sampling.sampler")
-        check_variant(self.window, Window, "sampling.window")
         check_variant(self.groups, Groups, "sampling.groups")
+        if self.shared_noise and self.group > 1 and self.sampler.is_deterministic and not self.sampler.eta:
+            hint = f"{self.sampler.kind} takes no noise: all samples of a group are equal"
+            raise UsageError("sampling.shared_noise", True, "False", hint)
+        for problem in self.groups.problems(self):
+            raise problem
+
+
+@dataclass(frozen=True)
+class SamplingConfig(CleanSamplingConfig):
+    """How rollouts are sampled, for a method that trains on recorded steps.
+
+    Args:
+        prompts: Number of prompts per rollout.
+        group: Number of samples per prompt, which are compared with each other.
+        steps: Number of steps of the schedule, in training and in evaluation.
+        guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
+        window: Which steps take noise; the others are ODE steps.
+    """
+
+    sampler: SamplerChoice = Stochastic()  # type: ignore[misc]
+    window: Window = AllSteps()  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_variant(self.window, Window, "sampling.window")
         self.window.check(self.steps, self.group)
         sampler, window = self.sampler, self.window
-        same = self.shared_noise and self.group > 1 and not sampler.eta
-        if sampler.is_deterministic and (same or window.share_prefix):
-            name = "sampling.shared_noise" if same else "sampling.window.share_prefix"
-            raise UsageError(name, True, "False", f"{sampler.kind} takes no noise: all samples of a group are equal")
+        if sampler.is_deterministic and window.share_prefix:
+            hint = f"{sampler.kind} takes no noise: all samples of a group are equal"
+            raise UsageError("sampling.window.share_prefix", True, "False", hint)
         if sampler.is_deterministic and (window.tail != NO_TAIL or window.is_tree):
             raise UsageError("sampling.window", window.kind, "all", f"{sampler.kind} has no stochastic steps")
         if self.shared_noise and window.is_tree:
             raise no_effect("sampling.shared_noise", f"with `sampling.window` {window.kind}")
-        for problem in self.groups.problems(self):
-            raise problem
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_a_wrong_flag_is_one_line(words: list[str], line: str) -> None:
         ("tdm-r1", "--optimizer.lr -1", "--optimizer.lr is -1.0, expected"),
         ("dmd2", "--fake-levels.low 2", "--fake-levels.low is 2.0, expected"),
         ("dmd2", "--gan head --gan.critic-weight -1", "--gan.critic-weight is -1.0, expected"),
-        ("nft", "--sampling.window random --sampling.window.size 0", "--sampling.window.size is 0, expected"),
+        ("d3po", "--sampling.window random --sampling.window.size 0", "--sampling.window.size is 0, expected"),
     ],
 )
 def test_settings_of_one_kind_are_named_where_they_stand(recipe: str, words: str, line: str) -> None:

@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "sampling.groups": ("grpo refilled advantage.combine=gdpo", "gardo refilled", "dpo preferences ode refilled"),
     "sampling.groups.steps": ("nft scouted ode",),
     "sampling.window": (
+        *("nft window", "dpo window", "raft window"),
         *("grpo window sampling.window.size=5", "grpo branches sampling.window.size=5 sampling.group=12"),
         *("rtdmd cps window", "adjoint window", "alignprop window", "grpo branches ode", "branchgrpo tree ode"),
         *("grpo sampling.window=moving sampling.window.size=4", "grpo cut ode sampling.window.tail.fraction=0.5"),

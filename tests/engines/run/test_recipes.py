@@ -30,7 +30,7 @@ from fluvial.engines.run.files.write import write_all
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
-from fluvial.engines.sampling.config import Mask, RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import CleanSamplingConfig, Mask, RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode
@@ -131,10 +131,10 @@ DIGESTS = """
     grpo 1e897a69  flash 59812a3e  dance dbdab2f2  cps 5519fd20  guard 7afe85d2
     pref-grpo 0b9f9aab  dppo ff262282  ddpo 6093e65e  tempflow 05a80793  chunk ce3f564e
     densegrpo a607e516  tpgrpo 8724477d  branchgrpo 42745faf  gardo 77242a15  d3po d26735a0
-    spo 1c996beb  lpo a3cfd93e  nft 9649015e  sol-rl f5ebde59  awm 6eeebf14
-    dgpo 0cf63686  crd 5096b2a4  raft 62690389  sft 7ee80639  dpo 1981a567
-    mapo 4bc589ec  kto 3913492b  alignprop 99cabfa7  adjoint eb6e4e48  refl f1c1a7d5
-    srpo 9c0a32a0  distill de878f1f  opd a5fce3d4  dmd2 9fcbe2a5  ac-dmd 5b0da7dd
+    spo 1c996beb  lpo a3cfd93e  nft 9b1004db  sol-rl 87115a62  awm 59b8261f
+    dgpo caabc35e  crd 6ea5cc9d  raft 2b3cc9e7  sft c0b735de  dpo 84781b7b
+    mapo 91bf3020  kto 549d1b93  alignprop 99cabfa7  adjoint eb6e4e48  refl f1c1a7d5
+    srpo f928d797  distill de878f1f  opd a5fce3d4  dmd2 9fcbe2a5  ac-dmd 5b0da7dd
     rtdmd 1b0221a5  tdm 1169702b  tdm-r1 ed1c6ba6  handwriting 5ed001cd  words f796202c
     edit-words bf13b015
 """
@@ -235,7 +235,7 @@ RUNS: list[TrainConfig] = [
         method=Nft(
             old=LinearOld(delay=7),
             mode="binary",
-            sampling=SamplingConfig(sampler=Ode("dpmpp_2m")),
+            sampling=CleanSamplingConfig(sampler=Ode("dpmpp_2m")),
             noising=NoisingConfig(3, LogitNormalLevels()),
         ),
     ),
@@ -247,7 +247,7 @@ RUNS: list[TrainConfig] = [
         prompts=("prompts.txt",),
         pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
     ),
-    TrainConfig(Path("out"), method=Dpo(preferences=Path("pairs"), sampling=SamplingConfig(sampler=Ode()))),
+    TrainConfig(Path("out"), method=Dpo(preferences=Path("pairs"), sampling=CleanSamplingConfig())),
 ]
 
 

@@ -76,7 +76,7 @@ def samples_per_update(leaves: Leaves) -> float:
 
 
 def shares_noise(leaves: Leaves) -> bool:
-    return bool(leaves["sampling.shared_noise"] or leaves["sampling.window.kind"] in ("branches", "splits"))
+    return bool(leaves["sampling.shared_noise"] or leaves.get("sampling.window.kind") in ("branches", "splits"))
 
 
 def first_of(*names: str) -> Callable[[Leaves], Any]:
