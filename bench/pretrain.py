@@ -96,6 +96,14 @@ def edit_words_pretraining(out: Path = Path("runs/edit-words-base")) -> Pretrain
     return replace(config, model="edit-words", updates=1000, optimizer=replace(config.optimizer, lr=2e-3))
 
 
+RECIPES = {
+    "handwriting": handwriting_pretraining,
+    "handwriting-unet": handwriting_unet_pretraining,
+    "words": words_pretraining,
+    "edit-words": edit_words_pretraining,
+}
+
+
 class Noised(NamedTuple):
     """Clean images, their noise and conditioning, each field `[P, ...]`."""
 
@@ -176,7 +184,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             )
         export(engine.module, config.out, average=engine.read_average(), dtype=getattr(torch, config.dtype), world=world)
         record = {
-            "command": f"fluvial pretrain {config.model}",
+            "command": f"python -P -m fluvial.bench pretrain-{config.model}",
             "updates": config.updates,
             "heldout_exact": result.exact,
             "heldout_score": result.score,

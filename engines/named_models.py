@@ -8,15 +8,12 @@ class NamedModel(NamedTuple):
 
     model: str  # class of the model
     job: str  # function that returns its job, with prompts and rewards of its own
-    pretraining: str  # function that returns how its base weights are trained
     prompts: tuple[str, ...]  # that `fluvial sample` draws
 
 
 CODES, SPELLINGS = ("0427", "1999", "3141", "8650"), ("apple", "house", "river", "stone")
 MODELS = {
-    name.replace("_", "-"): NamedModel(
-        f"fluvial.models.{model}", f"fluvial.engines.run.job:{name}", f"fluvial.bench.pretrain:{name}_pretraining", prompts
-    )
+    name.replace("_", "-"): NamedModel(f"fluvial.models.{model}", f"fluvial.engines.run.job:{name}", prompts)
     for name, model, prompts in (
         ("handwriting", "handwriting:Handwriting", CODES),
         ("handwriting_unet", "handwriting:HandwritingUNet", CODES),

@@ -56,7 +56,7 @@ ELSEWHERE = (
         "models",
         "runs",
     ),
-    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "preference"),
+    *("config", "vote", "hpsv3:", "videoreward:", "preference"),
 )
 TOPICS = ("run", "data", "scoring", "export", "run/checkpoint", "run/evaluation", "methods", "cli")
 STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in TOPICS)]

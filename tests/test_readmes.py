@@ -43,7 +43,7 @@ def inline(name: str, start: str) -> list[str]:
 @cache
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
-    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
+    from fluvial.bench import aot, kernels, phases, serving, traffic, waits
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.studies.objectives import ObjectivesConfig
     from fluvial.bench.update.cases import UpdateConfig
@@ -58,7 +58,6 @@ def every_flag() -> set[str]:
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
     configs += [
         DryRunConfig(),
-        pretrain.words_pretraining(),
         preferences.PreferencesConfig(Path("x")),
         PlanConfig(),
         AheadConfig(),
@@ -208,7 +207,7 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pyt
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
-    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic, waits
+    from fluvial.bench import aot, kernels, phases, serving, traffic, waits
     from fluvial.bench.studies import objectives
     from fluvial.bench.trial import pipelines as trial
     from fluvial.engines import run as training
@@ -229,7 +228,6 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (training, "train", {}),
-        (pretrain, "pretrain", None),
         (evaluation, "score", None),
         (preferences, "write", (3, 3)),
         (serve_rewards, "serve_rewards", None),

@@ -29,7 +29,6 @@ COMMANDS = {
     ),
     "runs": ("[NAME]", "List the published runs, or print one and its sources; runs ls lists your own in ./runs."),
     "config": ("RECIPE", "Print what differs from a recipe in a run, or every setting: a file for fluvial train my.toml."),
-    "pretrain": ("MODEL", "Train a built-in model's base weights."),
     "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
     "sample": ("MODEL", "Draw images of prompts into one PNG."),
     "export": ("RUN", "Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as)."),
@@ -52,7 +51,7 @@ words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, a run, or one of its checkpoints.
 plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image, wan2.1-14b, the folder or the Hub id of a pipeline, and the
 name of a published run (fluvial runs). fluvial COMMAND NAME --help lists the fields.
-train, pretrain, eval and serve take --processes N: they run on N processes of this machine (auto: one per GPU; without
+train, eval and serve take --processes N: they run on N processes of this machine (auto: one per GPU; without
 GPUs two, where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input, 130 or 143 stopped at once by SIGINT or SIGTERM.
 """

@@ -11,7 +11,7 @@ from fluvial.engines.run.process.launch import cores, launch
 
 FLAG = "--processes"
 PER_CORE = 32  # more processes would only fill the memory
-COMMANDS = ("train", "pretrain", "eval", "serve")
+COMMANDS = ("train", "eval", "serve")
 
 
 def split(args: Sequence[str]) -> tuple[int, list[str]]:

@@ -13,7 +13,7 @@ from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
 from fluvial.models.pixel_model import PixelModel, PixelTransformer
 from fluvial.models.protocol import Prediction, Schedule
 
-BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain handwriting`
+BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial.bench pretrain-handwriting`
 
 # Settings of diffusers' SD3Transformer2DModel: 0.6 million parameters.
 CONFIG = {
@@ -66,7 +66,7 @@ class Handwriting(Codes, PixelTransformer):
     weights: Path | None = BASE
 
 
-BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, from `fluvial pretrain handwriting-unet`
+BASE_UNET = Path(__file__).parent / "base_unet"  # the shipped weights, from `fluvial.bench pretrain-handwriting-unet`
 
 # Settings of diffusers' UNet2DConditionModel: 0.7 million parameters. There, attention_head_dim is the number of heads.
 CONFIG_UNET = {

@@ -17,7 +17,7 @@ from fluvial.models.images import read_image
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
 from fluvial.models.words.model import ADVANCE, CONFIG, HEIGHT, LETTERS, SHIFT, WIDTH, Words, as_letters, draw, places, words
 
-EDIT_BASE = Path(__file__).parent / "edit_base"  # the shipped weights, from `fluvial pretrain edit-words`
+EDIT_BASE = Path(__file__).parent / "edit_base"  # the shipped weights, from `python -P -m fluvial.bench pretrain-edit-words`
 ARGUMENT = "image"  # of a prompt's media
 MOVES = tuple((across, down) for across in range(-SHIFT, SHIFT + 1) for down in range(-SHIFT, SHIFT + 1))
 LEAST_APART = 8.0  # of 255: two letters, or one and itself moved by a pixel, differ by 9.9 or more on average

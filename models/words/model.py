@@ -94,7 +94,7 @@ def typeface() -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(path, SIZE, layout_engine=ImageFont.Layout.BASIC)
 
 
-BASE = Path(__file__).parent / "base"  # the shipped weights, from `fluvial pretrain words`
+BASE = Path(__file__).parent / "base"  # the shipped weights, from `python -P -m fluvial.bench pretrain-words`
 
 # Settings of diffusers' SD3Transformer2DModel.
 CONFIG = {

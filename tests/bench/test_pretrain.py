@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from fluvial.bench import __main__ as bench
 from fluvial.bench import pretrain as made_by
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli import main as cli
@@ -45,12 +46,24 @@ def test_letters_are_replaced_at_the_rate() -> None:
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)
 
 
-def test_a_rate_that_is_no_probability_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In Python and on the command line, before anything is written."""
-    with pytest.raises(ValueError, match="errors"):
-        made_by.PretrainConfig(tmp_path / "base", errors=1.5)
-    assert cli.run(["pretrain", "words", "--errors", "-0.1", "--out", str(tmp_path / "base")]) == 2
-    assert "--errors is -0.1" in launch.one_line(capsys.readouterr().err)
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--errors -0.1", "--errors is -0.1"),
+        ("--seed -1", "--seed is -1"),
+        ("--batch 0", "--batch is 0"),
+        ("--out {tmp}/file", "which cannot be made"),
+        ("--out {tmp}/model", "model already holds a model"),
+    ],
+)
+def test_wrong_settings_are_one_line(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit code 2, before anything is written."""
+    (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    out = [] if "--out" in words else ["--out", str(tmp_path / "base")]
+    assert cli.run(["pretrain-words", *words.format(tmp=tmp_path).split(), *out], bench.main) == 2
+    assert line in launch.one_line(capsys.readouterr().err)
     assert not (tmp_path / "base").exists()
 
 
@@ -100,7 +113,7 @@ def test_pretraining_begins_as_recorded(
 )
 def test_pretraining_reproduces_the_base_weights(tmp_path: Path, name: str, shipped: Path, most: float) -> None:
     """The recorded command gives the shipped weights, but for rounding, which its updates amplify."""
-    done = launch.fluvial("pretrain", name, "--out", str(tmp_path / "base"), timeout=3000)
+    done = launch.program("fluvial.bench", f"pretrain-{name}", "--out", str(tmp_path / "base"), timeout=3000)
     assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (tmp_path / "base", shipped))
     assert set(ours) == set(theirs)

@@ -47,7 +47,7 @@ def test_shipped_models_are_small_and_have_something_left_to_learn(
     stored = load_file(base / "diffusion_pytorch_model.safetensors").values()
     assert {tensor.dtype for tensor in stored} == ({torch.float16} if half else {torch.float32})
     record = json.loads((base / "made-by.json").read_text())
-    assert record["command"] == f"fluvial pretrain {job}"
+    assert record["command"] == f"python -P -m fluvial.bench pretrain-{job}"
     assert record["eval_samples"] >= 350
     for name, (low, high) in ranges.items():
         kind, evaluator = name.split()

@@ -167,8 +167,8 @@ class PipelineConfig:
             Tiles overlap by a quarter and are blended, so images differ slightly.
         vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
-        weights: Base weights to start from: a folder as diffusers saves a network, and as `fluvial pretrain` and a run's
-            export write them, or a safetensors file, also of a whole checkpoint; by default those of the model.
+        weights: Base weights to start from: a folder as diffusers saves a network, and as a run's export
+            writes them, or a safetensors file, also of a whole checkpoint; by default those of the model.
         settings: Folder or id of a pipeline that gives settings, tokenizers and missing parts to a `model` of one
             safetensors file; by default the published one of its architecture.
     """

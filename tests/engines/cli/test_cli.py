@@ -72,8 +72,6 @@ WRONG: list[tuple[str, str]] = [
         "train handwriting --sampling.sampler cps --form unscaled --sampling.window.high 10 --kl.coef 1",
         "the last step of cps has no KL",
     ),
-    ("pretrain handwriting --seed -1", "seed is -1"),
-    ("pretrain handwriting --out {tmp}/empty.txt", "cannot be made"),
     ("sample handwriting --seed -1", "seed is -1"),
     ("train handwriting --out {tmp}/new --weights {tmp}/list", "list/config.json holds a list, expected a JSON object"),
     ("train handwriting --out {tmp}/new --weights {tmp}/incomplete", "is incomplete: "),
@@ -81,8 +79,6 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --out {tmp}/new --weights {tmp}", "holds no model: config.json is missing"),
     ("train handwriting --out {tmp}/new --weights {tmp}/foreign", "is not of the handwriting model: num_layers"),
     ("train handwriting --out {tmp}/new --weights {tmp}/cut", "cannot be read"),
-    ("pretrain handwriting --out {tmp}/foreign", "already holds a model"),
-    ("pretrain handwriting --batch 0", "batch is 0"),
     ("eval handwriting --weights {tmp}/nowhere", "nowhere: there is no such folder"),
     ("eval handwriting --samples 0", "samples is 0"),
     ("sample handwriting --prompts 12a4", "--prompts: prompt '12a4'"),
@@ -92,7 +88,6 @@ WRONG: list[tuple[str, str]] = [
     ("plan", "needs the name of a model or of a published run, got nothing, expected one of handwriting, sd3.5-medium"),
     ("preferences handwriting --group 1", "group is 1, expected at least 2"),
     ("preferences handwriting --out {tmp}/empty.txt", "cannot be written"),
-    ("pretrain handwriting --model handwriting-unet", "fluvial pretrain handwriting-unet"),
     ("train grpo --model sd9", "--model is 'sd9', expected handwriting or handwriting-unet"),
     ("train grpo --reward nice", "--rewards is 'nice', expected one of characters"),
     ("train grpo --rewards characters=x", "whose weight 'x' is not a number other than 0"),
@@ -182,7 +177,7 @@ def test_help_says_what_there_is(fluvial: Any) -> None:
     """Every command, in a few lines."""
     for typed in ((), ("--help",)):
         text = fluvial(*typed)
-        assert all(command in text for command in ("train", "pretrain", "eval", "sample", "preferences", "plan", "torchrun"))
+        assert all(command in text for command in ("train", "eval", "sample", "preferences", "plan", "torchrun"))
 
 
 def test_a_sample_is_drawn(tmp_path: Path, fluvial: Any) -> None:

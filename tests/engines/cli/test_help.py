@@ -9,12 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from fluvial.bench.pretrain import (
-    edit_words_pretraining,
-    handwriting_pretraining,
-    handwriting_unet_pretraining,
-    words_pretraining,
-)
 from fluvial.engines.choices import describe_fields, is_bare, kinds, list_unused, variants
 from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
@@ -29,10 +23,6 @@ from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
     **{f"train {name}": recipe() for name, recipe in RECIPES.items()},
-    "pretrain handwriting": handwriting_pretraining(),
-    "pretrain handwriting-unet": handwriting_unet_pretraining(),
-    "pretrain words": words_pretraining(),
-    "pretrain edit-words": edit_words_pretraining(),
     "eval handwriting": EvalConfig(),
     "sample handwriting": SampleConfig(),
     "preferences handwriting": PreferencesConfig(Path("x")),

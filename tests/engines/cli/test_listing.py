@@ -31,9 +31,8 @@ def test_recipes_are_listed_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_name_of_a_model_stands_for_what_there_is(name: str) -> None:
-    """Its class, its job and its pretraining can be imported; the job is one of that class, the pretraining is its."""
+    """Its class and its job can be imported; the job is one of that class."""
     entry = MODELS[name]
-    assert resolve_name(entry.pretraining)().model == name
     assert callable(resolve_name(entry.job))
     check_model(resolve_name(entry.model)(), "model")
 

@@ -98,7 +98,7 @@ def _loaded(name: str, used: list[str]) -> None:
 
 
 @pytest.mark.parametrize("absent", ["ddddocr", "rapidocr"])
-@pytest.mark.parametrize("command", ["train words", "pretrain edit-words", "sample words --prompts river"])
+@pytest.mark.parametrize("command", ["train words", "sample words --prompts river"])
 def test_a_missing_package_is_one_line(
     command: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:

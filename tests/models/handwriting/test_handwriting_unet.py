@@ -193,7 +193,7 @@ def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("fluvial.bench.pretrain.evaluate", few)
     record = pretrain(replace(recipe, updates=2, batch=4, micro_batch=2))
     assert record == json.loads((tmp_path / "made" / "made-by.json").read_text())
-    assert record["command"] == f"fluvial pretrain {kind}"
+    assert record["command"] == f"python -P -m fluvial.bench pretrain-{kind}"
     assert evaluated == [made]
     weights, fresh = (made(folder).build().state_dict() for folder in (tmp_path / "made", None))
     assert {name: tensor.shape for name, tensor in weights.items()} == {name: t.shape for name, t in fresh.items()}
