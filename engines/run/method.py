@@ -357,7 +357,7 @@ def check_kinds(method: Method) -> None:
             got = type(value).__name__
             raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")
     fields: tuple[Any, ...] = dataclasses.fields(method)  # type: ignore[arg-type]
-    default = next(default_of(field) for field in fields if field.name == "sampling")
+    default = next((default_of(field) for field in fields if field.name == "sampling"), method.sampling)
     for name in {field.name for field in dataclasses.fields(method.sampling)} - {*vars(default)}:
         if is_set(method.sampling, name):
             raise no_effect(f"sampling.{name}", f"with {method.method_name}, which has no such setting")

@@ -79,20 +79,21 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     settings |= (changed := dict(_convert(settings)))
     settings = {name: value for name, value in settings.items() if not name.endswith(".warmup_ratio")}
     names = {old: old if isinstance(value, Mapping) else rename(old) for old, value in settings.items()}
-    idle = any(DROPPED.get(names[old], ...) == value for old, value in settings.items())
+    stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
+    method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
+    dropped = {} if ":" in method else DROPPED  # a method of one's own had them only if it has them
+    idle = any(dropped.get(names[old], ...) == value for old, value in settings.items())
     if not changed and not idle and all(old == new for old, new in names.items()):
         return record
     from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
 
-    stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
-    method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
     named = {old: old if isinstance(value, Mapping) else rename(old, method) for old, value in settings.items()}
     chosen = {named[old]: value for old, value in settings.items() if named[old] != old and named[old].endswith(".kind")}
     of_kinds = {name.removeprefix("method."): kind for name, kind in chosen.items()}
     for old, value in settings.items():
         new = named[old]
         parts = ["method", "name"] if new == "method" else new.split(".")
-        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen or DROPPED.get(new, ...) == value
+        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen or dropped.get(new, ...) == value
         of_method = parts[0] == "method" and parts != ["method", "name"]
         if moved and of_method and not has_field(method_type(method), parts[1:], of_kinds):
             continue
