@@ -134,11 +134,11 @@ def test_code_of_the_shop_window_fits_a_screen() -> None:
     assert [line for block in fenced for line in block.splitlines() if len(line) >= 100] == []
 
 
-@pytest.mark.parametrize("language", ["bash", "python", "sh", "toml", "yaml"])
+@pytest.mark.parametrize("language", ["bash", "diff", "python", "sh", "toml", "yaml"])
 def test_code_of_all_pages_fits_a_screen(language: str) -> None:
     """Commands, Python and what it prints; data of a request may be longer, which no line can be broken in."""
     lines = [line for name in READMES for block in blocks(name, language) for line in block.splitlines()]
-    assert [line for line in lines if len(line) > 100 and not line.lstrip().startswith("-d ")] == []
+    assert [line for line in lines if len(line) > 100 + (language == "diff") and not line.lstrip().startswith("-d ")] == []
 
 
 def test_the_files_to_read_are_short() -> None:

@@ -81,7 +81,7 @@ class Grpo(PolicyGradient, name="grpo"):
     Args:
         clip_low: Lower half-width of the clip of the ratio to [1 - clip_low, 1 + clip_high], in the unit of `reduction`.
         clip_high: Upper half-width of the clip.
-        form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
+        form: Log-probability: density, no_const (no constant) or unscaled (negative squared error).
         reduction: Reduction of the log-probability over pixels: mean (nats per dimension) or sum (nats).
         weighting: Weight of each step's surrogate: none, or std_over_b (Flash-GRPO, see `core.policy.step_scale`).
     """

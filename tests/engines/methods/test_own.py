@@ -1,7 +1,11 @@
 """User-defined objectives and samplers: they train, are recorded and resumed, and a broken one is one line."""
 
 import json
+import re
+import shutil
+import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +13,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import pages
 from helpers import tiny_jobs as tiny
 from helpers.refusals import refuses
 from torch import Tensor
 
+from fluvial import kernels
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
+from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, UsageError
@@ -317,3 +324,30 @@ def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words:
     with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
+
+
+def test_the_diff_of_a_falling_kl(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's change to GRPO applies to its file, opens at most five, and its flag halves the weight of the KL."""
+    page = "engines/methods/README.md"
+    about = (pages.ROOT / page).read_text().rpartition("In the tree it is")[2]
+    assert len(re.findall(r"\]\(\S+[.]py\)", about)) <= 5
+    (tmp_path / (name := "engines/methods/grpo.py")).parent.mkdir(parents=True)
+    shutil.copy(pages.ROOT / name, tmp_path / name)
+    subprocess.run(["git", "apply", "-"], input=pages.blocks(page, "diff")[0], text=True, cwd=tmp_path, check=True)
+    monkeypatch.setitem(sys.modules, "changed", changed := types.ModuleType("changed"))
+    exec((tmp_path / name).read_text(), changed.__dict__)
+    rollout = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+    config = tiny.config(
+        tmp_path / "run", sampling=rollout, method=changed.__dict__["Grpo"](), train="lora", **{"kl.coef": 0.1}
+    )
+    config, seen = parse_config(config, "fluvial train", ["--kl-decay", "0.5", "--updates", "2"]), set()
+
+    def policy_loss(*args: Any, kl_coef: float, **options: Any) -> Any:
+        seen.add(kl_coef)
+        return kernels.policy_loss(*args, kl_coef=kl_coef, **options)
+
+    monkeypatch.setattr(changed, "policy_loss", policy_loss)
+    run = tiny.Run(config, one)
+    run.rollout()
+    run.rollout()
+    assert seen == {0.1, 0.05}
