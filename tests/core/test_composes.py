@@ -4,6 +4,7 @@ It runs without run-time type checks (see tests/sessions.py), which no graph can
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,12 @@ def test_jvp(row: FunctionCall) -> None:
     assert_close(derivative, expected, rtol=1e-8, atol=1e-12)
 
 
+@rows(FunctionCall.learned)
+def test_hessian(row: FunctionCall) -> None:
+    learned, function = split(row)
+    equal(torch.func.hessian(function)(learned), torch.func.jacrev(torch.func.grad(function))(learned))
+
+
 @rows(bool)
 def test_vmap(row: FunctionCall) -> None:
     each = [row.arguments(seed) for seed in range(3)]
@@ -211,11 +218,53 @@ def test_fake(row: FunctionCall) -> None:
     assert [(tensor.shape, tensor.dtype) for tensor in found] == [(tensor.shape, tensor.dtype) for tensor in expected]
 
 
+class Forward(torch.nn.Module):
+    """A module of a function, as `torch.export` takes one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.function(*values)
+
+
+def export(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values: torch.export.export(Forward(function), values).module()
+
+
 @graphs(bool)
-def test_make_fx(several: list[FunctionCall]) -> None:
+@pytest.mark.parametrize("trace", [make_fx, pytest.param(export, marks=pytest.mark.long)])
+def test_a_trace_has_no_value_of_its_arguments(several: list[FunctionCall], trace: Callable[..., Any]) -> None:
+    several = [row for row in several if trace is make_fx or not row.not_compiled]
+
     def call(*values: Tensor) -> list[Tensor]:
         left = iter(values)
         return tensors([row.call(**{name: next(left) for name in row.arguments()}) for row in several])
 
     first, second = ([value for row in several for value in row.arguments(seed).values()] for seed in (0, 1))
-    equal(make_fx(call)(*first)(*second), call(*second))
+    equal(trace(call)(*first)(*second), call(*second))
+
+
+def state() -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what functions of core could leave behind (values of modules, torch's generator and defaults); cache sizes."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("fluvial.core")}
+    values = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
+    held = {name: repr(value) for name, value in values.items() if not callable(value) and "__" not in name}
+    torchs = {"seed": torch.random.initial_seed(), "generator": torch.random.get_rng_state().tolist()}
+    torchs |= {"dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled()}
+    return held | torchs, {
+        name: value.cache_info().currsize for name, value in values.items() if hasattr(value, "cache_info")
+    }
+
+
+def test_no_state_of_the_process_changes() -> None:
+    """Caches know the types of a class's fields after one call; they do not grow with calls."""
+    states = [state()]
+    for seed in range(2):
+        for row in ROWS:
+            row.call(**row.arguments(seed))
+        states.append(state())
+    before, after, again = states
+    assert before[0] == after[0]
+    assert after == again

@@ -337,9 +337,8 @@ def test_the_diff_of_a_falling_kl(one: World, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "changed", changed := types.ModuleType("changed"))
     exec((tmp_path / name).read_text(), changed.__dict__)
     rollout = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    config = tiny.config(
-        tmp_path / "run", sampling=rollout, method=changed.__dict__["Grpo"](), train="lora", **{"kl.coef": 0.1}
-    )
+    method = changed.__dict__["Grpo"]()
+    config = tiny.config(tmp_path / "run", sampling=rollout, method=method, train="lora", **{"kl.coef": 0.1})
     config, seen = parse_config(config, "fluvial train", ["--kl-decay", "0.5", "--updates", "2"]), set()
 
     def policy_loss(*args: Any, kl_coef: float, **options: Any) -> Any:
