@@ -31,7 +31,9 @@ IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 def on_config(config: Any) -> Any:
     """Add the reference to the navigation, and give headings the anchors that GitHub gives them."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = anchor
-    sections = [{package.replace("/", "."): [reference(path) for path in modules(package)]} for package in PACKAGES]
+    sections = [
+        {dotted(Path(package)).partition(".")[2]: [reference(path) for path in modules(package)]} for package in PACKAGES
+    ]
     config.nav.append({"API": [{"Overview": "api/index.md"}, *sections]})
     return config
 
@@ -97,7 +99,8 @@ def modules(package: str) -> list[Path]:
 
 def dotted(path: Path) -> str:
     """Return the name by which a module is imported."""
-    return ".".join(("fluvial", *path.with_suffix("").parts)).removesuffix(".__init__")
+    name = ".".join(("fluvial", *path.with_suffix("").parts)).removesuffix(".__init__")
+    return name.replace(".tests.properties", ".testing")
 
 
 def reference(path: Path) -> str:
@@ -109,7 +112,7 @@ def overview() -> str:
     """Return the page that lists the packages: the names that each exports, and its modules with what they are."""
     lines = ["# API reference", ""]
     for package in PACKAGES:
-        lines += [f"## fluvial.{package.replace('/', '.')}", ""]
+        lines += [f"## {dotted(Path(package))}", ""]
         names = exports(ROOT / package / "__init__.py")
         if names:
             lines += [" · ".join(f"[`{name}`][{target}]" if target else f"`{name}`" for name, target in names), ""]
