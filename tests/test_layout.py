@@ -49,7 +49,7 @@ FLOORS = (
     ("engines.run.process",),
     ("engines.run",),
     tuple(f"engines.extensions{name}" for name in ("", *(f".{name}" for name in EXTENSIONS))),
-    ("bench.pretrain", "bench.trial"),
+    ("bench.trial",),
     ("engines.cli", "engines"),
     ("bench", "testing"),
 )
