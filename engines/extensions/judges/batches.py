@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, format_reply, in_threads
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply, run_in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
 from fluvial.models.images import as_image
@@ -89,7 +89,7 @@ def in_batches(
     samples = images.detach().cpu().float()
     parts = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
     scores, failures = dict[int, Tensor](), dict[int, RunError]()
-    with in_threads(lambda part: scored(samples[part], part), parts, at_once=server.in_flight) as results:
+    with run_in_threads(lambda part: scored(samples[part], part), parts, at_once=server.in_flight) as results:
         for place, result in results:
             if isinstance(result, RunError):
                 failures[place] = result

@@ -69,9 +69,9 @@ class PushSums:
         for each in {*self._sums.values()}:
             self._waiting.append((0, self._pool.submit(each.add_scaling, scaling)))
 
-    def hex(self) -> dict[tuple[str, Dtype | Literal["files"]], str]:
+    def hexdigests(self) -> dict[tuple[str, Dtype | Literal["files"]], str]:
         """Return the checksums."""
-        return {key: each.hex() for key, each in self._sums.items()}
+        return {key: each.hexdigest() for key, each in self._sums.items()}
 
     def _wait(self, most: int) -> None:
         """Wait until at most `most` bytes wait; raise what failed."""

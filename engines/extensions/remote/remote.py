@@ -25,7 +25,7 @@ from fluvial.engines.extensions.remote.replies import Expected, ServedSample, re
 from fluvial.engines.extensions.remote.requests import Asking, RequestOrder, check_sglang, check_sglang_steps
 from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
-from fluvial.engines.extensions.wire.client import START, UnreachableError, in_threads, is_success
+from fluvial.engines.extensions.wire.client import START, UnreachableError, is_success, run_in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
@@ -110,7 +110,7 @@ class Remote(RolloutSource):
             return dict(zip(order.ids, samples, strict=True))
 
         threads = self.rollout.servers.in_flight * len(self.pool.servers)
-        with in_threads(ask, orders, at_once=threads) as results:
+        with run_in_threads(ask, orders, at_once=threads) as results:
             known: dict[int, ServedSample] = {}
             for start in range(0, len(requests.ids), micro_batch):
                 part = slice(start, start + micro_batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.wire.client import START, HttpClient, Reply, is_success, retry_after
+from fluvial.engines.extensions.wire.client import START, HttpClient, Reply, is_success, read_retry_after
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.sampling.config import ServersConfig
 
@@ -122,7 +122,7 @@ class ServerPool:
                 raise RunError(f"{problem}; {failures} tries failed")
             with self._news:  # it is left alone for a while, or until it is back
                 if status == 429:
-                    server.busy_until = time.monotonic() + max(retry_after(reply), BUSY)
+                    server.busy_until = time.monotonic() + max(read_retry_after(reply), BUSY)
                 else:
                     self._leave(server, problem)
             since, avoid = time.monotonic() if since is None else since, server

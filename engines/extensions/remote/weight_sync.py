@@ -46,13 +46,13 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     BroadcastGroup,
     BucketPlace,
     SharedBucket,
-    adapter_checksum,
-    buckets,
-    checksum,
+    compute_adapter_checksum,
+    compute_checksum,
+    expect_checksums,
+    find_local_address,
     flatten,
     open_store,
-    own_address,
-    policy_checksums,
+    plan_buckets,
 )
 from fluvial.engines.files import LORA
 from fluvial.engines.gathered import gather, gather_weights, layout
@@ -221,7 +221,7 @@ class WeightSync:
             for name, network in networks.items():
                 tensors = base_tensors(network, parameters=True)
                 named = ((key, gather(tensors[key])) for key in sorted(tensors))
-                self._base[dtype][name] = checksum(named, dtype=dtype)
+                self._base[dtype][name] = compute_checksum(named, dtype=dtype)
         others = Failed()
         self._each(new, others, self._check_base)
         if not self._share(len(others)):
@@ -262,7 +262,7 @@ class WeightSync:
             tensors = load_file(_adapter_folder(self.path / name, part) / LORA)
             factors = {key.partition(".")[2]: tensor for key, tensor in tensors.items()}  # without the network's name
             for dtype in dtypes:
-                sums[part, dtype] = adapter_checksum(factors, scaling, dtype=dtype)
+                sums[part, dtype] = compute_adapter_checksum(factors, scaling, dtype=dtype)
         self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums, is_adapter=True))
 
     def _send_adapter(self, peer: HttpClient, pushed: Pushed) -> None:
@@ -285,7 +285,7 @@ class WeightSync:
             return
         adapters = self._sums_for(peer, pushed)
         problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
-        expected = policy_checksums(self._base[dtype], adapters)
+        expected = expect_checksums(self._base[dtype], adapters)
         sums = _checksums(peer, expected)
         if all(sums[name + FACTORS] == UNKNOWN for name in adapters):  # of sglang, whose adapted layers have other names
             listed = json.dumps(peer.get("/v1/list_loras"))
@@ -308,7 +308,7 @@ class WeightSync:
                     tensors = sums.watch(part, tensors)
                 size = self.bucket_bytes  # a server holds one file more than the network
                 write_model(tensors, out / part, like=like, config=None, max_shard_size=size, world=self.world)
-        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums.hex()))
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), sums.hexdigests()))
 
     def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
         value = {
@@ -322,7 +322,7 @@ class WeightSync:
 
     def _check_sums(self, peer: HttpClient, version: int, base: Sums, adapters: Sums | None = None) -> None:
         """Raise RunError unless a server has these weights, and these adapters, or none."""
-        expected = policy_checksums(base, adapters)
+        expected = expect_checksums(base, adapters)
         if _checksums(peer, expected) != expected:
             raise RunError(
                 f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that "
@@ -343,7 +343,7 @@ class WeightSync:
         plans, likes = list[tuple[str, nn.Module, list[BucketPlace]]](), dict[str, dict[str, Tensor]]()
         for part, network in components(push.module).items():
             likes[part] = dict(sorted(layout(network, **options).items()))
-            plans += [(part, network, places) for places in buckets(likes[part], most_bytes=self.bucket_bytes)]
+            plans += [(part, network, places) for places in plan_buckets(likes[part], most_bytes=self.bucket_bytes)]
         dtypes = self._dtypes_of(push) if self.verify else set()
         while True:
             failed = self._share(len(push.failed))
@@ -353,7 +353,7 @@ class WeightSync:
                 break
         if not self.verify:
             return
-        pushed = Pushed(push.version, self.path, tuple(self._parameters), sums.hex())
+        pushed = Pushed(push.version, self.path, tuple(self._parameters), sums.hexdigests())
 
         def check(peer: HttpClient) -> None:
             sums = self._sums_for(peer, pushed)
@@ -427,7 +427,7 @@ class WeightSync:
             return
         url = urlsplit(left[0].address)
         with convert_errors(RunError, OSError, says=f"{left[0].address} cannot be reached"):
-            address = own_address(url.hostname or "", url.port or 80)
+            address = find_local_address(url.hostname or "", url.port or 80)
         store, addresses = open_store(address, 0, is_master=True), [peer.address for peer in left]
 
         def ask(peer: HttpClient) -> None:

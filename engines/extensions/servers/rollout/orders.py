@@ -28,7 +28,7 @@ from fluvial.engines.extensions.wire.request import (
     RequestLimits,
     RolloutRequest,
     check_steps,
-    guidance_of,
+    resolve_guidance,
 )
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
@@ -182,7 +182,7 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
         RequestError: the model cannot make these samples, or they are too large.
         WireError: the request names steps that its schedule does not have.
     """
-    fluvial_options, guidance = request.fluvial, guidance_of(request, policy.guidance)
+    fluvial_options, guidance = request.fluvial, resolve_guidance(request, policy.guidance)
     _check_texts(request, guidance, policy)
     prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
     policy.check_guidance(guidance)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, convert_errors
-from fluvial.engines.extensions.wire.tensors import pack, tree_of
+from fluvial.engines.extensions.wire.tensors import pack, unpack_tree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 IDLE = 1e7  # seconds that a request may be away; a process that dies closes its connections
@@ -98,7 +98,7 @@ class Ranks:
         kinds = {type(each).__name__: each for each in served}
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         while asked := self._share(b""):
-            name, kind, args = tree_of(asked)
+            name, kind, args = unpack_tree(asked)
             function, classes = _marked[name]
             given = put_together(args, classes)
             try:

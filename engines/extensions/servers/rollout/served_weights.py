@@ -28,8 +28,8 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     UNKNOWN,
     Checksum,
     SharedBucket,
-    adapter_checksum,
-    checksum,
+    compute_adapter_checksum,
+    compute_checksum,
 )
 from fluvial.engines.files import weight_files
 from fluvial.engines.gathered import gather
@@ -202,7 +202,7 @@ class ServedWeights:
                 raise RequestError(f"{path!r} holds no folder {name}")
             with convert_errors(RequestError, UsageError, SafetensorError, OSError, says=f"{str(where)!r} cannot be read"):
                 staged[name] = self._read_network(name, where)
-            checksum_of = checksum(sorted(staged[name].items())) if name in sha256 else None
+            checksum_of = compute_checksum(sorted(staged[name].items())) if name in sha256 else None
             if checksum_of != sha256.get(name):
                 raise RequestError(f"{str(where)!r} is damaged: its checksum is {checksum_of}, expected {sha256[name]}")
         return staged
@@ -273,7 +273,7 @@ class ServedWeights:
         They are computed while the buckets come.
         """
         problems = [each.exception() for each in self._summed]
-        return {} if any(problems) else {name: total.hex() for name, total in self._summing.items()}
+        return {} if any(problems) else {name: total.hexdigest() for name, total in self._summing.items()}
 
     def _read_bucket(self, bucket: SharedBucket) -> Tensor:
         """Return the bytes of a bucket's file, uint8."""
@@ -503,10 +503,10 @@ class ServedWeights:
             network = self.networks[name.removesuffix(FACTORS)]
             if name in self.networks:
                 held_here = base_tensors(network, parameters=True)
-                self._sums[name] = checksum((key, gather(held_here[key])) for key in sorted(held_here))
+                self._sums[name] = compute_checksum((key, gather(held_here[key])) for key in sorted(held_here))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling
-                self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
+                self._sums[name] = compute_adapter_checksum(adapter_parameters(network, "default"), scaling)
         return self._sums[name]
 
     @together()

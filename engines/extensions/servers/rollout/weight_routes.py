@@ -47,9 +47,9 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     BroadcastGroup,
     SharedBucket,
     Text,
-    open_shared_bucket,
+    find_local_address,
     open_store,
-    own_address,
+    parse_bucket,
 )
 from fluvial.models.lora_layer import Product
 
@@ -202,7 +202,7 @@ class WeightRoutes:
         if len(asked.serialized_named_tensors) != 1:
             raise RequestError(f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket")
         try:
-            bucket = open_shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
+            bucket = parse_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
             raise RequestError("serialized_named_tensors holds a text that is not JSON") from None
         flat = await asyncio.to_thread(self._receive, bucket) if asked.load_format == BROADCAST else None
@@ -244,7 +244,7 @@ class WeightRoutes:
 
         def join() -> BroadcastGroup:
             store = open_store(asked.master_address, asked.master_port, is_master=False)
-            address = own_address(asked.master_address, asked.master_port)
+            address = find_local_address(asked.master_address, asked.master_port)
             return BroadcastGroup(store, address, rank=asked.rank_offset, size=asked.world_size, name=asked.group_name)
 
         with convert_errors(RequestError, RunError, OSError):

@@ -141,7 +141,7 @@ class Probe:
         options: dict[str, Any] = {"adapter": lambda version: "default", "sizes": {}, "world": world}
         options["sync"] = WeightSync(world, folder=root, verify=False)  # as with a server that renames layers
         with mock.patch.object(
-            client, "_direct", (lambda url: asgi.Transport(server.app)) if not address else client._direct
+            client, "_build_transport", (lambda url: asgi.Transport(server.app)) if not address else client._build_transport
         ):
             rollout = SamplingConfig(prompts=1, group=ROWS, steps=tiny.STEPS)
             self.source = Remote(config, rollout, Model(), behaviour=self.engine.inference, **options)

@@ -15,7 +15,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote.push_folder import PushFolder
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
-from fluvial.engines.extensions.wire.tensors import tree_of
+from fluvial.engines.extensions.wire.tensors import unpack_tree
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
@@ -59,7 +59,7 @@ def test_a_pipeline_is_served(name: str, tokens: int | None, tmp_path: Path) -> 
         expected = (images[number] * 255).round().to(torch.uint8) if images[number].ndim == 4 else images[number]
         assert torch.equal(sample.generated_output, expected)
         assert isinstance(sample.denoising_env, bytes)
-        env = tree_of(sample.denoising_env)
+        env = unpack_tree(sample.denoising_env)
         assert env["guidance"] == 3.0
         assert all(tensor.shape[0] == 1 for tensor in env["pos_cond_kwargs"].values())
     status, problem = server.problem(prompt="a", width=3, height=5)

@@ -30,8 +30,8 @@ from fluvial.engines.extensions.servers.rollout.served_weights import Adapter, A
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.request import ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
-from fluvial.engines.extensions.wire.tensors import pack, tree_of
-from fluvial.engines.extensions.wire.weight_buckets import adapter_checksum, checksum
+from fluvial.engines.extensions.wire.tensors import pack, unpack_tree
+from fluvial.engines.extensions.wire.weight_buckets import compute_adapter_checksum, compute_checksum
 from fluvial.engines.gathered import layout
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.digests import digest_tensor
@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[Any, tuple[type, ...]]] = {
 def test_a_call_travels_as_plain_data(name: str) -> None:
     value, kinds = CALLS[name]
     classes = {kind.__name__: kind for kind in kinds}
-    found = put_together(tree_of(pack(take_apart(value, classes))), classes)
+    found = put_together(unpack_tree(pack(take_apart(value, classes))), classes)
     assert repr(found) == repr(value)
     if classes:
         with pytest.raises(TypeError, match="name its class at `together`"):
@@ -150,7 +150,10 @@ def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: 
     def is_pushed(client: HttpClient, version: int, trained: str) -> bool:
         if trained == "adapter":
             filled = {name: torch.full(each.shape, float(version)) for name, each in factors.items()}
-            sums = {"transformer": checksum(sorted(tensors.items())), "transformer.lora": adapter_checksum(filled, 1.5)}
+            sums = {
+                "transformer": compute_checksum(sorted(tensors.items())),
+                "transformer.lora": compute_adapter_checksum(filled, 1.5),
+            }
             return bool(client.post("/get_weights_checksum", {}) == sums)
         sums = {name: digest_tensor(torch.full_like(each, version)) for name, each in tensors.items()}
         value = {"target_module": "transformer", "expected_named_tensors_sha256": sums}
