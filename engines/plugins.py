@@ -42,7 +42,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     "curves": {"png": "fluvial.engines.extensions.report.charts:curve"},
     "extensions": {
         "fit": "fluvial.engines.extensions.plan.fit:fit_config",
-        "stored": "fluvial.engines.extensions.remote.stored:Storing",
+        "stored": "fluvial.engines.extensions.remote.stored:StoringSource",
         "published": "fluvial.engines.extensions.published.resolve:configure",
     },
 }

@@ -17,7 +17,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.extensions.remote.push_folder import remove_left
+from fluvial.engines.extensions.remote.push_folder import remove_dead_folders
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.ranks import Ranks
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
@@ -230,7 +230,7 @@ def open_policy(
         ranks=None if world is None else Ranks(world),
     )
     for root in served.roots:
-        remove_left(root)
+        remove_dead_folders(root)
     return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
 
 

@@ -27,7 +27,7 @@ from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.binding import Binding
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.wire import client
@@ -144,7 +144,7 @@ class Probe:
             client, "_build_transport", (lambda url: asgi.Transport(server.app)) if not address else client._build_transport
         ):
             rollout = SamplingConfig(prompts=1, group=ROWS, steps=tiny.STEPS)
-            self.source = Remote(config, rollout, Model(), behaviour=self.engine.inference, **options)
+            self.source = RemoteSource(config, rollout, Model(), behaviour=self.engine.inference, **options)
         self.asked = (
             Requests([Prompt("1")] * ROWS, range(ROWS), key(3)),
             Sampling(tiny.SHAPE, Model().schedule(4, tiny.SHAPE)),
@@ -259,7 +259,7 @@ def test_honest_pushes_raise_no_alarm_and_faults_do(one: World, tmp_path: Path, 
         probe.source._push(probe.engine, 0, f"-{seed}")
         found = probe.find()
         assert not found.problem, (seed, found.problem)
-        assert len(found.acts) >= MODULES - 2, (seed, str(found))
+        assert len(found.factors) >= MODULES - 2, (seed, str(found))
     for what, (fault, _) in FAULTS.items():
         probe.server.take(fault)
         assert probe.find().problem, what

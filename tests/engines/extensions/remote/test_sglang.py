@@ -35,7 +35,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote import replies
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
@@ -121,12 +121,12 @@ def image_loader() -> Callable[[str], bytes]:
 
 
 @contextmanager
-def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
+def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[RemoteSource]:
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         options: dict[str, Any] = {"adapter": lambda version: "default", "world": world, "sizes": {}, "sync": sync}
         config = RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1))
-        source = Remote(config, sampling, server.model, behaviour=lambda: nullcontext(server.module), **options)
+        source = RemoteSource(config, sampling, server.model, behaviour=lambda: nullcontext(server.module), **options)
         try:
             source.push(cast(Engine, SimpleNamespace(world=world)), 0)
             yield source
