@@ -89,19 +89,19 @@ def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
     from fluvial.engines.engine.world import init_world
-    from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
-    from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
+    from fluvial.engines.extensions.servers.asgi import check_address, read_admin_key, read_key, serve
+    from fluvial.engines.extensions.servers.rollout.image_routes import build_image_routes
     from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
     from fluvial.engines.extensions.servers.rollout.policy import open_policy
-    from fluvial.engines.extensions.servers.rollout.sampling import batcher
-    from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
-    from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
-    from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+    from fluvial.engines.extensions.servers.rollout.sampling import build_batcher
+    from fluvial.engines.extensions.servers.rollout.service import RolloutService, build_application
+    from fluvial.engines.extensions.servers.rollout.video_routes import build_video_routes
+    from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, build_control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
     from fluvial.models.device import deterministic
 
-    key, admin = key_of(config.host), admin_key()
+    key, admin = read_key(config.host), read_admin_key()
     check_pipeline(config.pipeline)
     if int(os.environ.get("RANK", 0)) == 0:
         check_address(config.host, config.port)  # before the model is loaded, which may take minutes
@@ -121,7 +121,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
         if policy.ranks is not None and not world.is_main:
             policy.ranks.follow(policy, policy.weights)
             return
-        batches = batcher(
+        batches = build_batcher(
             policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
         )
         limits = ServeLimits(
@@ -130,13 +130,13 @@ def serve_model(name: str, config: ServeConfig) -> None:
             response=config.most_response_mb * 1_000_000,
         )
         service = RolloutService(policy, batches, limits=limits, deadline=config.deadline)
-        control = control_routes(WeightRoutes(policy.weights, policy.between))
+        control = build_control_routes(WeightRoutes(policy.weights, policy.run_between))
 
         def ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
-        app = application(
-            service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]
+        app = build_application(
+            service, key=key, admin=admin, control=control, more=[*build_image_routes(service), *build_video_routes(service)]
         )
         serve(app, host=config.host, port=config.port, ready=ready)
         if policy.ranks is not None:

@@ -80,12 +80,12 @@ def run(args: list[str]) -> None:
 def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     """Load the rewards and serve them."""
     check_server_packages("serve-rewards")
-    from fluvial.engines.extensions.servers.asgi import key_of, serve
-    from fluvial.engines.extensions.servers.formats import Limits
-    from fluvial.engines.extensions.servers.rewards import RewardService, application
+    from fluvial.engines.extensions.servers.asgi import read_key, serve
+    from fluvial.engines.extensions.servers.formats import ScoringLimits
+    from fluvial.engines.extensions.servers.rewards import RewardService, build_application
     from fluvial.engines.scoring.registry import select
 
-    key = key_of(config.host)
+    key = read_key(config.host)
     rewards = {}
     for name, (reward, weight) in select({}, names).items():
         if weight != 1:
@@ -94,7 +94,7 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
             )
         short = name.rpartition(":")[2]  # score for mine:score
         rewards[name if short in rewards else short] = reward
-    limits = Limits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
+    limits = ScoringLimits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
     service = RewardService(
         rewards, limits=limits, batch=config.batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
     )
@@ -102,7 +102,7 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     def ready(address: str) -> None:
         print(f"serving {', '.join(rewards)} on {address}", flush=True)
 
-    serve(application(service, key=key), host=config.host, port=config.port, ready=ready)
+    serve(build_application(service, key=key), host=config.host, port=config.port, ready=ready)
 
 
 def run_vote(args: list[str]) -> None:
@@ -115,11 +115,11 @@ def run_vote(args: list[str]) -> None:
 def serve_votes(config: VoteConfig) -> None:
     """Open the folder of votes and serve it."""
     check_server_packages("rewards vote")
-    from fluvial.engines.extensions.servers.asgi import KEY_ENV, check_address, key_of, serve
+    from fluvial.engines.extensions.servers.asgi import KEY_ENV, check_address, read_key, serve
     from fluvial.engines.extensions.votes.records import VoteFolder
     from fluvial.engines.extensions.votes.service import VoteService, application
 
-    key = key_of(config.host) or secrets.token_urlsafe(16)
+    key = read_key(config.host) or secrets.token_urlsafe(16)
     check_address(config.host, config.port)
     folder = VoteFolder(config.out)
 

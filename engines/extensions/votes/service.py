@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers import asgi
-from fluvial.engines.extensions.servers.asgi import RequestError, json_of
+from fluvial.engines.extensions.servers.asgi import RequestError, read_json
 from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
 
 PAGE = resources.files("fluvial.engines.extensions.votes").joinpath("page.html").read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ class VoteService:
 
     async def ask(self, request: Request) -> JSONResponse:
         """Take in a group, and return its state."""
-        body = await json_of(request, Groups, most_bytes=MOST_MB * 1_000_000)
+        body = await read_json(request, Groups, most_bytes=MOST_MB * 1_000_000)
         images = await asyncio.to_thread(_images, body.images)
         name = group_id(body.prompt, images)
         if name not in self.groups:
@@ -155,7 +155,7 @@ class VoteService:
 
     async def votes(self, request: Request) -> JSONResponse:
         """Return the states of groups, null for those that are unknown."""
-        body = await json_of(request, GroupsRequest, most_bytes=MOST_MB * 1_000_000)
+        body = await read_json(request, GroupsRequest, most_bytes=MOST_MB * 1_000_000)
         now = self.clock()
         for name in body.groups:
             if name in self.groups:
@@ -169,12 +169,12 @@ class VoteService:
 
     async def next(self, request: Request) -> JSONResponse:
         """Return the comparison that a voter should make, and the progress."""
-        body = await json_of(request, Voting, most_bytes=100_000)
+        body = await read_json(request, Voting, most_bytes=100_000)
         return JSONResponse(self._next(body.voter))
 
     async def image(self, request: Request) -> Response:
         """Return an image of a group."""
-        body = await json_of(request, ImageRequest, most_bytes=100_000)
+        body = await read_json(request, ImageRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
             raise RequestError("there is no such image", 404)
@@ -182,7 +182,7 @@ class VoteService:
 
     async def vote(self, request: Request) -> JSONResponse:
         """Keep a vote, and return the next comparison."""
-        body = await json_of(request, Voted, most_bytes=100_000)
+        body = await read_json(request, Voted, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None:
             raise RequestError("no run has asked for this group", 404)
@@ -198,7 +198,7 @@ class VoteService:
 
     async def undo(self, request: Request) -> JSONResponse:
         """Take back the last vote of a voter, and show its comparison again."""
-        body = await json_of(request, Voting, most_bytes=100_000)
+        body = await read_json(request, Voting, most_bytes=100_000)
         vote = self.folder.undo(body.voter)
         if vote is not None and vote.group in self.groups:
             self.groups[vote.group].count(vote, -1)
@@ -279,7 +279,7 @@ def application(service: VoteService, *, key: str) -> ASGIApp:
         Route("/groups", service.ask, methods=["POST"]),
         Route("/votes", service.votes, methods=["POST"]),
     ]
-    return asgi.application(routes, close=service.folder.close, key=key, page="/")
+    return asgi.build_application(routes, close=service.folder.close, key=key, page="/")
 
 
 def _images(texts: list[str]) -> list[bytes]:

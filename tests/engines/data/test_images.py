@@ -149,8 +149,8 @@ def test_every_door_opens_an_image_as_it_is_seen(name: str, tmp_path: Path) -> N
     given = np.asarray(kinds.read_image(file))
     assert np.array_equal(given, data.astype(np.uint8).reshape(given.shape))
     if file[:4] != b"II*\0" and not file.startswith(b"P5"):
-        request = formats.Compute(["a"], image=[base64.b64encode(file).decode()])
-        [sample] = formats.flow_factory(request, formats.Limits())
+        request = formats.ComputeBody(["a"], image=[base64.b64encode(file).decode()])
+        [sample] = formats.read_flow_factory(request, formats.ScoringLimits())
         assert np.array_equal(sample.image.permute(1, 2, 0), np.broadcast_to(data, (*data.shape[:2], 3)))
 
 

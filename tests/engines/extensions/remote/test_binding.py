@@ -102,7 +102,7 @@ class Server:
         policy = rollout_servers.policy(model=Model(), module=module.to(dtype))
         policy.weights = ServedWeights(policy.weights.module, roots=roots)
         self.app = rollout_servers.served(policy, micro_batch=ROWS).app
-        self.weights, sampling = policy.weights, policy.sampling
+        self.weights, sampling = policy.weights, policy.hold_weights
         self.take(lambda layers, pushes: None)
 
         @contextmanager
@@ -115,7 +115,7 @@ class Server:
                         self.fault(lora_layers(module), len(self.seen))
                 yield module
 
-        policy.sampling = with_fault  # type: ignore[method-assign]
+        policy.hold_weights = with_fault  # type: ignore[method-assign]
 
     def take(self, fault: Fault) -> None:
         """Take the next adapters over with a fault."""

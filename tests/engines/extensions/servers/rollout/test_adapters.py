@@ -47,7 +47,7 @@ def test_several_adapters_act_together(tmp_path: Path) -> None:
     alone = served(tmp_path)
     ask(alone, "/v1/set_lora", lora_nickname="y", lora_path=str(paths[1]), strength=-0.2, lora_alpha=6)
     assert torch.equal(run(server.weights.module), run(alone.weights.module))
-    assert server.weights.checksums() == alone.weights.checksums()
+    assert server.weights.list_checksums() == alone.weights.list_checksums()
 
 
 def test_an_adapter_that_is_unloaded_is_forgotten(tmp_path: Path) -> None:

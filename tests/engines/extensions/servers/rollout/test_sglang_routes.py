@@ -233,7 +233,7 @@ def test_videos_are_made_with_its_requests_and_its_client(
             client.generate_video("1", size="32x16", num_frames=4)
         fields, files = {"prompt": "1", "num_frames": "4", "size": "16x16"}, {"input_reference": ("a.png", b"")}
         refused = httpx2.post(f"{url}/v1/videos", data=fields, files=files)
-        assert refused.json()["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+        assert refused.json()["detail"].startswith("image_path is set, and this server samples from prompts without images")
         asked = protocol.VideoGenerationsRequest(prompt="1", enable_frame_interpolation=True)
         refused = httpx2.post(f"{url}/v1/videos", json=asked.model_dump())
         assert (refused.status_code, refused.json()["detail"][:26]) == (400, "enable_frame_interpolation")
@@ -262,7 +262,7 @@ def test_edits_take_the_fields_of_its_form(server: Server) -> None:
     headers = {"content-type": request.headers["content-type"]}
     answer = asyncio.run(asgi.call(server.app, "/v1/images/edits", body=request.read(), headers=headers))
     assert answer.status == 400
-    assert answer.value["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+    assert answer.value["detail"].startswith("image_path is set, and this server samples from prompts without images")
 
 
 def test_its_http_client_finds_the_model_makes_images_and_sets_adapters(url: str, folder: Path) -> None:

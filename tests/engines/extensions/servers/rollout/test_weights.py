@@ -81,7 +81,7 @@ def send_bucket(
 
 def state(server: Served) -> Any:
     weights = server.weights
-    return run(weights.module).tolist(), weights.checksums(), weights.version, list(weights.adapters)
+    return run(weights.module).tolist(), weights.list_checksums(), weights.version, list(weights.adapters)
 
 
 def refuses(server: Served, answer: asgi.Answer, says: str, before: Any) -> None:
@@ -240,7 +240,7 @@ def piped(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "a missing tensor": (lambda file: change(file, **{"out.bias": None}), "is incomplete: out.bias and 0 more"),
-    "an unknown name": (lambda file: change(file, extra=torch.ones(1)), "holds extra, which the network does not have"),
+    "an unknown name": (lambda file: change(file, extra=torch.ones(1)), "holds extra, which the network lacks"),
     "a wrong shape": (lambda file: change(file, **{"out.bias": torch.ones(3)}), "of shape [3], and the network has [16]"),
     "integers": (lambda file: change(file, **{"out.bias": torch.ones(16, dtype=torch.int32)}), "out.bias of torch.int32"),
     "a cut file": (cut, "cannot be read"),
@@ -285,7 +285,7 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
     for path, says in {
         outside / "full" / "inner": "is outside the folders",
         folder / ".." / outside.name / "full" / "inner": "is outside the folders",
-        Path("relative"): "is no absolute path",
+        Path("relative"): "is not an absolute path",
         folder / "nothing": "cannot be read: No such file",
         folder / ("x" * 3000): "cannot be read: File name too long",
         Path("/"): "is outside the folders",
@@ -361,11 +361,11 @@ def test_wrong_requests_are_one_line(folder: Path, path: str) -> None:
 
 
 BUCKETS: dict[str, tuple[dict[str, Any], str]] = {
-    "a file of another size": ({"bytes": 65}, "is no file of the"),
+    "a file of another size": ({"bytes": 65}, "is not a file of"),
     "another folder": ({"file": "/etc/hostname"}, "is outside the folders"),
     "a gap": ({"start_idx": 1, "end_idx": 65}, "start_idx is 1, expected 0"),
     "a size that is not the shape's": ({"numel": 7}, "which differ from shape and dtype"),
-    "a wrong name": ({"name": "nothing"}, "holds nothing, which the network does not have"),
+    "a wrong name": ({"name": "nothing"}, "holds nothing, which the network lacks"),
     "a wrong shape": ({"shape": [4, 4]}, "out.bias of shape [4, 4], and the network has [16]"),
     "an unknown dtype": ({"dtype": "torch.complex64"}, "dtype: it is 'torch.complex64', expected one of"),
     "no places": ({"places": []}, "places: Expected `array` of length >= 1"),
@@ -402,7 +402,7 @@ def test_buckets_of_two_pushes_are_not_mixed(folder: Path) -> None:
     refuses(server, sent("b", 1), "is out of order", before)
     refuses(server, sent("a", 1), "is out of order", before)
     assert [sent("b", index).status for index in (0, 1)] == [200, 200]
-    found = server.weights.tensors("transformer")
+    found = server.weights.list_tensors("transformer")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
