@@ -111,10 +111,10 @@ class RequestBuilder:
             levels, stochastic.transition, batch=len(ids), window=window, deterministic=deterministic, record=record
         )
 
-        def steps_of(rows: Rows) -> list[tuple[int, ...]]:
+        def list_steps(rows: Rows) -> list[tuple[int, ...]]:
             return [*rows] if len(rows) == len(ids) else [*rows] * len(ids)
 
-        return steps_of(table.stochastic), steps_of(table.recorded)
+        return list_steps(table.stochastic), list_steps(table.recorded)
 
     def build_request(self, order: RequestOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
         """Build the request of an order.

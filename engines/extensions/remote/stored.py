@@ -332,7 +332,6 @@ def _format_value(value: Any) -> str:
 
 
 def _read_index(path: Path) -> StoredRollout:
-    """Read the index of a rollout."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StoredRollout)
     except OSError as error:

@@ -396,7 +396,6 @@ def _stop_on_signals(server: Any) -> Iterator[None]:
 
 
 def _open_socket(host: str, port: int) -> socket.socket:
-    """Open a socket that listens on an address."""
     with convert_errors(
         UsageError, OSError, OverflowError, says=f"`host` is {host} and `port` is {port}, which cannot be listened on"
     ):

@@ -85,7 +85,7 @@ class RewardService:
             for name, reward in rewards.items()
         }
 
-    async def health(self, request: Request) -> JSONResponse:
+    async def report_health(self, request: Request) -> JSONResponse:
         """Report that the server runs; under the path of a reward, for Flow-Factory's client, that it serves this one.
 
         Raises:
@@ -94,7 +94,7 @@ class RewardService:
         names = [self._find_name(request.path_params["reward"])] if "reward" in request.path_params else self.batchers
         return JSONResponse({"status": "ok", "rewards": dict.fromkeys(names, "ok")})
 
-    async def rewards(self, request: Request) -> JSONResponse:
+    async def list_rewards(self, request: Request) -> JSONResponse:
         """Return the names of the rewards."""
         return JSONResponse({"rewards": list(self.batchers)})
 
@@ -168,9 +168,9 @@ def build_application(service: RewardService, *, key: str = "") -> ASGIApp:
         key: API key that requests must send; empty requires none.
     """
     routes = [
-        Route("/health", service.health),
-        Route("/{reward}/health", service.health),
-        Route("/rewards", service.rewards),
+        Route("/health", service.report_health),
+        Route("/{reward}/health", service.report_health),
+        Route("/rewards", service.list_rewards),
         Route("/compute", service.compute, methods=["POST"]),
         Route("/{reward}/compute", service.compute, methods=["POST"]),
         Route("/score", service.score, methods=["POST"]),

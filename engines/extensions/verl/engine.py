@@ -275,7 +275,7 @@ class VerlEngine:
         adapter = None if adapter == REFERENCE else adapter
         dtype, full_name = DTYPES[settings.sent], self.denoiser.add_network_prefix
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def iterate_tensors() -> Iterator[tuple[str, Tensor]]:
             with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
@@ -287,10 +287,10 @@ class VerlEngine:
                     yield full_name(name), gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
-            return tensors(), None
+            return iterate_tensors(), None
         configs: Any = module.peft_config
         peft: dict[str, Any] = configs[adapter].to_dict()
-        return tensors(), {**peft, "target_modules": sorted(peft["target_modules"])}
+        return iterate_tensors(), {**peft, "target_modules": sorted(peft["target_modules"])}
 
     def use_adapter(self, name: str) -> AbstractContextManager[None]:
         """Return a context with one adapter active; `reference` is the base model. UsageError if it does not exist."""

@@ -122,9 +122,9 @@ class _Trajectory(Struct, frozen=True):
     def __post_init__(self) -> None:
         boundaries = _count_numbers("sigmas", self.sigmas)
         if len(self.latents.shape) < 2 or self.latents.dtype not in FLOATING:
-            raise _shape_error("latents", self.latents, "floating-point numbers [K, ...]")
+            raise _build_shape_error("latents", self.latents, "floating-point numbers [K, ...]")
         if self.timesteps is not None and len(self.timesteps.shape) != 1:
-            raise _shape_error("timesteps", self.timesteps, "numbers [T]")
+            raise _build_shape_error("timesteps", self.timesteps, "numbers [T]")
         count, indices = self.latents.shape[0], self.indices
         if indices is None:
             if count > boundaries:
@@ -142,7 +142,7 @@ class _Trajectory(Struct, frozen=True):
         if not isinstance(indices, Envelope):
             return indices
         if len(indices.shape) != 1 or indices.shape[0] > 4097 or indices.dtype not in ("torch.int64", "torch.int32"):
-            raise _shape_error("latent_step_indices", indices, "integers [K]")
+            raise _build_shape_error("latent_step_indices", indices, "integers [K]")
         return tuple(indices.tensor.tolist())
 
     def read(self) -> DitTrajectory:
@@ -168,7 +168,7 @@ class _Sample(Struct, frozen=True):
     def __post_init__(self) -> None:
         output, log_probs, trajectory = self.generated_output, self.rollout_log_probs, self.dit_trajectory
         if len(output.shape) < 3 or output.dtype not in (*FLOATING, "torch.uint8"):
-            raise _shape_error("generated_output", output, "an image [C, H, W] or a video")
+            raise _build_shape_error("generated_output", output, "an image [C, H, W] or a video")
         steps = None if log_probs is None else _count_numbers("rollout_log_probs", log_probs)
         if steps is not None and trajectory is not None and trajectory.sigmas.shape[0] != steps + 1:
             raise WireError(
@@ -196,11 +196,11 @@ _Samples = Annotated[list[_Sample], Meta(max_length=MOST_SAMPLES)]
 def _count_numbers(name: str, value: Envelope) -> int:
     """Return the length of a floating-point vector; raise WireError for any other tensor."""
     if len(value.shape) != 1 or value.dtype not in FLOATING:
-        raise _shape_error(name, value, "floating-point numbers in one dimension")
+        raise _build_shape_error(name, value, "floating-point numbers in one dimension")
     return value.shape[0]
 
 
-def _shape_error(name: str, value: Envelope, expected: str) -> WireError:
+def _build_shape_error(name: str, value: Envelope, expected: str) -> WireError:
     return WireError(f"{name} is {value.dtype} {list(value.shape)}, expected {expected}")
 
 

@@ -149,19 +149,19 @@ def parse_fields(value: dict[str, Any], kind: type[Parsed], unsupported: Sequenc
 def build_image_routes(service: RolloutService) -> list[Route]:
     """Build the endpoints of images of a service."""
 
-    async def generations(request: Request) -> JSONResponse:
-        return await answer(request, await read_json(request, dict[str, Any], most_bytes=service.limits.body))
+    async def generate_images(request: Request) -> JSONResponse:
+        return await respond(request, await read_json(request, dict[str, Any], most_bytes=service.limits.body))
 
-    async def edits(request: Request) -> JSONResponse:
+    async def edit_images(request: Request) -> JSONResponse:
         body = await read_body(request, most_bytes=service.limits.body)
         values, images, mask = await asyncio.to_thread(read_media_form, bytes(body), request.headers["content-type"])
         if values.get("num_frames") == 1:
             del values["num_frames"]
         if not images:
             raise RequestError("the form has no image: expected a file named image, or a url")
-        return await answer(request, values, images, mask)
+        return await respond(request, values, images, mask)
 
-    async def answer(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
+    async def respond(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
         parsed = parse_fields(value, ImagesRequest, UNSUPPORTED, service.limits.request.outputs)
         if parsed.response_format == "url":
             raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
@@ -171,7 +171,7 @@ def build_image_routes(service: RolloutService) -> list[Route]:
         samples = await service.generate_all(request, requests)
         return JSONResponse(await asyncio.to_thread(_build_answer, parsed, samples))
 
-    return [Route(GENERATIONS, generations, methods=["POST"]), Route(EDITS, edits, methods=["POST"])]
+    return [Route(GENERATIONS, generate_images, methods=["POST"]), Route(EDITS, edit_images, methods=["POST"])]
 
 
 def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str], str]:

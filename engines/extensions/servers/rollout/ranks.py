@@ -158,7 +158,7 @@ def encode_arguments(value: Any, classes: Mapping[str, type]) -> Any:
     if isinstance(value, Mapping):
         return "dict", {key: encode_arguments(each, classes) for key, each in value.items()}
     if classes.get(kind) is type(value):
-        return kind, [encode_arguments(getattr(value, name), classes) for name in _field_names(type(value))]
+        return kind, [encode_arguments(getattr(value, name), classes) for name in _list_field_names(type(value))]
     if type(value) not in (list, tuple):
         raise TypeError(f"a {kind} cannot be an argument of a call on all processes: name its class in `on_all_ranks`")
     return kind, [encode_arguments(each, classes) for each in value]
@@ -175,11 +175,11 @@ def decode_arguments(value: Any, classes: Mapping[str, type]) -> Any:
         return torch.empty(content[1:], dtype=getattr(torch, content[0]), device="meta")
     parts = [decode_arguments(each, classes) for each in content]
     if kind in classes:
-        return classes[kind](**dict(zip(_field_names(classes[kind]), parts, strict=True)))
+        return classes[kind](**dict(zip(_list_field_names(classes[kind]), parts, strict=True)))
     return tuple(parts) if kind == "tuple" else parts
 
 
-def _field_names(kind: Any) -> tuple[str, ...]:
+def _list_field_names(kind: Any) -> tuple[str, ...]:
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)

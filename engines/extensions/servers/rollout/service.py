@@ -92,7 +92,7 @@ class RolloutService:
             for sample, seed in zip(samples, seeds, strict=True)
         ]
 
-    async def health(self, request: Request) -> JSONResponse:
+    async def report_health(self, request: Request) -> JSONResponse:
         """Report that the server runs, and its counters."""
         batcher = self.batcher
         answer = {
@@ -105,23 +105,23 @@ class RolloutService:
         }
         return JSONResponse(answer)
 
-    async def ready(self, request: Request) -> JSONResponse:
+    async def report_readiness(self, request: Request) -> JSONResponse:
         """Report that the server can sample; RequestError if the weights are released."""
         self.policy.check_resumed()
         return JSONResponse({"status": "ok", "weight_version": self.policy.version})
 
-    async def models(self, request: Request) -> JSONResponse:
+    async def list_models(self, request: Request) -> JSONResponse:
         """Return the model in OpenAI's form of a list of models."""
         return JSONResponse({"object": "list", "data": [self._build_card()]})
 
-    async def model(self, request: Request) -> JSONResponse:
+    async def show_model(self, request: Request) -> JSONResponse:
         """Return the model by its name; RequestError if it has another name."""
         name = request.path_params["model"]
         if name != self.policy.name:
             raise RequestError(f"there is no model {name[:80]!r}, expected {self.policy.name}", 404)
         return JSONResponse(self._build_card())
 
-    async def model_info(self, request: Request) -> JSONResponse:
+    async def show_info(self, request: Request) -> JSONResponse:
         """Describe the served model and its settings."""
         policy = self.policy
         answer = {
@@ -197,12 +197,12 @@ def build_application(
     """
     routes = [
         Route(GENERATE, service.generate, methods=["POST"]),
-        Route("/health", service.health),
-        Route("/health_generate", service.ready),
-        Route("/v1/models", service.models),
-        Route("/v1/models/{model:path}", service.model),
-        *(Route(path, service.model_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
-        Route("/liveness", service.health),
+        Route("/health", service.report_health),
+        Route("/health_generate", service.report_readiness),
+        Route("/v1/models", service.list_models),
+        Route("/v1/models/{model:path}", service.show_model),
+        *(Route(path, service.show_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
+        Route("/liveness", service.report_health),
         *more,
         *control,
     ]

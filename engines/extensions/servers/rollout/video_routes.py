@@ -46,7 +46,7 @@ UNSUPPORTED_FOR_VIDEOS = (
 LINKED = ("input_reference", "reference_url", "video_path", "video_url")  # images or videos, in a JSON body
 NO_EFFECT = ("frame_interpolation_exp", "frame_interpolation_scale")  # parameters of unsupported fields
 WRITE = "w"  # mode of PyAV's files, which are binary
-Job = dict[str, Any]
+VideoJob = dict[str, Any]
 
 
 class VideosRequest(SamplesRequest, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class VideoJobs:
 
     def __init__(self, service: RolloutService) -> None:
         self.service = service
-        self.jobs, self.files = dict[str, Job](), dict[str, list[bytes]]()
+        self.jobs, self.files = dict[str, VideoJob](), dict[str, list[bytes]]()
         self.tasks = dict[str, asyncio.Task[None]]()
 
     async def create(self, request: Request) -> JSONResponse:
@@ -108,7 +108,7 @@ class VideoJobs:
         self.tasks[name] = asyncio.create_task(self._run_job(self.jobs[name], requests, fps=parsed.fps or FPS))
         return JSONResponse(self.jobs[name])
 
-    async def _run_job(self, job: Job, requests: Sequence[RolloutRequest], *, fps: int) -> None:
+    async def _run_job(self, job: VideoJob, requests: Sequence[RolloutRequest], *, fps: int) -> None:
         try:
             samples = await self.service.generate_all(None, requests)
             files = [await asyncio.to_thread(encode_video, sample.generated_output, fps) for sample in samples]
@@ -139,7 +139,7 @@ class VideoJobs:
         """Return a job."""
         return JSONResponse(self._find(request))
 
-    async def content(self, request: Request) -> Response:
+    async def download(self, request: Request) -> Response:
         """Return a video of a job; RequestError if it is not completed, or has no such variant."""
         job, variant = self._find(request), request.query_params.get("variant", "0")
         if job["status"] != "completed":
@@ -162,7 +162,7 @@ class VideoJobs:
         self.jobs.pop(name)
         self.files.pop(name, None)
 
-    def _find(self, request: Request) -> Job:
+    def _find(self, request: Request) -> VideoJob:
         if (job := self.jobs.get(request.path_params["video"])) is None:
             raise RequestError("there is no such video", 404)
         return job
@@ -176,7 +176,7 @@ def build_video_routes(service: RolloutService) -> list[Route]:
         Route(VIDEOS, jobs.list),
         Route(one, jobs.retrieve),
         Route(one, jobs.delete, methods=["DELETE"]),
-        Route(f"{one}/content", jobs.content),
+        Route(f"{one}/content", jobs.download),
     ]
 
 

@@ -187,7 +187,7 @@ class WeightRoutes:
         self.group: BroadcastGroup | None = None
         self.turn = asyncio.Lock()  # one change is read at a time, to limit the memory
 
-    async def from_disk(self, body: UpdateFromDisk) -> dict[str, Any]:
+    async def update_from_disk(self, body: UpdateFromDisk) -> dict[str, Any]:
         """Load all weights of networks from a folder, completely or not at all."""
         read = self.weights.read_folder
         staged = await asyncio.to_thread(read, body.model_path, body.target_modules, body.sha256)
@@ -195,7 +195,7 @@ class WeightRoutes:
             lambda: self.weights.exchange(staged, body.sha256), body, f"the weights of {body.model_path}"
         )
 
-    async def from_tensors(self, body: UpdateFromTensor) -> dict[str, Any]:
+    async def update_from_tensor(self, body: UpdateFromTensor) -> dict[str, Any]:
         """Stage a bucket; the last one of a push changes the weights, or the adapters, of all its networks at once."""
         if body.load_format not in (SHARED_FILES, BROADCAST):
             raise RequestError(PICKLES)
@@ -335,7 +335,7 @@ class WeightRoutes:
         """Return the paths of the loaded adapters by nickname."""
         return {each.nickname: each.path for each in self.weights.loaded.values()}
 
-    async def checksums(self, body: ListChecksums) -> dict[str, Any]:
+    async def list_checksums(self, body: ListChecksums) -> dict[str, Any]:
         """Return the checksums of networks and adapters."""
         return await asyncio.to_thread(self.weights.list_checksums, body.module_names)
 
@@ -390,8 +390,8 @@ def _list_adapters(body: SetLora) -> list[NamedAdapter]:
 def build_control_routes(routes: WeightRoutes) -> list[Route]:
     """Build the endpoints. They need the admin key, which the application checks."""
     handlers: dict[str, tuple[Callable[[Any], Awaitable[dict[str, Any]]], type[Struct]]] = {
-        "/update_weights_from_disk": (routes.from_disk, UpdateFromDisk),
-        "/update_weights_from_tensor": (routes.from_tensors, UpdateFromTensor),
+        "/update_weights_from_disk": (routes.update_from_disk, UpdateFromDisk),
+        "/update_weights_from_tensor": (routes.update_from_tensor, UpdateFromTensor),
         "/init_weights_update_group": (routes.init_group, InitGroup),
         "/destroy_weights_update_group": (routes.destroy_group, DestroyGroup),
         "/v1/set_lora": (routes.set_lora, SetLora),
@@ -399,7 +399,7 @@ def build_control_routes(routes: WeightRoutes) -> list[Route]:
         "/v1/unmerge_lora_weights": (routes.unmerge_lora, UnmergeLora),
         "/unload_lora_adapter": (routes.unload_lora, UnloadLora),
         "/update_weights_from_tensor_checker": (routes.check, CheckTensors),
-        "/get_weights_checksum": (routes.checksums, ListChecksums),
+        "/get_weights_checksum": (routes.list_checksums, ListChecksums),
         "/v1/list_loras": (routes.list_loras, NoFields),
         "/release_memory_occupation": (routes.release, NoFields),
         "/resume_memory_occupation": (routes.resume, NoFields),
@@ -408,7 +408,7 @@ def build_control_routes(routes: WeightRoutes) -> list[Route]:
     def endpoint(path: str) -> Callable[[Request], Awaitable[JSONResponse]]:
         handler, kind = handlers[path]
 
-        async def answer(request: Request) -> JSONResponse:
+        async def respond(request: Request) -> JSONResponse:
             try:
                 body = await _read_fields(request, kind)
                 async with routes.turn:
@@ -422,7 +422,7 @@ def build_control_routes(routes: WeightRoutes) -> list[Route]:
             # sglang's form.
             return JSONResponse({"success": False, "message": problem, "detail": problem}, status)
 
-        return answer
+        return respond
 
     methods = {"/v1/list_loras": ["GET"]}
     return [Route(path, endpoint(path), methods=methods.get(path, ["POST"])) for path in handlers]
