@@ -111,9 +111,7 @@ class HttpClient:
         return self._fetch(path, body, content_type)
 
     def attempt(self, path: str, body: bytes | None = None, content_type: str = JSON) -> tuple[Reply | None, str]:
-        """Send a request once; return the reply, None if there was none, and a description of the failure.
-
-        The description is meaningless for a successful reply.
+        """Send a request once; return the reply, None if there was none, and the problem, empty for a success.
 
         Args:
             body: body; None sends a GET request.
@@ -128,7 +126,9 @@ class HttpClient:
             return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             return None, f"{self.address}{path} cannot be reached: {format_reply(str(error) or type(error).__name__)}"
-        self.answered |= is_success(reply)
+        if is_success(reply):
+            self.answered = True
+            return reply, ""
         return reply, f"{self.address}{path} {self._describe_failure(reply)}"
 
     def _decode(self, body: bytes, path: str) -> Any:
