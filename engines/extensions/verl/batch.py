@@ -85,6 +85,8 @@ class BatchFields:
         if not isinstance(texts, list) or len(texts) != self.samples:
             kind = type(texts).__name__ if not isinstance(texts, list) else f"{len(texts)} values"
             raise UsageError(f"raw_prompt is {kind}, expected one prompt per sample, which this model encodes itself")
+        if opposed and len(opposed) != self.samples:
+            raise UsageError(f"raw_negative_prompt has {len(opposed)} values, expected one per sample, {self.samples}")
         prompts = []
         for prompt, negative in zip(texts, opposed or [None] * self.samples, strict=True):
             text, images = read_messages(prompt)
