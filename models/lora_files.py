@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fluvial.models.lora import Dora, Form, Lokr, LowRank, adapter_parameters, linear_layers, lora_layers
-from fluvial.models.lora_layer import MAGNITUDE, row_norms, widen
+from fluvial.models.lora import Dora, Form, Lokr, LowRank, find_adapter_parameters, find_linear_layers, find_lora_layers
+from fluvial.models.lora_layer import MAGNITUDE, compute_row_norms, widen
 from fluvial.models.quantised import QuantisedLinear
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # of diffusers and of PEFT
@@ -57,7 +57,9 @@ class LoraFile(NamedTuple):
     rank: int
     alpha: float
     layers: tuple[str, ...]  # names of the adapted layers in the module
-    tensors: dict[str, Tensor]  # float32, or float64 as in the file, by the names of `adapter_parameters`; see `read_lora`
+    tensors: dict[
+        str, Tensor
+    ]  # float32, or float64 as in the file, by the names of `find_adapter_parameters`; see `read_lora`
     form: Form = LowRank()
 
 
@@ -92,7 +94,7 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         return _join({f"{name}.": part for name, part in parts.items()})
     file = _file(path)
     tensors, settings, header = _read(file)
-    linear = linear_layers(module)
+    linear = find_linear_layers(module)
     layers, unknown = _match(tensors, linear, file)
     if unknown and convert is not None and all(_has_known_ending(key) for key in tensors):
         try:
@@ -126,21 +128,21 @@ def load_lora(module: nn.Module, tensors: Mapping[str, Tensor], adapter: str) ->
     Raises:
         ValueError: the lengths of a DoRA's rows need the weights of the module, which are on the meta device.
     """
-    layers = lora_layers(module)
+    layers = find_lora_layers(module)
     with torch.no_grad():
-        for name, parameter in adapter_parameters(module, adapter).items():
+        for name, parameter in find_adapter_parameters(module, adapter).items():
             layer, _, rest = name.partition(f".{MAGNITUDE}")
             if not rest:
                 parameter.copy_(tensors[name])
                 continue
             weight = _weight(module, layer)
-            norms = row_norms(weight)
+            norms = compute_row_norms(weight)
             if name in tensors:
                 lengths = tensors[name].to(norms.device)
             else:
                 a, b = (tensors[f"{layer}.lora_{factor}.weight"].to(norms) for factor in "AB")
                 total = torch.addmm(widen(weight), b, a, alpha=layers[layer].scaling[adapter])
-                lengths = tensors[f"{layer}.{DORA_SCALE}"].to(norms) * row_norms(total) / norms
+                lengths = tensors[f"{layer}.{DORA_SCALE}"].to(norms) * compute_row_norms(total) / norms
             parameter.copy_(lengths - norms)
 
 

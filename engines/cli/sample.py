@@ -32,7 +32,7 @@ from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import score
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
-from fluvial.models.original.whole import pipeline_folder
+from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines.open import has_adapter
 
 
@@ -131,7 +131,7 @@ def _find_recorded(model: str, config: SampleConfig, files: tuple[str, ...]) -> 
     if not files or model in MODELS or is_adapter(model):
         return ()
     asked = config.pipeline
-    folder = pipeline_folder(model, trust_remote_code=asked.trust_remote_code, settings=asked.settings)
+    folder = find_pipeline_folder(model, trust_remote_code=asked.trust_remote_code, settings=asked.settings)
     return () if has_adapter(folder) else files
 
 

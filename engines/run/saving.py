@@ -26,7 +26,7 @@ from fluvial.engines.run.record import Finder, as_record, read_record, with_abso
 from fluvial.engines.run.renames import migrate
 from fluvial.engines.run.run import Run
 from fluvial.models.device import processor
-from fluvial.models.lora import lora_settings
+from fluvial.models.lora import describe_lora
 
 # Settings that may change between the start of a run and its resumption.
 NEVER = -1  # update of no checkpoint
@@ -107,7 +107,7 @@ class Saver:
             **asdict(progress),
             "runs_on": self._environment(),
             "run": as_record(with_absolute_paths(self.config)),
-            "lora": lora_settings(self.engine.module),  # with these it can be exported alone
+            "lora": describe_lora(self.engine.module),  # with these it can be exported alone
         }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.checkpoint.keep}

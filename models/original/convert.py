@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluvial.models.lora import linear_layers
+from fluvial.models.lora import find_linear_layers
 from fluvial.models.lora_files import DORA_SCALE
 from fluvial.models.original.layout import LAYOUTS, Original
 
@@ -120,7 +120,7 @@ def adapter_to_original(
     Raises:
         ValueError: a layer has no original name.
     """
-    groups, linear, kohya = _groups(original, network), linear_layers(network), original.layout.kohya
+    groups, linear, kohya = _groups(original, network), find_linear_layers(network), original.layout.kohya
     endings = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
     converted: dict[str, Tensor] = {}
     for stem in dict.fromkeys(original.stem(layer).name for layer in factors):
@@ -180,7 +180,7 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
         raise ValueError(f"{pipeline} has no original layout")
     config: Any = network.config
     original = Original(pipeline, config)
-    groups, linear = _groups(original, network), linear_layers(network)
+    groups, linear = _groups(original, network), find_linear_layers(network)
     stems: dict[str, dict[str, Tensor]] = {}
     converted: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -234,7 +234,7 @@ def swap_halves(tensor: Tensor) -> Tensor:
 def _groups(original: Original, network: nn.Module) -> dict[str, list[str]]:
     """Return the linear layers of each adapter by the part of its keys before the factor, in the order they are joined."""
     groups: dict[str, list[str]] = {}
-    for layer in linear_layers(network):
+    for layer in find_linear_layers(network):
         groups.setdefault(original.stem(layer).name, []).append(layer)
     return {stem: sorted(layers, key=lambda layer: original.stem(layer).part) for stem, layers in groups.items()}
 

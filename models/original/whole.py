@@ -22,7 +22,7 @@ from fluvial.models.pipelines.open import built_in
 SETTINGS = ("*.json", "*.txt", "*.model")  # files of a pipeline beside its weights
 
 
-def pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
+def find_pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
     """Return the folder of a pipeline that is a folder, an id, or one file; see `local_folder` and `unpack_pipeline`."""
     if is_weight_file(name_or_path):
         return unpack_pipeline(Path(name_or_path).expanduser(), settings)
@@ -65,7 +65,7 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
     try:
         tensors = load_single_file_checkpoint(str(file))
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{file} cannot be read: {_get_first_line(error)}") from error
     if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
         raise ValueError(f"{file} holds scaled float8 weights, which are not read: take the file in float16 or bfloat16")
     source = _find_settings(file, settings or _infer_published(file, tensors))
@@ -88,8 +88,8 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
         raise
     except Exception as error:  # diffusers' converters raise what they meet
         raise ValueError(
-            f"{file} is not a whole {kind} with the settings of {settings or source}: {_first_line(error)}; where it is the "
-            "network alone, give the pipeline as `model`, and the file as `pipeline.weights`"
+            f"{file} is not a whole {kind} with the settings of {settings or source}: {_get_first_line(error)}; if it is "
+            "the network alone, give the pipeline as `model`, and the file as `pipeline.weights`"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -145,5 +145,5 @@ def _check_filled(pipeline: Any) -> None:
             raise ValueError(f"it lacks {len(missing)} tensors of {name}, such as {missing[0]}")
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -24,7 +24,7 @@ from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
 from fluvial.models.device import default_device, has_values, is_accelerator
-from fluvial.models.digests import describe_code, digest_file, encoding_code, join_digests
+from fluvial.models.digests import describe_code, describe_encoding_code, digest_file, join_digests
 from fluvial.models.host_values import to_device
 from fluvial.models.original.convert import unpack_weights
 from fluvial.models.pipelines import unfilled
@@ -212,7 +212,7 @@ class Pipeline:
         """Return the conditioning of a batch of encoded prompts, tensors `[B, ...]` by the names that `text` gives them."""
         return self.conditioning(**texts)
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit among those of diffusers' pipeline, and that limit in tokens."""
         return tokenizers.tokenizer, self.text_tokens
 
@@ -266,7 +266,7 @@ class Pipeline:
         if self._tokenizers is None:
             self._tokenizers = self._load("tokenizer")
         with quietly():
-            tokenizer, most = self.longest(self._tokenizers)
+            tokenizer, most = self.find_token_limit(self._tokenizers)
             count = self.count_tokens(tokenizer, get_text(prompt))
         if count > most:
             raise ValueError(f"the prompt {get_text(prompt)[:40]!r}... has {count} tokens, expected at most {most}")
@@ -470,7 +470,7 @@ class Pipeline:
     def _encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders, settings and code that an encoded prompt depends on."""
         base = "" if self.text_base is None else f" {self.text_base}"
-        code = f"{encoding_code()} {self.device.type} {type(self).__module__}.{type(self).__qualname__}"
+        code = f"{describe_encoding_code()} {self.device.type} {type(self).__module__}.{type(self).__qualname__}"
         settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base} {code}"
         # The settings of the network and of the whole pipeline, and code in the folder, may decide, too.
         files = [file for at in ("", "*/") for kind in ("json", "py") for file in self.folder.glob(f"{at}*.{kind}")]

@@ -47,7 +47,7 @@ class Flux(Pipeline):
         check_number("flux", "embedded_guidance", embedded_guidance, low=0)
         self.embedded_guidance = embedded_guidance
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the T5 tokenizer and its limit."""
         return tokenizers.tokenizer_2, self.text_tokens
 

@@ -43,9 +43,7 @@ def open_model(
         name = f"entry point {kind} = {declared[kind].value}"
         made = _import(declared[kind].value, name)
     else:
-        raise ValueError(
-            f"{folder} holds a {kind}, which there is no adapter for, expected one of {', '.join([*known, *declared])}"
-        )
+        raise ValueError(f"{folder} holds a {kind}, which has no adapter, expected one of {', '.join([*known, *declared])}")
     model = _call(made, name, folder, trust_remote_code=trust_remote_code, **options)
     check_model(model, name, pipeline=True)
     return model

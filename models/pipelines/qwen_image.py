@@ -43,7 +43,7 @@ class QwenImage(Pipeline):
         """Pixels per latent along each side."""
         return 2 ** len(self.vae_config["temperal_downsample"])  # the VAE's spelling
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that the template leaves for the prompt."""
         # The beginning of the template is dropped after encoding.
         template = tokenizers.tokenizer(tokenizers.prompt_template_encode.format("")).input_ids

@@ -36,7 +36,7 @@ class SD3(Pipeline):
         """Largest number of tokens along each side."""
         return int(self.config["pos_embed_max_size"])
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the T5 tokenizer, or a CLIP tokenizer if there is no T5, and its limit."""
         if tokenizers.tokenizer_3 is not None:
             return tokenizers.tokenizer_3, self.text_tokens

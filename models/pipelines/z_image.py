@@ -41,7 +41,7 @@ class ZImage(Pipeline):
         """Largest number of tokens along each side."""
         return min(self.config["axes_lens"][1:])
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that its chat template leaves for the prompt."""
         tokenizer = tokenizers.tokenizer
         # The arguments of the pipeline.

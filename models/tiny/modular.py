@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fluvial.models.replay.processors import processor_without_video
+from fluvial.models.replay.processors import build_processor_without_video
 from fluvial.models.tiny import encoders, pipelines
 from fluvial.models.tiny.pipelines import TinyCall
 from fluvial.models.tiny.settings import LATENT, PACKED, WIDTH, read_table
@@ -68,7 +68,7 @@ def save(name: str, folder: Path) -> Path:
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
     index = folder / "modular_model_index.json"
     text = index.read_text(encoding="utf-8")
-    index.write_text(text.replace(processor_without_video.__module__, "transformers"), encoding="utf-8")
+    index.write_text(text.replace(build_processor_without_video.__module__, "transformers"), encoding="utf-8")
     return folder
 
 

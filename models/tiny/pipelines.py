@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.kinds import ARGUMENTS
-from fluvial.models.replay.processors import processor_without_video
+from fluvial.models.replay.processors import build_processor_without_video
 from fluvial.models.tiny import encoders
 from fluvial.models.tiny.settings import LATENT, WIDTH, autoencoder_settings, network_settings, read_table, special
 
@@ -276,7 +276,7 @@ def write(pipeline: Any, folder: Path) -> Path:
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
-    text = index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers")
+    text = index.read_text(encoding="utf-8").replace(build_processor_without_video.__module__, "transformers")
     names = special(type(pipeline).__name__, "own", {}).get("id2label")
     if names is not None:  # which diffusers reads, and does not save
         text = json.dumps({**json.loads(text), "id2label": names}, indent=2)
@@ -412,7 +412,7 @@ def _qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
     tokenizer = encoders.qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": VISION})
     patch = {"patch_size": 16} if kind.startswith("Qwen3") else {}
-    return processor_without_video(
+    return build_processor_without_video(
         Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch), tokenizer, kind
     )
 

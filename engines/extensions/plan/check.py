@@ -18,7 +18,7 @@ from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import default_device, is_accelerator
 from fluvial.models.lora import add_lora
-from fluvial.models.shapes import MODELS, blocks
+from fluvial.models.shapes import MODELS, list_blocks
 
 # The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
 EXCESS = 0.2
@@ -103,7 +103,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
+    engine = Engine(module, list_blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
     asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fluvial.engines.engine.shards import first_row, local
 from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.source import Holder
-from fluvial.models.lora import LowRank, adapter_parameters, lora_layers, read_form
+from fluvial.models.lora import LowRank, find_adapter_parameters, find_lora_layers, read_form
 
 Values = dict[str, Tensor]  # parameters of an adapter by their short names
 SEED = 46
@@ -70,7 +70,7 @@ class Binding(NamedTuple):
 
 def has_probe(module: nn.Module) -> bool:
     """Return whether a module has adapters that can be probed: low-rank factors alone."""
-    return bool(lora_layers(module)) and isinstance(read_form(module), LowRank)
+    return bool(find_lora_layers(module)) and isinstance(read_form(module), LowRank)
 
 
 class AdapterProbe:
@@ -82,8 +82,8 @@ class AdapterProbe:
     """
 
     def __init__(self, holder: Holder, adapter: str) -> None:
-        self.holder, self.adapter, self.layers = holder, adapter, lora_layers(holder.module)
-        held = adapter_parameters(holder.module, adapter)
+        self.holder, self.adapter, self.layers = holder, adapter, find_lora_layers(holder.module)
+        held = find_adapter_parameters(holder.module, adapter)
         self._parts = {name: (local(each).detach(), first_row(each)) for name, each in held.items()}
         self._own = {name: part.clone() for name, (part, _) in self._parts.items()}
         self.values = Values()  # whole, on the host

@@ -57,7 +57,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
 from fluvial.engines.files import LORA
 from fluvial.engines.gathered import gather, gather_weights, layout
 from fluvial.engines.sampling.source import Holder
-from fluvial.models.lora import LowRank, lora_layers, read_form
+from fluvial.models.lora import LowRank, find_lora_layers, read_form
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class WeightSync:
             RunError: no server took them, or they cannot be written.
         """
         module, failed = engine.module, Failed()
-        trained = adapter if lora_layers(module) else None
+        trained = adapter if find_lora_layers(module) else None
         push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained, label)
         with self._turn:
             self._push(push)
@@ -256,7 +256,10 @@ class WeightSync:
         name = f"lora-{push.version}{push.label}"
         with self._writing(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
-        scaling, sums = float(next(iter(lora_layers(push.module).values())).scaling[adapter]), dict[tuple[str, Dtype], str]()
+        scaling, sums = (
+            float(next(iter(find_lora_layers(push.module).values())).scaling[adapter]),
+            dict[tuple[str, Dtype], str](),
+        )
         dtypes = self._dtypes_of(push)
         for part in self._parameters if self.world.is_main and self.verify else ():
             tensors = load_file(_adapter_folder(self.path / name, part) / LORA)
@@ -389,7 +392,7 @@ class WeightSync:
             if self._share(len(failed) == len(peers)):
                 break
         if factors is not None:
-            sums.add_scaling(float(next(iter(lora_layers(push.module).values())).scaling[factors]))
+            sums.add_scaling(float(next(iter(find_lora_layers(push.module).values())).scaling[factors]))
 
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""
@@ -401,7 +404,7 @@ class WeightSync:
             "weight_version": str(push.version),
         }
         if factors is not None:
-            layer = next(iter(lora_layers(push.module).values()))
+            layer = next(iter(find_lora_layers(push.module).values()))
             request |= {"lora_alpha": float(layer.lora_alpha[factors]), "product": self.product}
         post = partial(_post_change, path="/update_weights_from_tensor", value=request)
         if group is None:

@@ -134,7 +134,7 @@ def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, .
 def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.modular.any_modular import AnyModular
-    from fluvial.models.original.whole import pipeline_folder
+    from fluvial.models.original.whole import find_pipeline_folder
     from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import is_modular
     from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
@@ -146,7 +146,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
         options["text_tokens"] = config.text_tokens
-    folder = pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
+    folder = find_pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
     if has_adapter(folder):
         call, known = dict(map(parse_argument, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:

@@ -23,7 +23,7 @@ from fluvial.engines.export.model_folder import write_lora
 from fluvial.models import is_recorded, knows_any_level
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.modular import any_modular
-from fluvial.models.modular.blocks import Watched, wrap_media
+from fluvial.models.modular.blocks import ProbedNetwork, wrap_media
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.replay.media import use_modes
 from fluvial.models.tiny.modular import find_call
@@ -56,17 +56,17 @@ def small(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the images and sounds of the ODE from the noise of diffusers' own call, and those of that call."""
-    prompt, steps = model.example, model.known.asked["num_inference_steps"]
-    generator = torch.Generator().manual_seed(any_modular._seed(prompt))
-    state, cond = pipe(**model._arguments(prompt, steps), generator=generator), model.encode([prompt])
+    prompt, steps = model.example, model.known.requested_steps
+    generator = torch.Generator().manual_seed(any_modular._compute_seed(prompt))
+    state, cond = pipe(**model._build_arguments(prompt, steps), generator=generator), model.encode([prompt])
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         return model.predict(module, x, level, cond)
 
-    entered = model._enter(prompt, steps)
+    loop_inputs = model._enter(prompt, steps)
     with torch.no_grad():
-        final = model._roll_out(velocity, model._take_samples(entered), entered)
-    ours, again, theirs = model._decode_all(final, prompt), model._decode_all(final, prompt), model._output(state)
+        final = model._roll_out(velocity, model._read_initial_samples(loop_inputs), loop_inputs)
+    ours, again, theirs = model._decode_chunk(final, prompt), model._decode_chunk(final, prompt), model._read_output(state)
     assert all(one is None or torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
@@ -282,16 +282,16 @@ def test_a_step_that_changes_samples_is_refused(folder: Folders, monkeypatch: Pa
 
 def test_a_loop_that_keeps_an_object_is_refused(folder: Folders, monkeypatch: Patch) -> None:
     """It may hold what the network computed with other weights."""
-    enter = any_modular.enter
+    run_to_loop = any_modular.run_to_loop
 
     def keep(*args: Any) -> Any:
-        entered = enter(*args)
+        loop_inputs = run_to_loop(*args)
         kept = object()
-        for values in entered.values:
+        for values in loop_inputs.values:
             values["cache"] = kept
-        return entered
+        return loop_inputs
 
-    monkeypatch.setattr(any_modular, "enter", keep)
+    monkeypatch.setattr(any_modular, "run_to_loop", keep)
     refuses("its loop keeps a object, which may last", lambda: opened("Flux3", folder("Flux3")).known)
 
 
@@ -417,7 +417,7 @@ def test_a_reference_has_the_class_of_its_kind_and_its_rate(folder: Folders) -> 
 def test_video_and_sound_have_levels_of_their_own(folder: Folders) -> None:
     """Those of MiniMax-H3's two schedulers, at the rows of each; the model is told those of its sample."""
     model = opened("MiniMaxH3", folder("MiniMaxH3"))
-    levels, (video, sound) = model.known.levels, (len(stream.places) for stream in model.known.model.streams)
+    levels, (video, sound) = model.known.levels, (len(stream.elements) for stream in model.known.model.streams)
     rows, width = model.known.shape
     assert levels.shape == (STEPS + 1, rows)
     assert video % width == sound % width == 0
@@ -435,6 +435,6 @@ def test_probes_leave_the_pipeline_as_it_was(folder: Folders) -> None:
     assert model.known.model.passes == (2,) * STEPS
     assert model._load_pipeline().components == before
     inputs = list[list[Tensor]]()
-    watched = Watched(model._load_pipeline().transformer, inputs)
+    watched = ProbedNetwork(model._load_pipeline().transformer, inputs)
     assert watched.dtype == torch.float32
     assert Path(model.folder, "modular_model_index.json").is_file()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluvial.core.random import key, normal
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, foreign
+from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, wrap_errors
 from fluvial.models.tiny.pipelines import build, random_weights, write
 
 STEPS = 4
@@ -88,7 +88,7 @@ def test_what_depends_on_one_samples_noise_is_refused(folder: Folders, monkeypat
 
     monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", noisy)
     says = "its transformer is given something besides the sample that depends on it"
-    refused(lambda: list(model._runs(model._load_pipeline(), PROMPTS[0], single=[True])), says)
+    refused(lambda: list(model._try_copies(model._load_pipeline(), PROMPTS[0], single=[True])), says)
 
 
 @pytest.mark.long
@@ -259,7 +259,7 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Folders) -> None:
     processor = ProcessorMixin.__new__(type("Processor", (ProcessorMixin,), {}))
     processor.tokenizer = own
     pipe.tokenizer = processor
-    assert model.longest(pipe) == (own, 24)
+    assert model.find_token_limit(pipe) == (own, 24)
     model.check_prompt("a fox")
     pipe.tokenizer = None
     refused(lambda: model.check_prompt("a fox"), "^SanaPipeline has no tokenizer: it makes no images from text$")
@@ -314,9 +314,9 @@ def test_the_last_steps_are_taken_once_in_order() -> None:
 
 
 def test_refusals_pass_through_and_other_exceptions_name_the_pipeline() -> None:
-    with pytest.raises(ReplayError, match=r"^own$"), foreign("P", "run"):
+    with pytest.raises(ReplayError, match=r"^own$"), wrap_errors("P", "run"):
         raise ReplayError("own")
-    with pytest.raises(ValueError, match=r"^P cannot run: KeyError: 'x'$"), foreign("P", "run"):
+    with pytest.raises(ValueError, match=r"^P cannot run: KeyError: 'x'$"), wrap_errors("P", "run"):
         raise KeyError("x")
-    with pytest.raises(KeyboardInterrupt), foreign("P", "run"):
+    with pytest.raises(KeyboardInterrupt), wrap_errors("P", "run"):
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from torch import nn
 from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.media import MediaPrompt, use_modes
-from fluvial.models.replay.recorded import generators
+from fluvial.models.replay.recorded import make_generators
 from fluvial.models.replay.start import remove_offset
 
 pytestmark = [  # diffusers' own use
@@ -80,8 +80,8 @@ def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     levels = model.schedule(STEPS, model.known.shape).levels
     noise, theirs = [], []
     for number, prompt in enumerate(asked):
-        options = {**model.asked, **model._forms(prompt, 1)[model._form].one, "output_type": "pt"}
-        (generator,) = generators(type(key(0))(torch.tensor([number]), torch.tensor([0])))
+        options = {**model.call_arguments, **model._list_forms(prompt, 1)[model._form].one, "output_type": "pt"}
+        (generator,) = make_generators(type(key(0))(torch.tensor([number]), torch.tensor([0])))
         seen: list[torch.Tensor] = []
         step = pipe.scheduler.step
 

@@ -17,7 +17,7 @@ from fluvial.core.table import Record
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError
 from fluvial.models.replay.scheduler import RecordingScheduler
-from fluvial.models.replay.sounds import Output, drawings, split_output
+from fluvial.models.replay.sounds import Output, draw_waves, split_output
 from fluvial.models.replay.stand_in import split_pieces
 from fluvial.models.tiny import pipelines as tiny
 from fluvial.models.tiny.settings import LATENT
@@ -73,7 +73,7 @@ def test_drawings_and_kinds_of_output() -> None:
     """Silence is a line in the middle; a video has a sound, or a sound is alone; transparent pixels are white."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
-    (drawing,) = drawings(wave, 64, 256)
+    (drawing,) = draw_waves(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
@@ -173,4 +173,4 @@ def test_pieces_of_a_recording_step_together() -> None:
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
         scheduler.step(v, scheduler.timesteps[0], x)
-        refuses("other steps or noise levels than one another", other.step, change, other.timesteps[0], sound)
+        refuses("different steps or noise levels", other.step, change, other.timesteps[0], sound)

@@ -43,7 +43,7 @@ from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, Stoc
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, ServerLayout, find_layout
 from fluvial.models.pipelines.open import open_model
 
@@ -234,7 +234,7 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
     )
     apply = real_sglang.function(path, "_apply_lora_to_layers", logger=mock.Mock())
     engine = engine_of(adapted(base()), one)
-    adapted_layers: Any = lora_layers(engine.module)
+    adapted_layers: Any = find_lora_layers(engine.module)
     layers: dict[str, Any] = {f"transformer.{name}": mock.Mock() for name in adapted_layers}
     server, handled, pushed, scales = served(tmp_path), [], list[Any](), list[set[float]]()
     transport = cast(Any, server.client.transport)
@@ -263,6 +263,6 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
     assert len(held) == 1
     assert len({*handled}) == len(pushed) == 3
     assert scales == [{1.5}, {3.0}, {1.5}]
-    assert {len(tensors) for tensors in pushed} == {2 * len(lora_layers(engine.module))}
+    assert {len(tensors) for tensors in pushed} == {2 * len(find_lora_layers(engine.module))}
     for before, after in pairwise(pushed):
         assert any(not torch.equal(before[name], after[name]) for name in after)

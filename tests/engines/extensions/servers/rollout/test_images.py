@@ -204,7 +204,7 @@ def test_a_frame_rate_that_the_pipeline_does_not_use_is_refused() -> None:
     recorded = SimpleNamespace(recorded=True, takes=takes, asked={})
     for model in (recorded, SimpleNamespace(recorded=True, takes={}, asked={}), SimpleNamespace()):
         ServedPolicy.check_rate(SimpleNamespace(model=model), 24)  # type: ignore[arg-type]
-    recorded.asked["frame_rate"] = 25
+    recorded.call_arguments["frame_rate"] = 25
     with pytest.raises(RequestError, match="fps is 24, and this pipeline was opened with frame_rate 25"):
         ServedPolicy.check_rate(SimpleNamespace(model=recorded), 24)  # type: ignore[arg-type]
 
