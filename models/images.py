@@ -42,7 +42,7 @@ def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) ->
         return convert_image(image)
 
 
-def image_size(file: Path | bytes) -> tuple[int, int]:
+def read_image_size(file: Path | bytes) -> tuple[int, int]:
     """Return (height, width) of an upright image file; for the error see `read_image`."""
     with open_image(file) as image:
         on_side = image.getexif().get(ExifTags.Base.Orientation) in ON_SIDE
@@ -124,7 +124,7 @@ def pick_frames(count: int) -> list[int]:
     return sorted({0, last // 2, last})
 
 
-def as_image(sample: Tensor, *, width: int, colour: bool = True) -> Image.Image:
+def to_image(sample: Tensor, *, width: int, colour: bool = True) -> Image.Image:
     """Return an image tensor `[C, H, W]` in [0, 1] as a PIL image, enlarged by an integer factor to at most `width` pixels.
 
     Args:

@@ -98,7 +98,7 @@ class PixelTransformer(PixelModel):
         """Return the joint transformer blocks."""
         return list(module.get_submodule("transformer_blocks").children())
 
-    def scheduler(self, steps: int) -> Any:
+    def build_scheduler(self, steps: int) -> Any:
         """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -108,19 +108,19 @@ class PixelTransformer(PixelModel):
 
     def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
         """Return the schedule of the scheduler."""
-        scheduler = self.scheduler(steps)
+        scheduler = self.build_scheduler(steps)
         return Schedule(from_scheduler(scheduler), scheduler.timesteps)
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return the network's output, of the samples' shape: v, unless a subclass reads it in another way."""
         return module(
-            hidden_states=self.network_input(x, cond),
+            hidden_states=self.build_network_input(x, cond),
             encoder_hidden_states=cond.tokens,
             pooled_projections=cond.pooled,
             timestep=sigma * 1000 if timestep is None else timestep,
             return_dict=False,
         )[0]
 
-    def network_input(self, x: Tensor, cond: Any) -> Tensor:
+    def build_network_input(self, x: Tensor, cond: Any) -> Tensor:
         """Return what the network is given in place of noisy samples; a subclass adds channels of the conditioning."""
         return x

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import CONFIGURATIONS, configuration, entries, is_modular, read_index, read_settings
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.folder import (
+    CONFIGURATIONS,
+    find_configuration,
+    is_modular,
+    read_entries,
+    read_index,
+    read_settings,
+)
+from fluvial.models.pipelines.open import list_adapters
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.quantised import Base
 from fluvial.models.replay.arguments import parse_argument
@@ -135,7 +142,7 @@ def _find_published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, 
 
 def _read_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resolution: int) -> ModelShape:
     """Return the model of a pipeline's folder."""
-    adapter: type[Pipeline] = built_in()[read_settings(folder / "model_index.json")["_class_name"]]
+    adapter: type[Pipeline] = list_adapters()[read_settings(folder / "model_index.json")["_class_name"]]
 
     def build() -> nn.Module:
         import diffusers
@@ -251,9 +258,9 @@ def find_model_shape(name: str) -> ModelShape | ModularShape | None:
         return MODELS[name]
     if "/" not in name and not Path(name).exists():
         return None
-    folder = configuration(name) or find_pipeline_folder(name)
+    folder = find_configuration(name) or find_pipeline_folder(name)
     pipeline = str(read_index(folder).get("_class_name"))
-    adapter = built_in().get(pipeline)
+    adapter = list_adapters().get(pipeline)
     if adapter is None and is_modular(folder):
         return ModularShape(folder)
     if adapter is None:
@@ -298,12 +305,14 @@ def count_text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -
     """
     import transformers
 
-    folder, meta = configuration(name) or find_pipeline_folder(name), torch.device("meta")
-    kinds = {part: kind for part, kind in entries(folder).items() if part.startswith("text_encoder") and kind is not None}
+    folder, meta = find_configuration(name) or find_pipeline_folder(name), torch.device("meta")
+    kinds = {
+        part: kind for part, kind in read_entries(folder).items() if part.startswith("text_encoder") and kind is not None
+    }
     return sum(
         tensor.nbytes
         for part, kind in kinds.items()
-        for module in [unfilled.network(transformers, kind, folder / part, dtype=dtype, device=meta, base=base)]
+        for module in [unfilled.build_network(transformers, kind, folder / part, dtype=dtype, device=meta, base=base)]
         for tensor in (*module.parameters(), *module.buffers())
     )
 

@@ -71,20 +71,20 @@ def write_tiny(args: Sequence[str]) -> None:
     """Write a tiny random pipeline of a class, and print how it is trained."""
     if len(args) != 4 or args[2] != OUT:
         raise UsageError(f"models: expected {TINY} CLASS {OUT} FOLDER, got {' '.join(args)} (fluvial models --help)")
-    from fluvial.models.pipelines.folder import quietly
-    from fluvial.models.pipelines.open import built_in
+    from fluvial.models.pipelines.folder import silence
+    from fluvial.models.pipelines.open import list_adapters
     from fluvial.models.tiny.modular import find_call, save
     from fluvial.models.tiny.pipelines import UnknownPart, has_transformer
     from fluvial.models.tiny.settings import special
 
-    name, folder, adapters = args[1], Path(args[3]), built_in()
+    name, folder, adapters = args[1], Path(args[3]), list_adapters()
     if not (name in adapters or has_transformer(name)):
         raise UsageError(
             f"{TINY} is {name!r}, expected a class of diffusers with a transformer or one of {', '.join(adapters)}"
         )
     if folder.exists():
         raise UsageError(f"{OUT} is {folder}, which is there already: name a new folder")
-    with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), quietly():
+    with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), silence():
         save(name, folder)
     asked, recipe = find_call(name), "ddpo" if name in adapters and adapters[name].prediction == "epsilon" else "grpo"
     is_classes = "id2label" in special(name, "own", {})  # a prompt is a class, by its number or name

@@ -54,7 +54,7 @@ def read_size(image: Path | bytes) -> Size:
         UsageError: it is not an image that can be read; the message names it.
     """
     try:
-        return Size(*files.image_size(image))
+        return Size(*files.read_image_size(image))
     except ValueError as error:
         raise UsageError(str(error)) from error
 

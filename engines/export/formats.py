@@ -102,12 +102,12 @@ def write(
 
 def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
     """Copy a pipeline's index, its licence and the parts that it names to `out`, without some; links are followed."""
-    from fluvial.models.pipelines.folder import entries, find_index
+    from fluvial.models.pipelines.folder import find_index, read_entries
 
     out.mkdir(parents=True, exist_ok=True)
     for file in (find_index(folder), *sorted(folder.glob("LICENSE*"))):
         shutil.copyfile(file, out / file.name)
-    for part, kind in entries(folder).items():
+    for part, kind in read_entries(folder).items():
         if kind is not None and part not in without and (folder / part).is_dir():
             shutil.copytree(folder / part, out / part)
 

@@ -39,7 +39,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.waits import count_parts
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device
+from fluvial.models.device import find_default_device
 from fluvial.models.lora import find_lora_layers
 
 __all__ = ["Job", "build", "build_job", "edit_words", "from_run", "handwriting", "of_run", "to_sample", "to_train", "words"]
@@ -389,7 +389,7 @@ def _train(config: TrainConfig, pipeline: PipelineConfig, **sources: Any) -> Job
     """Return the job of training the model of a run, see `to_train`."""
     sampling = config.method.sampling
     settings: Any = {"steps": sampling.steps, "guidance": sampling.guidance, "weights": config.pipeline.weights}
-    compute = config.engine.compute_dtype(default_device())
+    compute = config.engine.compute_dtype(find_default_device())
     return to_train(config.model, pipeline, **settings, compute=compute, **sources)
 
 

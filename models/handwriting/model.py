@@ -110,7 +110,7 @@ class HandwritingUNet(CodePrompts, PixelModel):
         down, up = (module.get_submodule(name).children() for name in ("down_blocks", "up_blocks"))
         return [*down, module.get_submodule("mid_block"), *up]
 
-    def scheduler(self, steps: int) -> Any:
+    def build_scheduler(self, steps: int) -> Any:
         """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to `steps` steps."""
         from diffusers import DDIMScheduler
 
@@ -130,7 +130,7 @@ class HandwritingUNet(CodePrompts, PixelModel):
         """
         if not 1 <= steps <= 666:
             raise ValueError(f"steps is {steps}, expected 1 to 666")
-        scheduler = self.scheduler(steps)
+        scheduler = self.build_scheduler(steps)
         levels = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod[None]])
         return Schedule(levels, scheduler.timesteps.to(torch.float32))
 

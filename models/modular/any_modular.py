@@ -28,7 +28,7 @@ from fluvial.models.modular.blocks import (
 )
 from fluvial.models.modular.conditioning import pad_rows, place_samples, split_inputs
 from fluvial.models.modular.velocity import ModularVelocity, find_velocity
-from fluvial.models.pipelines.folder import quietly, read_settings
+from fluvial.models.pipelines.folder import read_settings, silence
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
 from fluvial.models.replay.arguments import SEVERAL, list_call_forms
@@ -64,7 +64,7 @@ class AnyModular(AnyPipeline):
 
     def _identify(self, local: Path, example: TextPrompt) -> tuple[str, str, dict[str, inspect.Parameter]]:
         """Return the class of the pipeline, that of its trained network, and the arguments of its call."""
-        with quietly(), wrap_errors(str(local), "be opened as a modular pipeline"):
+        with silence(), wrap_errors(str(local), "be opened as a modular pipeline"):
             self._empty = self._open_empty(local)
         blocks = split_blocks(self._empty, self._read_arguments(example))
         parts = {name: kind for name, kind in blocks.list_networks().items() if name not in UNGUIDED}
@@ -109,7 +109,7 @@ class AnyModular(AnyPipeline):
                 raise build_replay_error(
                     self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}"
                 )
-            with quietly(), wrap_errors(self.pipeline, "take a step"):
+            with silence(), wrap_errors(self.pipeline, "take a step"):
                 others = self._enter_others(steps)
                 velocity = find_velocity(pipe, self._blocks, loop_inputs, self._networks, self.compute, others)
             model = dataclasses.replace(velocity, prediction=self.prediction)
@@ -123,7 +123,7 @@ class AnyModular(AnyPipeline):
         """Whether the velocity is defined at any noise level, not only at those of the schedule."""
         return self.known.model.time is not None
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return the inputs of the loop's steps for a prompt, as tensors `[1, ...]` by number, and their sizes.
 
         Raises:
@@ -143,7 +143,7 @@ class AnyModular(AnyPipeline):
         row_fields = {str(number): row for number, row in enumerate(pad_rows(rows, known.rows))}
         return {**row_fields, SIZES: torch.tensor([sizes], dtype=torch.float64, device=self.device)}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> Cond:
+    def build_cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of `ModularVelocity`."""
         return (*(texts[str(number)] for number in range(len(self.known.rows))), texts[SIZES])
 
@@ -239,7 +239,7 @@ class AnyModular(AnyPipeline):
         loop_inputs, outputs = self._states[prompt], list[Output]()
         for sample in latents.to(self.device):
             values = place_samples(dict(loop_inputs.values[0]), sample.flatten(), streams)
-            with quietly(), wrap_errors(self.pipeline, "decode samples"):
+            with silence(), wrap_errors(self.pipeline, "decode samples"):
                 state = run_from_loop(pipe, self._blocks, loop_inputs, values, {stream.field for stream in streams})
             outputs.append(self._read_output(state))
         return Output(*(None if None in each else torch.cat(each) for each in zip(*outputs, strict=True)))
@@ -280,11 +280,11 @@ class AnyModular(AnyPipeline):
     def _load_pipeline(self) -> Any:
         """Return the pipeline with the parts that its blocks use, and stand-ins for the trained networks."""
         if self._pipe is None:
-            with quietly(), wrap_errors(self.pipeline, "be loaded"):
+            with silence(), wrap_errors(self.pipeline, "be loaded"):
                 pipe = self._open_empty(self.folder)
             blocks = split_blocks(pipe, self._build_arguments(self.example, self.steps))
             stand_ins = self._make_stand_ins()
-            with quietly(), wrap_errors(self.pipeline, "be loaded"):
+            with silence(), wrap_errors(self.pipeline, "be loaded"):
                 used = blocks.list_parts()
                 processors = {name: part for name, part in self._read_processors().items() if name in used}
                 specs = {name: pipe.get_component_spec(name) for name in used if name not in (*stand_ins, *processors)}

@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.replay.checks import build_replay_error, wrap_errors
 from fluvial.models.replay.experts import ExpertProxy
 from fluvial.models.replay.kinds import Frames, Sound
@@ -157,7 +157,7 @@ def set_inputs(blocks: Blocks, arguments: Mapping[str, Any], seed: int) -> Any:
 def run_whole(pipe: Any, blocks: Blocks, networks: Mapping[str, Any], arguments: Mapping[str, Any], seed: int) -> Any:
     """Return the state after a call of the pipeline, loop included, with `networks` in place of its parts."""
     state, components = set_inputs(blocks, arguments, seed), BlockComponents(pipe, {**networks})
-    with quietly(), wrap_errors(type(pipe).__name__, "be run"):
+    with silence(), wrap_errors(type(pipe).__name__, "be run"):
         for block in (*blocks.before, blocks.loop, *blocks.after):
             _, state = block(components, state)
     return state
@@ -196,7 +196,7 @@ def run_to_loop(pipe: Any, blocks: Blocks, networks: Sequence[str], arguments: M
     empty_loop.loop_step, empty_loop.set_block_state = keep_inputs, lambda *_: None
     hooks = [getattr(pipe, network).register_forward_pre_hook(refuse) for network in networks]
     try:
-        with quietly(), wrap_errors(name, "encode a prompt"):
+        with silence(), wrap_errors(name, "encode a prompt"):
             for block in blocks.before:
                 _, state = block(pipe, state)
             type(blocks.loop).__call__(empty_loop, pipe, state)

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from fluvial.models.hub import probe_hub
 from fluvial.models.original.convert import from_original
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.folder import is_weight_file, local_folder, quietly, read_index, read_settings
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.folder import is_weight_file, read_index, read_settings, resolve_folder, silence
+from fluvial.models.pipelines.open import list_adapters
 
 SETTINGS = ("*.json", "*.txt", "*.model")  # files of a pipeline beside its weights
 
 
 def find_pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
-    """Return the folder of a pipeline that is a folder, an id, or one file; see `local_folder` and `unpack_pipeline`."""
+    """Return the folder of a pipeline that is a folder, an id, or one file; see `resolve_folder` and `unpack_pipeline`."""
     if is_weight_file(name_or_path):
         return unpack_pipeline(Path(name_or_path).expanduser(), settings)
     if settings is not None:
         raise ValueError("`pipeline.settings` has no effect without a safetensors file as `model`; remove it")
-    return local_folder(name_or_path, trust_remote_code=trust_remote_code)
+    return resolve_folder(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def unpack_pipeline(file: Path, settings: str | None = None) -> Path:
@@ -74,7 +74,7 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
     dtype = torch.bfloat16 if any(tensor.dtype.itemsize == 1 for tensor in tensors.values()) else None
     partial = Path(mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
-        with quietly():
+        with silence():
             options: dict[str, Any] = {"config": str(source), "local_files_only": True, "torch_dtype": dtype}
             if kind in LAYOUTS:  # diffusers' converter of FLUX knows its published widths alone
                 options |= _read_network(kind, source, tensors, dtype)
@@ -98,7 +98,7 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
 
 def _read_network(kind: str, source: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, nn.Module]:
     """Return the network of a pipeline by the name of its part, with the settings of a folder."""
-    adapter = built_in()[kind]
+    adapter = list_adapters()[kind]
     with torch.device("meta"):
         network = getattr(diffusers, adapter.network).from_config(read_settings(source / adapter.part / "config.json"))
     converted = from_original(kind, tensors, network)

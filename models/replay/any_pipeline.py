@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.models.lora import find_attention_layers
-from fluvial.models.pipelines.folder import local_folder, quietly
+from fluvial.models.pipelines.folder import resolve_folder, silence
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
 from fluvial.models.replay.arguments import (
@@ -112,7 +112,7 @@ class AnyPipeline(WithExperts):
         compute: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        local = local_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
+        local = resolve_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
         self.pipeline, self.network, self.takes = self._identify(local, example)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
@@ -197,7 +197,7 @@ class AnyPipeline(WithExperts):
     def adapt_to(self, prompts: Sequence[TextPrompt]) -> "AnyPipeline":
         """Return the model for the prompts of a run; inputs of unlike sizes are padded to those of the longest prompt."""
         if self._tokenizers is None:
-            self._tokenizers = self._load("tokenizer")
+            self._tokenizers = self._load_parts("tokenizer")
         tokenizer, _ = self.find_token_limit(self._tokenizers)
         ordered = sorted(prompts, key=lambda prompt: self.count_tokens(tokenizer, get_text(prompt)))
         other = copy.copy(self)
@@ -205,7 +205,7 @@ class AnyPipeline(WithExperts):
         other._known = other._latents = other._decoding_uses_images = None
         return other
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return the transformer's inputs for a prompt, apart from the sample, by recipe and row, each `[1, ...]`.
 
         Raises:
@@ -234,7 +234,7 @@ class AnyPipeline(WithExperts):
         sizes = torch.tensor([[size for shape in flat for size in shape]], device=self.device)
         return {**texts, SIZES: sizes} if ragged else texts
 
-    def cond(self, texts: Mapping[str, Tensor]) -> Cond:
+    def build_cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of the recorded model."""
         rows = tuple(
             tuple(texts[f"{recipe}.{row}"] for row in range(len(rows))) for recipe, rows in enumerate(self.known.rows)
@@ -286,7 +286,7 @@ class AnyPipeline(WithExperts):
         return self.sound_rate is None or "height" in self.takes
 
     @torch.no_grad()
-    def sounds(self, latents: Tensor, prompts: Sequence[TextPrompt] | None = None) -> Sounds:
+    def decode_sounds(self, latents: Tensor, prompts: Sequence[TextPrompt] | None = None) -> Sounds:
         """Return the sounds of samples `[B, *event]`; for `prompts` see `decode`.
 
         Raises:
@@ -375,7 +375,7 @@ class AnyPipeline(WithExperts):
                 decoded = self.decode(final, batch)
                 errors.append(check_images(self.pipeline, decoded, theirs.images, tolerance=TOLERANCES[self.dtype]))
             if theirs.waves is not None:
-                waves = self.sounds(final, batch).waves
+                waves = self.decode_sounds(final, batch).waves
                 errors.append(
                     check_images(self.pipeline, waves, theirs.waves, tolerance=TOLERANCES[self.dtype], what="sounds")
                 )
@@ -427,7 +427,7 @@ class AnyPipeline(WithExperts):
         for part, real in self._frozen.items():
             setattr(pipe, part, real)
         try:
-            with quietly(), torch.no_grad():
+            with silence(), torch.no_grad():
                 return record(pipe, texts, key=start, steps=self._counts[0], sampler="ode", form="unscaled", **options)
         finally:
             for part, stand_in in stand_ins.items():
@@ -481,20 +481,22 @@ class AnyPipeline(WithExperts):
         """Names of the pipeline's trained parts."""
         return (self.part,) if self.boundary_ratio is None else EXPERTS
 
-    def _load(self, *wanted: str) -> Any:
+    def _load_parts(self, *prefixes: str) -> Any:
         return self._load_pipeline()
 
-    def _encoders(self) -> str:
+    def _fingerprint_encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
         others = self._compute_fingerprint("", tuple(name for name in self.parts if name not in self._networks))
-        return f"{super()._encoders()} {others} {self.compute} {serialise_arguments(self.call_arguments)}{padding}"
+        return (
+            f"{super()._fingerprint_encoders()} {others} {self.compute} {serialise_arguments(self.call_arguments)}{padding}"
+        )
 
     def _load_pipeline(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
             stand_ins = self._make_stand_ins()
-            with quietly(), wrap_errors(self.pipeline, "be loaded"):
-                pipe = self._open(**stand_ins)
+            with silence(), wrap_errors(self.pipeline, "be loaded"):
+                pipe = self._open_pipeline(**stand_ins)
                 for name, network in stand_ins.items():  # optional parts are read from the folder in any case
                     setattr(pipe, name, network)
                 self._frozen = find_frozen_networks(pipe)
@@ -591,7 +593,7 @@ class AnyPipeline(WithExperts):
         form = self._list_forms(prompt, len(latents))[self._form].several
         arguments = {**self.call_arguments, **form, "output_type": "pt", "num_inference_steps": least}
         try:
-            with quietly(), wrap_errors(self.pipeline, "decode samples"):
+            with silence(), wrap_errors(self.pipeline, "decode samples"):
                 pipe.scheduler = make_answering_scheduler(
                     scheduler_before, *split_pieces(latents.to(self.device, self.known.dtype), self.known.pieces)
                 )

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from fluvial.models.pipelines.folder import entries, read_index
+from fluvial.models.pipelines.folder import read_entries, read_index
 from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.checks import wrap_errors
 from fluvial.models.replay.kinds import VIDEO, Sound
@@ -46,7 +46,7 @@ def find_classes(folder: Path, component: str) -> tuple[type, str]:
     """
     import diffusers
 
-    name, network = str(read_index(folder).get("_class_name")), entries(folder).get(component)
+    name, network = str(read_index(folder).get("_class_name")), read_entries(folder).get(component)
     kind = getattr(diffusers, name, None)
     if kind is None:
         raise ValueError(f"{folder} holds a {name}, which diffusers {diffusers.__version__} does not have")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from fluvial.models.pipelines.open import one_line
+from fluvial.models.pipelines.open import format_error
 
 # Largest deviation of a statistic of the initial noise. With fixed keys the outcome is the same every time.
 STANDARD_ERRORS = 6.0
@@ -39,7 +39,7 @@ def wrap_errors(pipeline: str, doing: str) -> Iterator[None]:
         missing = OPTIONAL.get(str(error.name)) if isinstance(error, NameError) else None
         if missing is not None and find_spec(missing) is None:
             raise ValueError(f"{pipeline} needs {missing}, which is not installed: pip install {missing}") from error
-        raise ValueError(f"{pipeline} cannot {doing}: {one_line(error)}") from error
+        raise ValueError(f"{pipeline} cannot {doing}: {format_error(error)}") from error
 
 
 def check_chain(pipeline: str, step: int, x: Tensor, output: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key
 from fluvial.core.table import Record
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.arguments import CallForm, format_arguments, repeat_lyrics
 from fluvial.models.replay.capture import Capture, have_same_recipes
@@ -134,7 +134,7 @@ def _watch_call(pipe: Any, arguments: dict[str, Any], settings: dict[str, Any], 
         config = {**pipe_scheduler.config, "_class_name": type(pipe_scheduler).__name__}
         scheduler = RecordingScheduler.from_config(config)
     with (
-        quietly(),
+        silence(),
         capture.watch(pipe, scheduler),
         scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.take_step) as recorder,
     ):

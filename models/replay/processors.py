@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fluvial.models.pipelines.folder import entries
+from fluvial.models.pipelines.folder import read_entries
 
 # Processors of a tokenizer, an image processor, and a video processor that no edit of images uses.
 WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
@@ -50,7 +50,7 @@ def read_processors(folder: Path) -> dict[str, Any]:
     """
     if find_spec("torchvision") is not None:
         return {}
-    parts = entries(folder)
+    parts = read_entries(folder)
     videos = {part: _read_processor(folder / part, kind) for part, kind in parts.items() if kind in WITHOUT_VIDEO}
     return videos | {part: None for part, kind in parts.items() if kind in OF_TEXT}
 
@@ -65,7 +65,7 @@ def add_tokenizers(pipe: Any, folder: Path, opened: Mapping[str, Any]) -> None:
     """
     from transformers import AutoTokenizer
 
-    parts = entries(folder).items() if find_spec("torchvision") is None else ()
+    parts = read_entries(folder).items() if find_spec("torchvision") is None else ()
     for part, kind in parts:
         if kind in OF_TEXT and part not in opened:
             pipe.register_modules(**{part: AutoTokenizer.from_pretrained(folder / part, local_files_only=True)})

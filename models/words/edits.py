@@ -76,7 +76,7 @@ class EditWords(Words):
         images = torch.stack([read_pixels(prompt) for prompt in prompts])
         return WordEditCond(*super().encode([get_text(prompt) for prompt in prompts]), images)
 
-    def network_input(self, x: Tensor, cond: WordEditCond) -> Tensor:
+    def build_network_input(self, x: Tensor, cond: WordEditCond) -> Tensor:
         """Return the samples with their images as a second channel, `[B, 2, 24, 96]`."""
         return torch.cat([x, cond.image.to(x.dtype)], dim=1)
 

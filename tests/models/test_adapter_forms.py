@@ -43,7 +43,7 @@ from fluvial.models.lora import (
 from fluvial.models.lora_files import load_lora, read_lora
 from fluvial.models.lora_layer import MAGNITUDE, compute_growth, merge_weight, multiply_lokr
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.open import list_adapters
 from fluvial.models.quantised import Base, dequantise, find_quantised, quantise_linear
 
 FORMS: tuple[Form, ...] = (Dora(), Lokr(), Lokr(factor=4))
@@ -256,7 +256,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     """`write_lora`'s file: the same function in a new network, and in diffusers' own loader."""
     tiny = tiny_pipelines.ROWS["sd3"].make().transformer
     plain, network = copy.deepcopy(tiny), copy.deepcopy(tiny)
-    targets = built_in()["StableDiffusion3Pipeline"].lora_targets
+    targets = list_adapters()["StableDiffusion3Pipeline"].lora_targets
     add_lora(network, config(form), targets)
     perturbed(network)
     write_lora(network, tmp_path, world=one)
@@ -334,7 +334,7 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     model: Any = type("Model", (), {"pipeline": pipeline})()
     plain = {key: layer.weight.detach().clone() for key, layer in network.named_modules() if isinstance(layer, nn.Linear)}
     again = {kind: copy.deepcopy(network) for kind in ("lora", "comfyui")}
-    add_lora(network, config(form), built_in()[pipeline].lora_targets)
+    add_lora(network, config(form), list_adapters()[pipeline].lora_targets)
     perturbed(network)
     merged = dict(gather_weights(network, merge=True))
     for kind, other in again.items():

@@ -22,7 +22,7 @@ from fluvial.models.original.convert import (
     to_original,
 )
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.open import list_adapters
 
 RANK, ALPHA = 2, 4.0  # a scale of 2, by which every number is multiplied without rounding
 PIPELINES = {
@@ -82,7 +82,7 @@ def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Te
 
 def adapted(name: str, network: nn.Module) -> list[str]:
     further = ("add_k_proj", "add_v_proj") if name == "wan-image" else ()
-    targets = (*built_in()[PIPELINES[name]].lora_targets, *further)
+    targets = (*list_adapters()[PIPELINES[name]].lora_targets, *further)
     return [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear) and key.endswith(targets)]
 
 

@@ -16,7 +16,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass, plan
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.lora import add_lora
 from fluvial.models.shapes import MODELS, list_blocks
 
@@ -54,7 +54,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
         UsageError: the transformer is too large for a CPU, or the number of ranks is not the plan's number of GPUs.
         RunError: plan and measurement do not agree.
     """
-    if name != "handwriting" and not is_accelerator(default_device()):
+    if name != "handwriting" and not is_accelerator(find_default_device()):
         raise UsageError(
             f"`check` is set, which runs the transformer here, and {name} is too large for a CPU: use handwriting or a GPU"
         )

@@ -24,7 +24,7 @@ from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import find_lora_layers
-from fluvial.models.pipelines.base import DECODED
+from fluvial.models.pipelines.base import DECODE_CHUNK
 from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, find_model_shape, list_blocks
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
@@ -331,7 +331,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     if model.decoder is not None:
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
-        images = min(batch, DECODED)
+        images = min(batch, DECODE_CHUNK)
         # The pool of a graph, which holds the activations of a pass, is no other computation's.
         graph = held.graph + (held.activations if graphed else 0)
         decode = held._replace(activations=_decoder(name, images, asked), graph=graph)

@@ -174,8 +174,8 @@ def _events(latents: Tensor, expected: Expected, what: str, where: str) -> Tenso
     """Return latents `[K, *event]` from those of a server, which may be in sglang's layout."""
     layout, event = find_layout(expected.model), expected.sampling.shape
     shape = tuple(latents.shape[1:])
-    if shape not in (event, layout.shape(event)):
-        raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.shape(event))}")
+    if shape not in (event, layout.get_shape(event)):
+        raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.get_shape(event))}")
     return latents if shape == event else layout.to_event(latents, event)
 
 

@@ -16,7 +16,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.models.device import deterministic
+from fluvial.models.device import use_deterministic_algorithms
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, find_adapter_parameters
 
@@ -161,9 +161,9 @@ def test_deterministic_algorithms_and_back() -> None:
     """The flag is set within, an operation that has no such algorithm is refused, and all is as before afterwards."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    with deterministic(False):
+    with use_deterministic_algorithms(False):
         assert torch.are_deterministic_algorithms_enabled() == before[0]
-    with deterministic(True):
+    with use_deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not memory.fill_uninitialized_memory

@@ -93,7 +93,7 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
 def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
     """Each step starts and ends at exactly the levels of DDIMScheduler.step; the first is the noisiest level."""
-    schedule, scheduler = MODEL.schedule(steps), MODEL.scheduler(steps)
+    schedule, scheduler = MODEL.schedule(steps), MODEL.build_scheduler(steps)
     assert schedule.levels.dtype == schedule.timesteps.dtype == torch.float32
     assert torch.equal(schedule.timesteps, scheduler.timesteps.float())
     assert len(schedule.levels) == steps + 1
@@ -155,7 +155,7 @@ def test_predictions_are_pure_and_per_sample(model: Any, prompts: list[str]) -> 
 
 @torch.no_grad()
 def test_a_deterministic_rollout_is_that_of_diffusers(unet: nn.Module) -> None:
-    scheduler, cond = MODEL.scheduler(10), MODEL.encode(CODES)
+    scheduler, cond = MODEL.build_scheduler(10), MODEL.encode(CODES)
     x = noise(3)
     for timestep in scheduler.timesteps:
         epsilon = unet(x, timestep, encoder_hidden_states=cond.tokens).sample
@@ -174,7 +174,7 @@ def test_training_noises_as_the_scheduler_does() -> None:
     x0, drawn = draw_codes(key(3), CODES), noise(3)
     batch = Noised(x0, drawn, level[:3], MODEL.encode(CODES))
     x, target = add_noise(*batch[:3], prediction="epsilon")
-    expected = MODEL.scheduler(10).add_noise(x0, drawn, timestep[:3].long())
+    expected = MODEL.build_scheduler(10).add_noise(x0, drawn, timestep[:3].long())
     torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(target, drawn)
 

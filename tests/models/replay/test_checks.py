@@ -98,7 +98,7 @@ def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Folder
         image = torch.zeros(1, 3, 64, 64)
         image[0, 0, 32, 32] = value
         call = {"image": image, "strength": 1.0, **SHORT}
-        prints.append(AnyPipeline(folder("FluxImg2ImgPipeline"), call=call, scale=2.5, **SIZE)._encoders())
+        prints.append(AnyPipeline(folder("FluxImg2ImgPipeline"), call=call, scale=2.5, **SIZE)._fingerprint_encoders())
     assert prints[0] != prints[1]
 
 
@@ -179,7 +179,7 @@ def test_a_pipeline_that_lacks_a_property_is_refused(name: str, folder: Folders,
 def test_a_run_that_differs_from_the_first_or_fails_is_refused(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_replayed.opened("sana", folder("sana"))
     module, kind = model.build().eval(), type(model._load_pipeline())
-    refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
+    refused(lambda: model.decode_sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
     with monkeypatch.context() as patch:
         prepare = kind.prepare_latents
 

@@ -100,7 +100,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    ours = model.decode(x, asked) if model.sound_rate is None else model.sounds(x, asked).waves
+    ours = model.decode(x, asked) if model.sound_rate is None else model.decode_sounds(x, asked).waves
     amplifies = name in ("z-img2img", "fibo", "kandinsky-video")  # a rounding of samples, to 1.7e-5 of the images
     torch.testing.assert_close(ours, torch.cat(theirs).float(), rtol=0, atol=2e-5 if amplifies else 1e-5)
 

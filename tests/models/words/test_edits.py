@@ -90,7 +90,7 @@ def test_the_conditioning_holds_the_image() -> None:
     assert torch.equal(cond.pooled, plain.pooled)
     torch.testing.assert_close(cond.image[:1], 2 * images_of(("rover", (0, 0))) - 1)
     assert torch.equal(cond.image[0], cond.image[1])
-    assert torch.equal(model.network_input(torch.zeros_like(cond.image), cond)[:, 1:], cond.image)
+    assert torch.equal(model.build_network_input(torch.zeros_like(cond.image), cond)[:, 1:], cond.image)
     assert not cond.image[2].any()
 
 

@@ -53,7 +53,7 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, draw_codes
 from fluvial.models.lora import Dora, Lokr, LowRank
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.step_cache import FirstBlockCache
 
 CODES = ("0427", "1999", "3141", "8650", "7777", "1234")
@@ -123,7 +123,7 @@ def prepare(folder: Path, models: Collection[str]) -> None:
         if name in tiny_pipelines.ROWS:
             tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
         elif name in tiny_replayed.ROWS:
-            with quietly():
+            with silence():
                 tiny_replayed.load(name, folder / name)
 
 

@@ -25,7 +25,7 @@ from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.dit import DiT
 from fluvial.models.pipelines.flux import Flux
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.qwen_image import QwenImage
 from fluvial.models.pipelines.sd3 import SD3
@@ -326,7 +326,7 @@ def save(row: TinyArchitecture, folder: Path) -> Path:
 
 
 def _make(row: TinyArchitecture, folder: Path) -> None:
-    with quietly():
+    with silence():
         write(random_weights(row.make, 0.1), folder)
 
 

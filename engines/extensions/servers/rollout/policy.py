@@ -29,7 +29,7 @@ from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.models import DiffusionModel, Schedule, is_recorded
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.host_values import fresh_copy
 from fluvial.models.protocol import Weights
 
@@ -212,7 +212,7 @@ def open_policy(
         UsageError: there is no such model, it cannot be loaded, or its tokens cannot be split over the ranks.
         RunError: the folder in shared memory belongs to somebody else.
     """
-    device = default_device() if world is None else world.device
+    device = find_default_device() if world is None else world.device
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = base_model(name)
     if is_run(name):

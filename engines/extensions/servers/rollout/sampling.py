@@ -61,11 +61,11 @@ class ReplyForm:
         if self.sglang:
             timesteps = torch.cat([timesteps, timesteps.new_zeros(1)])[list(boundaries)]
         levels = first_row(schedule.levels).clone()
-        return DitTrajectory(self.layout.of_event(latents), timesteps, levels, tuple(boundaries))
+        return DitTrajectory(self.layout.from_event(latents), timesteps, levels, tuple(boundaries))
 
     def debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return debug tensors `[T, ...]` by name."""
-        lay = self.layout.of_event
+        lay = self.layout.from_event
         return {name: tensor.clone() if name == NOT_LAID_OUT else lay(tensor).clone() for name, tensor in tensors.items()}
 
     def conditioning(self, cond: Cond, row: int) -> dict[str, Any]:

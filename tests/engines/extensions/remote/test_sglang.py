@@ -88,7 +88,7 @@ class Sglang:
         start = torch.cat([torch.randn(1, *self.shape, generator=generator) for generator in noise])
         names = {name: value for name, value in asked.items() if name.startswith("rollout")}
         optional = dict.fromkeys(("rollout_sde_step_indices", "rollout_return_step_indices", "rollout_trajectory_data"))
-        latents = self.layout.of_event(start)
+        latents = self.layout.from_event(start)
         batch = SimpleNamespace(**{**optional, **names}, scheduler=scheduler, generator=noise, latents=latents)
         config = SimpleNamespace(shard_latents_for_sp=lambda batch, latents: (latents, False))
         hooks.prepare_rollout_if_enabled(batch=batch, pipeline_config=config)
@@ -101,7 +101,7 @@ class Sglang:
             x, level = self.layout.to_event(latents, self.shape), schedule.levels[number].expand(count)
             v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
             step = hooks.rollout_step_kwargs(batch)
-            latents = scheduler.step(self.layout.of_event(v), timestep, latents, **step, return_dict=False)[0]
+            latents = scheduler.step(self.layout.from_event(v), timestep, latents, **step, return_dict=False)[0]
         end = {"num_inference_steps": len(scheduler.timesteps), "final_timestep": scheduler.timesteps.new_zeros(())}
         hooks.finalize_rollout_if_enabled(batch=batch, latents=latents, pipeline_config=config, **end)
         return batch, self.image(self.model.decode(self.layout.to_event(latents, self.shape)))
