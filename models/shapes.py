@@ -1,6 +1,6 @@
-"""Networks that `fluvial plan` knows: built on the meta device without weights, with inputs of a given resolution.
+"""Networks for `fluvial plan`: built on the meta device without weights, with inputs of a given resolution.
 
-They are apart from `models.catalogue`, which must import without torch.
+They are separate from `models.catalogue`, which must import without torch.
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from fluvial.models.replay.arguments import parse_argument
 
 # Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
 CONDITIONING = ("encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
-FRAMES = 81  # of a video
+FRAMES = 81  # default number of frames of a video
 EXAMPLE = 'a photo of an apple on a table, and a sign that reads "1 APPLE"'
 
 
 class PassShape(NamedTuple):
-    """Side of an image, and what else a modular pipeline is opened with; other networks need the side alone."""
+    """Side of an image, and options of a modular pipeline; other networks need the side alone."""
 
     side: int  # in pixels
     frames: int | None = None
@@ -61,25 +61,25 @@ class ModelShape(NamedTuple):
         """Whether the samples have frames."""
         return bool(self.inputs(1, self.resolution or 0)["hidden_states"].ndim == 5)
 
-    def inputs_of(self, samples: int, asked: PassShape) -> dict[str, Any]:
-        """Return the keyword arguments of a pass of samples, videos with as many frames as asked."""
-        inputs = self.inputs(samples, asked.side)
-        if asked.frames is not None and self.makes_videos:
-            inputs["hidden_states"] = inputs["hidden_states"][:, :, :1].repeat(1, 1, count_latent_frames(asked.frames), 1, 1)
+    def build_inputs(self, samples: int, shape: PassShape) -> dict[str, Any]:
+        """Return the keyword arguments of a pass of samples; videos have the frames of the shape."""
+        inputs = self.inputs(samples, shape.side)
+        if shape.frames is not None and self.makes_videos:
+            inputs["hidden_states"] = inputs["hidden_states"][:, :, :1].repeat(1, 1, count_latent_frames(shape.frames), 1, 1)
         return inputs
 
-    def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
+    def predict(self, module: nn.Module, samples: int, shape: PassShape) -> Tensor:
         """Return the output of a pass of samples on the meta device."""
-        return module(**self.inputs_of(samples, asked), return_dict=False)[0]
+        return module(**self.build_inputs(samples, shape), return_dict=False)[0]
 
-    def stored(self, asked: PassShape) -> tuple[int, int]:
+    def count_stored_bytes(self, shape: PassShape) -> tuple[int, int]:
         """Return the bytes of a sample and of its conditioning."""
-        inputs = self.inputs_of(1, asked)
+        inputs = self.build_inputs(1, shape)
         return inputs["hidden_states"].nbytes, sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
 
 
 class ModularShape:
-    """The same of a modular pipeline's folder, whose other parts are read and run on the host to know a pass.
+    """Counterpart of `ModelShape` for a modular pipeline, whose other parts are read and run on the host to find a pass.
 
     Args:
         folder: folder of the pipeline.
@@ -93,13 +93,13 @@ class ModularShape:
         self.lora_targets: tuple[str, ...] = model.lora_targets
         self.build, self.list_blocks = partial(model.build, empty=True), model.blocks
 
-    def predict(self, module: nn.Module, samples: int, asked: PassShape) -> Tensor:
+    def predict(self, module: nn.Module, samples: int, shape: PassShape) -> Tensor:
         """Return the velocity of samples on the meta device.
 
         Raises:
-            ValueError: the network reads values of its inputs, and tensors of the meta device hold none.
+            ValueError: the network reads values of its inputs, which meta tensors lack.
         """
-        model, meta = self._open(asked), torch.device("meta")
+        model, meta = self._open(shape), torch.device("meta")
         levels, cond = model.known.levels[:1], model.encode([EXAMPLE])
         *rows, sizes, level = (row.expand(samples, *row.shape[1:]) for row in (*cond, levels))  # the host reads the last two
         x = _make_empty(samples, *model.known.shape)
@@ -110,21 +110,21 @@ class ModularShape:
             raise ValueError(" ".join(says.split())) from error
         return v
 
-    def stored(self, asked: PassShape) -> tuple[int, int]:
+    def count_stored_bytes(self, shape: PassShape) -> tuple[int, int]:
         """Return the bytes of a sample and of its conditioning."""
-        model = self._open(asked)
+        model = self._open(shape)
         return _make_empty(*model.known.shape).nbytes, sum(row.nbytes for row in model.encode([EXAMPLE]))
 
-    def _open(self, asked: PassShape) -> Any:
-        """Return the pipeline's model."""
+    def _open(self, shape: PassShape) -> Any:
+        """Return the pipeline's model for a shape."""
         from fluvial.models.modular.any_modular import AnyModular
 
-        if asked not in self._opened:
-            side, frames, steps, call, guided, compute = asked
+        if shape not in self._opened:
+            side, frames, steps, call, guided, compute = shape
             size: dict[str, Any] = {"height": side, "width": side, "frames": frames or 1, "steps": steps, "compute": compute}
             options: dict[str, Any] = {"call": dict(map(parse_argument, call)), "scale": 4.0 if guided else 1.0}
-            self._opened[asked] = AnyModular(self.folder, **size, **options, example=EXAMPLE, device="cpu")
-        return self._opened[asked]
+            self._opened[shape] = AnyModular(self.folder, **size, **options, example=EXAMPLE, device="cpu")
+        return self._opened[shape]
 
 
 def _build_handwriting() -> nn.Module:
@@ -136,7 +136,7 @@ def _build_handwriting() -> nn.Module:
 
 
 def _find_published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
-    """Return a model of the Hub by its name without the owner: its settings come with fluvial, the rest with its adapter."""
+    """Return a published model by its Hub name without the owner: fluvial ships its settings, the adapter knows the rest."""
     return _read_folder(CONFIGURATIONS / name, inputs, resolution)
 
 
@@ -159,7 +159,7 @@ def _read_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], res
         latents = _make_empty(samples, *model.latent_shape(resolution, resolution, frames))
         return model.vae, lambda: model.decode(latents)
 
-    targets = adapter(folder, device="meta").lora_targets  # which may depend on the network's settings
+    targets = adapter(folder, device="meta").lora_targets  # may depend on the network's settings
     return ModelShape(build, adapter.block_lists, targets, inputs, resolution, decoder=decoder)
 
 
@@ -207,7 +207,7 @@ def _build_wan_inputs(samples: int, resolution: int) -> dict[str, Any]:
 
 
 def _build_inputs(samples: int, latent: tuple[int, ...], *, text: tuple[int, int], pooled: int | None) -> dict[str, Any]:
-    """Return the inputs common to all: latents, prompt embeddings, timesteps, and the pooled embedding if there is one."""
+    """Return the inputs of most networks: latents, prompt embeddings, timesteps, and a pooled embedding of that width."""
     return {
         "hidden_states": _make_empty(samples, *latent),
         "encoder_hidden_states": _make_empty(samples, *text),
@@ -236,7 +236,7 @@ MODELS: dict[str, ModelShape] = {
 }
 
 
-# Inputs by the class of the network or the pipeline, which those of a folder differ from in their widths.
+# Inputs by the class of the network or the pipeline; those of a folder may have other widths.
 NETWORKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "SD3Transformer2DModel": _build_sd3_inputs,
     "FluxTransformer2DModel": _build_flux_inputs,
@@ -249,10 +249,10 @@ NETWORKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 @cache
 def find_model_shape(name: str) -> ModelShape | ModularShape | None:
-    """Return a model of the catalogue by its name there, or that of a pipeline's folder or id; None if there is none.
+    """Return a model by its name in the catalogue, or by the folder or id of a pipeline; None if neither exists.
 
     Raises:
-        ValueError: the folder holds no pipeline, or one whose network has inputs that are not known.
+        ValueError: the folder contains no pipeline, or the inputs of its network are unknown.
     """
     if name in MODELS:
         return MODELS[name]
@@ -279,7 +279,7 @@ def find_model_shape(name: str) -> ModelShape | ModularShape | None:
     }
 
     def inputs(samples: int, resolution: int) -> dict[str, Any]:
-        """Return the inputs with the widths of the folder's network; latents have their channels first, tokens last."""
+        """Return the inputs with the widths of the folder's network; latents have channels first, tokens last."""
         tensors = known(samples, resolution)
         for key, width in widths.items():
             if key in tensors:
@@ -296,7 +296,7 @@ def find_model_shape(name: str) -> ModelShape | ModularShape | None:
 
 @cache
 def count_text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a pipeline's text encoders, whose linear layers are quantised to the format `base`.
+    """Return the bytes of a pipeline's text encoders, with linear layers quantised to the format `base`.
 
     Args:
         name: folder or id of a pipeline.
@@ -318,7 +318,7 @@ def count_text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -
 
 
 def list_blocks(model: ModelShape | ModularShape, module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a network in the order they run."""
+    """Return the repeated blocks of a network in execution order."""
     if isinstance(model, ModularShape):
         return [*model.list_blocks(module)]
     return [block for name in model.block_lists for block in module.get_submodule(name).children()]

@@ -71,7 +71,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    other = tiny.scheduler_of_no_flow(name)
+    other = tiny.find_other_scheduler(name)
     if other and not (name in list_adapters() or tiny.is_modular(name)):
         return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
     row = PipelineTrial(name, flow=not other)
@@ -84,7 +84,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         import torch
 
         torch.set_num_threads(1)
-        with tiny.surroundings(name, asked.size):
+        with tiny.replace_surroundings(name, asked.size):
             return command(args)
 
     def train_with(words: list[str]) -> Ended:
@@ -154,7 +154,7 @@ def _build(name: str, folder: Path) -> None:
 def _command(name: str, folder: Path, asked: Any) -> list[str]:
     """Return the command line that trains a tiny pipeline, without its folder."""
     from fluvial.models.pipelines.open import list_adapters
-    from fluvial.models.tiny.pipelines import scheduler_of_no_flow
+    from fluvial.models.tiny.pipelines import find_other_scheduler
 
     adapter = list_adapters().get(name)
     size = [
@@ -172,7 +172,7 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
         words += ["--sampling.guidance.negative", asked.negative]
-    return ["ddpo" if scheduler_of_no_flow(name) else "grpo", *words]
+    return ["ddpo" if find_other_scheduler(name) else "grpo", *words]
 
 
 def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
@@ -244,10 +244,10 @@ def _opens(name: str, folder: Path) -> str:
 
     from fluvial.models.pipelines.folder import silence
     from fluvial.models.replay.processors import add_tokenizers, read_processors
-    from fluvial.models.tiny.pipelines import is_modular, surroundings
+    from fluvial.models.tiny.pipelines import is_modular, replace_surroundings
 
     try:
-        with silence(), surroundings(name, 0):
+        with silence(), replace_surroundings(name, 0):
             if is_modular(name):
                 pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
                 pipe.load_components([part for part in pipe.components if part.startswith(("transformer", "unet"))])

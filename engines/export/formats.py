@@ -18,7 +18,7 @@ from fluvial.models.lora import Dora, describe_lora, find_linear_layers, find_lo
 from fluvial.models.lora_files import COMFY_DORA
 from fluvial.models.lora_layer import MAGNITUDE, compute_growth, compute_row_norms, widen
 from fluvial.models.original.convert import adapter_to_original, include_joined, lokr_to_original, to_original
-from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
+from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, OriginalNames
 
 Format = Literal["lora", "merged", "full", "comfyui"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -135,7 +135,7 @@ def _write_original(
             return
         scales = {name: part for name, _, part in split_by_network(module, lengths)}
         for name, network, stripped in split_by_network(module, tensors):
-            original = Original(pipeline, network.config)
+            original = OriginalNames(pipeline, network.config)
             if adapter:
                 assert settings is not None
                 converted = _adapter_to_original(original, network, stripped, settings, scales[name])
@@ -159,7 +159,7 @@ def _lengths(
     parts, linear, lengths_by_name = map_adapter_parts(module, "default"), find_linear_layers(module), dict[str, Tensor]()
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
         prefix = f"{name}." if name else ""
-        for layer in include_joined(Original(pipeline, network.config), network, find_lora_layers(network)):
+        for layer in include_joined(OriginalNames(pipeline, network.config), network, find_lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
             weight = widen(gather(weight.detach())).cpu()
             if not world.is_main:
@@ -174,7 +174,7 @@ def _lengths(
 
 
 def _adapter_to_original(
-    original: Original,
+    original: OriginalNames,
     network: nn.Module,
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],

@@ -296,10 +296,10 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
     rows is divided by the norms of the frozen rows, and comfy/lora.py (`model_lora_keys_unet`), which finds a layer by its
     original name, or by diffusers' own after `lycoris_`.
     """
-    from fluvial.models.original.convert import _groups
-    from fluvial.models.original.layout import Original
+    from fluvial.models.original.convert import _group_layers
+    from fluvial.models.original.layout import OriginalNames
 
-    groups, out = _groups(Original(pipeline, network.config), network), dict[str, Tensor]()
+    groups, out = _group_layers(OriginalNames(pipeline, network.config), network), dict[str, Tensor]()
     for layer, weight in plain.items():
         stem = f"lycoris_{layer.replace('.', '_')}"
         names = {key.rpartition(".lokr_")[0] for key in file}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.models.original.convert import to_original
-from fluvial.models.original.layout import Original
+from fluvial.models.original.layout import OriginalNames
 from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.tiny import encoders
@@ -83,7 +83,7 @@ def open_clip_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_whole(name: str, folder: Path, file: Path, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Tensor]]:
     """Write a tiny pipeline's folder, without its weights, and all of them to one file; return them by part."""
     save(name, folder)
-    wide = encoders.clip_encoder(projected="Diffusion3" in name or "XL" in name, width=24)
+    wide = encoders.build_clip_encoder(projected="Diffusion3" in name or "XL" in name, width=24)
     if "text_encoder_2" in TEXT[name] and "Flux" not in name:  # diffusers tells CLIPs by their widths
         wide.save_pretrained(folder / "text_encoder_2")
     parts, text = {}, TEXT[name]
@@ -93,7 +93,7 @@ def write_whole(name: str, folder: Path, file: Path, dtype: torch.dtype = torch.
             weights.unlink()
     network = "unet" if "unet" in parts else "transformer"
     config = json.loads((folder / network / "config.json").read_text())
-    layout = Original("StableDiffusionXLPipeline" if network == "unet" else name, config)  # of all UNets
+    layout = OriginalNames("StableDiffusionXLPipeline" if network == "unet" else name, config)  # of all UNets
     whole = {
         f"model.diffusion_model.{key.removeprefix('model.diffusion_model.')}": tensor
         for key, tensor in to_original(layout, parts[network]).items()

@@ -107,7 +107,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
     asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)
-    whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
+    whole, larger = (model.build_inputs(samples, asked) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}

@@ -279,7 +279,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
     computed = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
     with computed():
-        latent, conditioning = model.stored(asked)
+        latent, conditioning = model.count_stored_bytes(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
         copies, itemsize = 2 + config.step_cache.order, config.engine.compute_dtype(device).itemsize
@@ -529,7 +529,7 @@ def _activations(
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    forward = partial(model.predict, samples=samples, asked=asked)
+    forward = partial(model.predict, samples=samples, shape=asked)
     return memory.activations(module, list_blocks(model, module), forward, engine=engine, device=device, grad=grad)
 
 

@@ -72,7 +72,7 @@ def test_what_a_class_says_of_its_pipeline() -> None:
         "HunyuanDiTPipeline": "DDPMScheduler",
         "StableAudioPipeline": "EDMDPMSolverMultistepScheduler",
     }
-    assert {name: tiny.scheduler_of_no_flow(name) for name in schedulers} == schedulers
+    assert {name: tiny.find_other_scheduler(name) for name in schedulers} == schedulers
     assert tiny.has_transformer("FluxPipeline")
     assert not any(map(tiny.has_transformer, ("StableDiffusionPipeline", "NoSuchPipeline", "FluxTransformer2DModel")))
     media = {
@@ -113,10 +113,10 @@ def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 def test_most_flow_pipelines_of_diffusers_are_built() -> None:
     unknown = {}
-    for name in tiny.pipelines():
-        if not tiny.scheduler_of_no_flow(name):
+    for name in tiny.list_pipelines():
+        if not tiny.find_other_scheduler(name):
             try:
-                with tiny.surroundings(name, 16):
+                with tiny.replace_surroundings(name, 16):
                     modular.build(name)
             except Exception as error:
                 unknown[name] = str(error)

@@ -27,7 +27,7 @@ from fluvial.models.modular.blocks import ProbedNetwork, wrap_media
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.replay.media import use_modes
 from fluvial.models.tiny.modular import find_call
-from fluvial.models.tiny.pipelines import surroundings
+from fluvial.models.tiny.pipelines import replace_surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 SHORT = ("Flux3", "MiniMaxH3")  # in every run of the tests
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def small(request: pytest.FixtureRequest) -> Iterator[None]:
     name = getattr(request.node, "callspec", None)
     kind = f"{name.params['name']}ModularPipeline" if name is not None and "name" in name.params else "Flux3ModularPipeline"
-    with surroundings(kind, find_call(kind).size):
+    with replace_surroundings(kind, find_call(kind).size):
         yield
 
 
@@ -330,7 +330,7 @@ def test_ltx_2_3_is_a_network_of_ltx_2(tmp_path: Path) -> None:
     settings = dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True)
     network = diffusers.LTX2VideoTransformer3DModel.from_config({**read_settings(part / "config.json"), **settings})
     network.save_pretrained(part)
-    with surroundings("LTX2ModularPipeline", 32):
+    with replace_surroundings("LTX2ModularPipeline", 32):
         model = opened("LTX2", part.parent, call={"use_cross_timestep": True})
         assert model.check(model.build().eval(), prompts("LTX2")) == 0
 
@@ -351,7 +351,7 @@ def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkey
         place(self, pipe, blocks)
 
     monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
-    with surroundings("WanModularPipeline", 32):
+    with replace_surroundings("WanModularPipeline", 32):
         refuses(
             "its steps call the network 2 to 3 times, expected as often each", lambda: opened("Wan", folder("Wan")).known
         )

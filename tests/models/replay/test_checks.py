@@ -19,7 +19,7 @@ from torch import Tensor
 from fluvial.core.random import key, normal
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, wrap_errors
-from fluvial.models.tiny.pipelines import build, random_weights, write
+from fluvial.models.tiny.pipelines import build, build_random, save_pipeline
 
 STEPS = 4
 SIZE: dict[str, Any] = {"height": 16, "width": 16, "steps": STEPS}
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if name in tiny_replayed.ROWS:
             tiny_replayed.load(name, root / name)
         elif not (root / name).exists():
-            write(random_weights(partial(build, name), 0.1), root / name)
+            save_pipeline(build_random(partial(build, name), 0.1), root / name)
         return root / name
 
     return of

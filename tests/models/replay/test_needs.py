@@ -142,7 +142,7 @@ def test_outputs_of_unlike_networks() -> None:
 def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: Path) -> None:
     """Prompts of unlike lengths, with guidance, against the pipeline's own images."""
     asked = tiny.find_call(name)
-    with tiny.surroundings(name, asked.size):
+    with tiny.replace_surroundings(name, asked.size):
         folder = tiny.save(name, tmp_path / "model")
         model = AnyPipeline(
             folder, height=asked.size, width=asked.size, steps=2, scale=asked.scale, negative=asked.negative, call=asked.call

@@ -16,7 +16,7 @@ from PIL import Image
 from fluvial.models.pipelines.folder import read_entries, silence
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import read_processors
-from fluvial.models.tiny.pipelines import PARTS, build, build_network, find_call, random_weights, write
+from fluvial.models.tiny.pipelines import PARTS, build, build_network, build_random, find_call, save_pipeline
 
 
 class ConditionedCase(NamedTuple):
@@ -176,7 +176,7 @@ def save(name: str, folder: Path) -> Path:
 
 def write_random(make: Callable[[], Any], folder: Path) -> None:
     with silence():
-        write(random_weights(make, 0.1), folder)
+        save_pipeline(build_random(make, 0.1), folder)
 
 
 def draw(folder: Path, name: str, argument: str, seed: int, row: ConditionedCase) -> str:

@@ -204,7 +204,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
         assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
-        video = model.inputs_of(1, PassShape(64, 33))["hidden_states"]
+        video = model.build_inputs(1, PassShape(64, 33))["hidden_states"]
         assert video.ndim != 5 or video.shape == (1, 16, 9, 8, 8)
 
 
