@@ -142,7 +142,7 @@ class LoraConfig:
 
     @property
     def product(self) -> Product:
-        """How a layer multiplies its input; forms other than lora never merge."""
+        """Product of an adapted layer; forms other than lora never merge."""
         return self.form.product if isinstance(self.form, LowRank) else "factors"
 
 

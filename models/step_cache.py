@@ -114,7 +114,7 @@ class StepCache:
 
     @contextmanager
     def prediction(self, *, exact: bool) -> Iterator[None]:
-        """Let the passes of one prediction skip blocks, unless it must be exact.
+        """Allow the passes of one prediction to skip blocks, unless it must be exact.
 
         Raises:
             ValueError: gradients are enabled, which skipped blocks would not have; or the last block returns other shapes

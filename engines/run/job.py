@@ -52,13 +52,7 @@ def handwriting(*, unet: bool = False) -> Job:
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
-    from fluvial.models.handwriting import (
-        draw_codes,
-        likeness,
-        list_codes,
-        load_heldout_recogniser,
-        load_reward_recogniser,
-    )
+    from fluvial.models.handwriting import draw_codes, likeness, list_codes, load_heldout_recogniser, load_reward_recogniser
 
     kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
     base = built_in.BASE_UNET if unet else built_in.BASE

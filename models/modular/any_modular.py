@@ -33,7 +33,7 @@ from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.any_pipeline import SIZES, AnyPipeline
 from fluvial.models.replay.arguments import SEVERAL, list_call_forms
 from fluvial.models.replay.capture import SCALES, UNGUIDED
-from fluvial.models.replay.checks import build_replay_error, check_images, check_initial_noise, wrap_errors
+from fluvial.models.replay.checks import build_error, check_images, check_initial_noise, wrap_errors
 from fluvial.models.replay.experts import place_network
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_media, get_text
 from fluvial.models.replay.processors import read_processors
@@ -70,7 +70,7 @@ class AnyModular(AnyPipeline):
         parts = {name: kind for name, kind in blocks.list_networks().items() if name not in UNGUIDED}
         name = type(self._empty).__name__
         if not parts:
-            raise build_replay_error(name, "its loop calls no network")
+            raise build_error(name, "its loop calls no network")
         scheduler = local / "scheduler" / "scheduler_config.json"
         settings = read_settings(scheduler) if scheduler.is_file() else {}
         if "beta_schedule" in settings and settings.get("prediction_type") == "epsilon":
@@ -106,9 +106,7 @@ class AnyModular(AnyPipeline):
                 loop_inputs = self._enter(self.example, steps)
             if len(loop_inputs.values) != self.steps:
                 taken = len(loop_inputs.values)
-                raise build_replay_error(
-                    self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}"
-                )
+                raise build_error(self.pipeline, f"asked for {steps} steps, it takes {taken}: --sampling.steps {taken}")
             with silence(), wrap_errors(self.pipeline, "take a step"):
                 others = self._enter_others(steps)
                 velocity = find_velocity(pipe, self._blocks, loop_inputs, self._networks, self.compute, others)
@@ -135,7 +133,7 @@ class AnyModular(AnyPipeline):
         shapes = tuple(row.shape[1:] for row in rows)
         fits = shapes == known.rows if known.model.joined else fits_within([shapes], [known.rows])
         if not fits or not layout.matches(known.model.layout):
-            raise build_replay_error(
+            raise build_error(
                 self.pipeline,
                 f"its loop is given values of other kinds, or larger ones, for the prompt {get_text(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
@@ -188,7 +186,7 @@ class AnyModular(AnyPipeline):
                 final = self._roll_out(velocity, noise, loop_inputs)
                 again = velocity(noise, schedule.levels[:1].to(noise.device), 0)
             if not torch.equal(first, again):
-                raise build_replay_error(
+                raise build_error(
                     self.pipeline, "its velocity depends on the calls before: its network keeps what it computed"
                 )
             ours = self._decode_chunk(final, prompt)
@@ -197,7 +195,7 @@ class AnyModular(AnyPipeline):
                 if other is not None and one is not None:
                     errors.append(check_images(self.pipeline, one, other, tolerance=tolerance, what=what))
         if not errors:
-            raise build_replay_error(self.pipeline, "the blocks after its loop make no images and no sounds")
+            raise build_error(self.pipeline, "the blocks after its loop make no images and no sounds")
         check_initial_noise(self.pipeline, torch.cat(starts).flatten(1))
         return max(errors)
 
@@ -327,7 +325,7 @@ class AnyModular(AnyPipeline):
                 tensors.append(value[None] if frames_alone else value)
         output = split_output(tuple(tensors))
         if output.images is not None and len(output.images) != 1:
-            raise build_replay_error(self.pipeline, f"it makes {len(output.images)} images of one sample")
+            raise build_error(self.pipeline, f"it makes {len(output.images)} images of one sample")
         return output
 
     def _place_parts(self, pipe: Any, blocks: Blocks) -> None:

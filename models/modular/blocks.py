@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.pipelines.folder import silence
-from fluvial.models.replay.checks import build_replay_error, wrap_errors
+from fluvial.models.replay.checks import build_error, wrap_errors
 from fluvial.models.replay.experts import ExpertProxy
 from fluvial.models.replay.kinds import Frames, Sound
 
@@ -93,10 +93,10 @@ def split_blocks(pipe: Any, arguments: Mapping[str, Any]) -> Blocks:
     kept = [block for block in flat if PROMPT not in {output.name for output in block.intermediate_outputs}]
     loops = [index for index, block in enumerate(kept) if isinstance(block, LoopSequentialPipelineBlocks)]
     if len(loops) != 1:
-        raise build_replay_error(name, f"its blocks have {len(loops)} loops, expected one")
+        raise build_error(name, f"its blocks have {len(loops)} loops, expected one")
     index, loop = loops[0], kept[loops[0]]
     if any(isinstance(block, LoopSequentialPipelineBlocks) for block in loop.sub_blocks.values()):
-        raise build_replay_error(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
+        raise build_error(name, "its loop has a loop in it: it makes samples in chunks, each from the ones before")
     inner = next((block for block in loop.sub_blocks.values() if _takes_all_steps(block)), None)
     names = {each for block in loop.sub_blocks.values() for each in _list_parameters(block)}
     clock = SIGMA if SIGMA in names and "t" not in names else "t"
@@ -183,13 +183,13 @@ def run_to_loop(pipe: Any, blocks: Blocks, networks: Sequence[str], arguments: M
 
     def keep_inputs(components: Any, block_state: Any, **arguments: Any) -> tuple[Any, Any]:
         if not isinstance(block_state, BlockState):
-            raise build_replay_error(name, "the steps of its loop are given no BlockState")
+            raise build_error(name, "the steps of its loop are given no BlockState")
         values.append(dict(vars(block_state)))
         variables.append(arguments)
         return components, block_state
 
     def refuse(*_: Any) -> None:
-        raise build_replay_error(
+        raise build_error(
             name, "it calls its network before the loop, so that what it computes would not follow the weights"
         )
 
@@ -207,9 +207,7 @@ def run_to_loop(pipe: Any, blocks: Blocks, networks: Sequence[str], arguments: M
             hook.remove()
     names = {*variables[0]} if variables else set()
     if not {"i", blocks.clock} <= names:
-        raise build_replay_error(
-            name, f"a step of its loop is given {', '.join(sorted(names)) or 'nothing'}, expected i and t"
-        )
+        raise build_error(name, f"a step of its loop is given {', '.join(sorted(names)) or 'nothing'}, expected i and t")
     if blocks.clock != "t":  # each step is the last one at its own level
         variables = [{**variables[-1], "t": step_values[blocks.clock]} for step_values in variables]
     return LoopInputs(state, values, variables)
@@ -222,18 +220,14 @@ def _enter_chunk(
     from diffusers.modular_pipelines.modular_pipeline import BlockState
 
     if len(values) != 1:
-        raise build_replay_error(
-            type(pipe).__name__, f"it makes a sample in {len(values)} chunks, each from the ones before"
-        )
+        raise build_error(type(pipe).__name__, f"it makes a sample in {len(values)} chunks, each from the ones before")
     state: Any = BlockState(**values[0])
     for block in blocks.loop.sub_blocks.values():
         if block is blocks.inner:
             break
         _, state = block(pipe, state, **variables[0])
     if getattr(state, "timesteps", None) is None:
-        raise build_replay_error(
-            type(pipe).__name__, "a chunk of its loop has several schedules, as of stages of other sizes"
-        )
+        raise build_error(type(pipe).__name__, "a chunk of its loop has several schedules, as of stages of other sizes")
     steps = [{**variables[0], "i": i, "t": t} for i, t in enumerate(state.timesteps)]
     return [dict(vars(state)) for _ in steps], steps
 

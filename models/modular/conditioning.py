@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fluvial.models.modular.blocks import LoopInputs, is_scheduler
 from fluvial.models.modular.streams import LoopStream
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 from fluvial.models.replay.recorded import pad_to
 
 NUMBERS = (bool, int, float)
@@ -88,7 +88,7 @@ def split_inputs(
     flat = [optree.tree_flatten(_remove_samples(values, streams), none_is_leaf=True) for values in loop_inputs.values]
     tree, first = flat[0][1], flat[0][0]
     if any(other != tree for _, other in flat[1:]):
-        raise build_replay_error(pipeline, "its steps are given values of unlike kinds")
+        raise build_error(pipeline, "its steps are given values of unlike kinds")
     leaves, rows, sizes, known = list[Any](), list[Tensor](), list[float](), dict[int, int]()
     for number, each in enumerate(zip(*(values for values, _ in flat), strict=True)):
         leaf = first[number]
@@ -107,14 +107,14 @@ def split_inputs(
             leaves.append(leaf)
             continue
         if not all(one is leaf or _is_same(one, leaf) for one in each[1:]):
-            raise build_replay_error(pipeline, f"a value of its steps differs by step, and is a {type(leaf).__name__}")
+            raise build_error(pipeline, f"a value of its steps differs by step, and is a {type(leaf).__name__}")
         if type(leaf) in NUMBERS:
             leaves.append(type(leaf))
             sizes.append(float(leaf))
         elif isinstance(leaf, PLAIN) or (not callable(leaf) and type(leaf).__module__.startswith("PIL")):
             leaves.append(leaf)
         else:
-            raise build_replay_error(pipeline, f"its loop keeps a {type(leaf).__name__}, which may last from step to step")
+            raise build_error(pipeline, f"its loop keeps a {type(leaf).__name__}, which may last from step to step")
     return ConditioningLayout(tree, tuple(leaves), len(loop_inputs.values)), rows, sizes
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fluvial.models.modular.blocks import LoopInputs, StepResult, is_scheduler
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 from fluvial.models.replay.latents import read_positions
 
 ROUNDING = 1e-3  # relative error of a scheduler's step
@@ -62,9 +62,9 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
     values, variables = loop_inputs.values[0], loop_inputs.variables[0]
     calls = run(values, variables).calls
     if not calls:
-        raise build_replay_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
+        raise build_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
     if not all(each.output.requires_grad for each in calls):
-        raise build_replay_error(pipeline, "its step computes without gradients")
+        raise build_error(pipeline, "its step computes without gradients")
     afters = [_return_noise(run, values, variables, calls, seed) for seed in range(2)]
     changed = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()]
     changed = [name for name in changed if not _is_same(getattr(afters[0][1], name, None), values[name])]
@@ -73,7 +73,7 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
     for call, each in enumerate(calls):
         fields = [(name, index[call]) for name, index in zip(changed, indices, strict=True) if index[call] is not None]
         if len(fields) != 1 or each.output.numel() != each.sample.numel():
-            raise build_replay_error(pipeline, f"the sample of its {each.name} is not a selection of elements of one value")
+            raise build_error(pipeline, f"the sample of its {each.name} is not a selection of elements of one value")
         (name, index), value = fields[0], values[fields[0][0]]
         assert index is not None
         before = value.flatten()[index]
@@ -81,17 +81,15 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
         for noise, state in afters:
             after = getattr(state, name)
             if not isinstance(after, Tensor) or after.shape != value.shape:
-                raise build_replay_error(pipeline, f"its step changes the shape of {name}")
+                raise build_error(pipeline, f"its step changes the shape of {name}")
             live &= after.flatten()[index].cpu() == noise[call].to(after.dtype)
             fixed &= (after.flatten()[index] == before).cpu()
         rests = each.output.detach().flatten().cpu() == 0  # some pipelines keep given frames by a velocity of zero
         if not (live | fixed | rests).all():
-            raise build_replay_error(
-                pipeline, f"its step changes {name} besides what its {each.name} returns, as for inpainting"
-            )
+            raise build_error(pipeline, f"its step changes {name} besides what its {each.name} returns, as for inpainting")
         chosen = torch.nonzero(live & ~rests).flatten()
         if not len(chosen):
-            raise build_replay_error(pipeline, f"the output of its {each.name} has no effect")
+            raise build_error(pipeline, f"the output of its {each.name} has no effect")
         every, device = torch.arange(value.numel()), value.device
         stream = LoopStream(each.name, name, index[chosen].to(device), chosen.to(device), value.shape, value.dtype)
         streams.append(stream._replace(is_whole=torch.equal(chosen, every) and torch.equal(index, every)))
@@ -111,14 +109,14 @@ def find_clean_estimates(pipeline: str, run: Run, loop_inputs: LoopInputs) -> li
         if not isinstance(value, Tensor) or not value.is_floating_point() or clean is value or _is_same(clean, value):
             continue
         if not isinstance(clean, Tensor) or clean.shape != value.shape or not clean.requires_grad:
-            raise build_replay_error(pipeline, f"its step changes the shape of {name}, or computes it without gradients")
+            raise build_error(pipeline, f"its step changes the shape of {name}, or computes it without gradients")
         index = torch.nonzero(clean.detach().flatten() != value.flatten()).flatten()  # given frames stay
         whole = len(index) == value.numel()
         streams.append(
             LoopStream("", name, index, index, value.shape, value.dtype, 1.0, torch.tensor([*levels, 0.0]), whole)
         )
     if not streams:
-        raise build_replay_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
+        raise build_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
     return streams
 
 
@@ -144,22 +142,20 @@ def read_levels(pipeline: str, stream: LoopStream, scheduler: Any, call: Any, st
         ends = _try_step(pipeline, stream, scheduler, call)
         near = all(abs(end - other) <= ROUNDING * max(1, abs(other)) for end, other in zip(ends, expected, strict=True))
         if len(levels) != steps + 1 or not (levels.diff() > 0).all() or not near:
-            raise build_replay_error(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not DDIM's")
+            raise build_error(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not DDIM's")
         return stream._replace(levels=levels)
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is None:
-        raise build_replay_error(pipeline, f"its {stream.scheduler} ({kind}) has no noise levels")
+        raise build_error(pipeline, f"its {stream.scheduler} ({kind}) has no noise levels")
     levels = torch.as_tensor(sigmas).detach().float().cpu()
     if len(levels) != steps + 1:
-        raise build_replay_error(pipeline, f"it takes {steps} steps of a schedule of {len(levels) - 1}, as from an image")
+        raise build_error(pipeline, f"it takes {steps} steps of a schedule of {len(levels) - 1}, as from an image")
     if levels[-1] != 0 or levels[0] > 1 or not (levels.diff() < 0).all():
-        raise build_replay_error(
-            pipeline, f"the noise levels of its {stream.scheduler} ({kind}) do not fall from at most 1 to 0"
-        )
+        raise build_error(pipeline, f"the noise levels of its {stream.scheduler} ({kind}) do not fall from at most 1 to 0")
     ends = _try_step(pipeline, stream, scheduler, call)
     slope = ends[0] / float(levels[1] - levels[0])
     if abs(abs(slope) - 1) > ROUNDING or abs(ends[1] - 1) > ROUNDING:
-        raise build_replay_error(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
+        raise build_error(pipeline, f"its {stream.scheduler} is a {kind}, whose steps are not Euler's of a flow")
     return stream._replace(levels=levels, sign=1.0 if slope > 0 else -1.0)
 
 
@@ -171,7 +167,7 @@ def _try_step(pipeline: str, stream: LoopStream, scheduler: Any, call: Any) -> l
         try:
             ends.append(float(copy.deepcopy(scheduler).step(v * like, call.t, x * like, return_dict=False)[0].flatten()[0]))
         except Exception as error:
-            raise build_replay_error(
+            raise build_error(
                 pipeline, f"its {stream.scheduler} ({type(scheduler).__name__}) cannot step: {error}"
             ) from error
     return ends

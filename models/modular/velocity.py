@@ -29,7 +29,7 @@ from fluvial.models.modular.conditioning import ConditioningLayout, PromptTensor
 from fluvial.models.modular.streams import LoopStream, find_clean_estimates, find_scheduler, find_streams, read_levels
 from fluvial.models.pipelines.wan import Experts
 from fluvial.models.protocol import Cond, Prediction, Schedule
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 from fluvial.models.replay.experts import place_network
 
 LINEAR = 1e-4  # relative error of timesteps that are proportional to noise levels, which are rounded
@@ -123,19 +123,19 @@ class ModularVelocity:
 
         The blocks of each sample run until they call the network for the k-th time, given its k - 1 outputs before.
         """
-        made: list[list[Any]] = [[] for _ in variables]
+        outputs_of_samples: list[list[Any]] = [[] for _ in variables]
         first = next(iter(networks.values()))
         network: Any = module if isinstance(module, Experts) else first
         for joined in self.joined:
-            leaves_of_half = list[list[Any]]()
-            for pair, outputs in enumerate(made):
+            leaves_of_samples = list[list[Any]]()
+            for pair, outputs in enumerate(outputs_of_samples):
                 try:
                     run_step(self.pipe, self.blocks, enter(pair), variables[pair], _replay_outputs(networks, outputs))
-                except OutputNeeded as wanted:
-                    leaves, tree = optree.tree_flatten(wanted.inputs)
-                    leaves_of_half.append(leaves)
+                except OutputNeeded as call:
+                    leaves, tree = optree.tree_flatten(call.inputs)
+                    leaves_of_samples.append(leaves)
             several, kinds = list[Any](), iter(joined)
-            for leaf, *others in zip(*leaves_of_half, strict=True):
+            for leaf, *others in zip(*leaves_of_samples, strict=True):
                 together = isinstance(leaf, VALUES) and next(kinds)
                 joined_leaf = host_values.join(leaf, *others) if together else leaf
                 several.append(
@@ -143,9 +143,9 @@ class ModularVelocity:
                 )
             args, kwargs = optree.tree_unflatten(tree, several)
             output = network(*args, **kwargs)
-            for pair, outputs in enumerate(made):
-                outputs.append(map_output(partial(_take_sample, count=len(made), place=pair), output))
-        return made
+            for pair, outputs in enumerate(outputs_of_samples):
+                outputs.append(map_output(partial(_take_sample, count=len(outputs_of_samples), place=pair), output))
+        return outputs_of_samples
 
     def _read_steps(self, sigma: Tensor, timestep: Tensor | None) -> Iterator[tuple[float, list[int]]]:
         """Yield the level of each pair, and the steps at that level; known timesteps spare a wait for the device."""
@@ -235,7 +235,7 @@ def find_velocity(
         run(values, variables)
         passes.append(len(inputs))
     if len({*passes}) > 1:
-        raise build_replay_error(
+        raise build_error(
             pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected as often each"
         )
     times = torch.tensor([float(variables["t"]) for variables in loop_inputs.variables])
@@ -373,7 +373,7 @@ def _check_other_times(pipeline: str, run: Any, inputs: list[list[Tensor]], loop
     schedulers = {name: change_schedule(part) for name, part in pipe.components.items() if hasattr(part, "set_timesteps")}
     run(change(loop_inputs.values[0]), loop_inputs.variables[0], schedulers=schedulers)
     if not _is_equal(before, [*inputs]):
-        raise build_replay_error(
+        raise build_error(
             pipeline, "its network is given the time of the next step, so that it is no velocity but a flow map"
         )
 

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from fluvial.models.hub import probe_hub
 from fluvial.models.original.convert import from_original
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.folder import is_weight_file, read_index, read_settings, resolve_folder, silence
+from fluvial.models.pipelines.folder import (
+    get_first_line,
+    is_weight_file,
+    read_index,
+    read_settings,
+    resolve_folder,
+    silence,
+)
 from fluvial.models.pipelines.open import list_adapters
 
 SETTINGS = ("*.json", "*.txt", "*.model")  # files of a pipeline beside its weights
@@ -65,7 +72,7 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
     try:
         tensors = load_single_file_checkpoint(str(file))
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {_get_first_line(error)}") from error
+        raise ValueError(f"{file} cannot be read: {get_first_line(error)}") from error
     if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
         raise ValueError(f"{file} holds scaled float8 weights, which are not supported: use float16 or bfloat16")
     source = _find_settings(file, settings or _infer_published(file, tensors))
@@ -88,7 +95,7 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
         raise
     except Exception as error:  # diffusers' converters raise any kind
         raise ValueError(
-            f"{file} is not a whole {kind} with the settings of {settings or source}: {_get_first_line(error)}; if it is "
+            f"{file} is not a whole {kind} with the settings of {settings or source}: {get_first_line(error)}; if it is "
             "the network alone, give the pipeline as `model`, and the file as `pipeline.weights`"
         ) from error
     finally:
@@ -143,7 +150,3 @@ def _check_filled(pipeline: Any) -> None:
             tie()  # T5's embedding is stored once
         if missing := [key for key, tensor in part.state_dict().items() if tensor.is_meta]:
             raise ValueError(f"it lacks {len(missing)} tensors of {name}, such as {missing[0]}")
-
-
-def _get_first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -28,6 +28,11 @@ VARIANT = ".fp16"
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"  # settings of published models, without weights
 
 
+def get_first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def is_weight_file(name_or_path: str | Path) -> bool:
     """Return whether a model's name is the path of a file of weights."""
     path = Path(name_or_path).expanduser()
@@ -61,7 +66,7 @@ def resolve_folder(name_or_path: str | Path, *, trust_remote_code: bool = False)
                 folder = DiffusionPipeline.download(str(name_or_path), variant=VARIANT[1:], **options)
         return _link_default_variants(Path(folder))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
+        reason = get_first_line(error).partition(" (")[0]
         raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
 
 
@@ -115,7 +120,7 @@ def check_known(name: str) -> None:
         with probe_hub():
             hf_hub_download(name, INDEX)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
+        reason = get_first_line(error).partition(" (")[0]
         raise ValueError(f"it is not a folder, and the Hub gives no pipeline of that id: {reason}") from error
 
 

@@ -38,7 +38,7 @@ from fluvial.models.replay.arguments import (
 from fluvial.models.replay.capture import find_frozen_networks, have_same_recipes
 from fluvial.models.replay.checks import (
     ReplayError,
-    build_replay_error,
+    build_error,
     check_images,
     check_initial_noise,
     check_tail,
@@ -218,7 +218,7 @@ class AnyPipeline(WithExperts):
                 break
         else:
             advice = "" if isinstance(prompt, str) else ": give all prompts images of one size"
-            raise build_replay_error(
+            raise build_error(
                 self.pipeline,
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {get_text(prompt)[:40]!r} than "
                 f"for others; samples of both cannot be in one batch{advice}",
@@ -322,9 +322,7 @@ class AnyPipeline(WithExperts):
             ValueError: the map is not a scaled rearrangement.
         """
         if self.known.model.scale != 1:
-            raise build_replay_error(
-                self.pipeline, "its samples start from an image, so that clean images alone give no samples"
-            )
+            raise build_error(self.pipeline, "its samples start from an image, so that clean images alone give no samples")
         if self._latents is None:
             self._latents = find_latent_layout(self._capture_vae_input, self.known.shape, self.pipeline)
         videos = images.unsqueeze(2) if len(self._latents.shape) == 4 and images.ndim == 4 else images
@@ -366,7 +364,7 @@ class AnyPipeline(WithExperts):
             runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
             if not torch.equal(run.schedule.levels, self.known.levels):
-                raise build_replay_error(self.pipeline, "its schedule differs from run to run")
+                raise build_error(self.pipeline, "its schedule differs from run to run")
             check_tail(self.pipeline, list(run.taken), len(run.schedule.levels) - 1, self.steps)
             runs[number] = run = self._remove_offset(run, batch)
             check_initial_noise(self.pipeline, run.initial)
@@ -452,7 +450,7 @@ class AnyPipeline(WithExperts):
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
                 if all(optree.tree_leaves(same)):
-                    raise build_replay_error(self.pipeline, f"its {name} has no effect on the samples; leave it out")
+                    raise build_error(self.pipeline, f"its {name} has no effect on the samples; leave it out")
 
     @property
     def known(self) -> PromptFreeValues:
@@ -465,9 +463,7 @@ class AnyPipeline(WithExperts):
                 runs[copies] = run.known
             if same is None:
                 numbers = " and ".join(map(str, runs))
-                raise build_replay_error(
-                    self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples"
-                )
+                raise build_error(self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples")
             chosen = runs[same]
             shortest = () if self.shortest == self.example else self._try_copies(pipe, self.shortest)
             if pipe.transformer.unlike or (shortest and not any(run.known.matches(chosen) for _, run in shortest)):

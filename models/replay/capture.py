@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
-from fluvial.models.replay.checks import ReplayError, build_replay_error, check_chain
+from fluvial.models.replay.checks import ReplayError, build_error, check_chain
 from fluvial.models.replay.combinations import Combined, find_combinations
 from fluvial.models.replay.experts import list_trained
 from fluvial.models.replay.gather_maps import GatherMap, WholeInputs, find_in_input, find_whole_inputs, list_block_maps
@@ -214,7 +214,7 @@ class Capture:
         self._calls.append((component, self._inputs, output))
 
     def _build_error(self, step: int | None, reason: str) -> ReplayError:
-        return build_replay_error(self.pipeline, reason, step=step)
+        return build_error(self.pipeline, reason, step=step)
 
 
 def have_same_recipes(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
@@ -331,9 +331,7 @@ def find_frozen_networks(pipe: Any) -> dict[str, Any]:
     networks = {name: part for name in (*CONTROL, *UNGUIDED) if isinstance(part := getattr(pipe, name, None), nn.Module)}
     trained = {id(each) for each in getattr(pipe, "transformer", nn.Identity()).parameters()}
     if any(id(each) in trained for network in networks.values() for each in network.parameters()):
-        raise build_replay_error(
-            type(pipe).__name__, "a network beside the transformer shares layers with it, which are trained"
-        )
+        raise build_error(type(pipe).__name__, "a network beside the transformer shares layers with it, which are trained")
     return networks
 
 

@@ -22,7 +22,7 @@ class ReplayError(ValueError):
     """A pipeline cannot be replayed faithfully; the message names the pipeline and what differs."""
 
 
-def build_replay_error(pipeline: str, reason: str, *, step: int | None = None) -> ReplayError:
+def build_error(pipeline: str, reason: str, *, step: int | None = None) -> ReplayError:
     """Return the error of a pipeline that cannot be replayed, for a reason, possibly at one step of the schedule."""
     where = "" if step is None else f" at step {step}"
     return ReplayError(f"{pipeline} cannot be trained without an adapter:{where} {reason}")
@@ -49,13 +49,13 @@ def check_chain(pipeline: str, step: int, x: Tensor, output: Tensor) -> None:
         ReplayError: they differ, as in pipelines for inpainting.
     """
     if x.shape != output.shape:
-        raise build_replay_error(
+        raise build_error(
             pipeline, f"the sample has shape {tuple(x.shape)}, and the step before returned {tuple(output.shape)}", step=step
         )
     expected = output.to(x.dtype)  # the pipeline may keep its samples in another dtype than its model's
     if not torch.equal(x, expected):
         difference = float((x.float() - expected.float()).norm() / expected.float().norm())
-        raise build_replay_error(
+        raise build_error(
             pipeline,
             f"the sample differs from the output of the step before by {difference:.2g} of its norm: the pipeline changes "
             "samples between steps, as for inpainting",
@@ -72,9 +72,7 @@ def check_tail(pipeline: str, taken: Sequence[int], steps: int, expected: int) -
     first = steps - expected
     if first < 0 or list(taken) != list(range(first, steps)):
         listed = ", ".join(map(str, taken)) or "none"
-        raise build_replay_error(
-            pipeline, f"it takes the steps {listed} of a schedule of {steps}, expected the last {expected}"
-        )
+        raise build_error(pipeline, f"it takes the steps {listed} of a schedule of {steps}, expected the last {expected}")
     return first
 
 
@@ -98,7 +96,7 @@ def check_initial_noise(pipeline: str, x: Tensor) -> None:
         (together - 1) * math.sqrt(len(shared) / 2),
     ]
     if not all(abs(float(error)) <= STANDARD_ERRORS for error in errors):
-        raise build_replay_error(
+        raise build_error(
             pipeline,
             f"its initial samples are not standard normal noise: mean {float(mean):.2g}, variance {float(variance):.2g}, "
             f"fourth moment {float(fourth):.2g}, variance of their sum {float(together):.2g} times the batch, "
@@ -113,7 +111,7 @@ def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: f
         ReplayError: the shapes differ, or the error is above the tolerance.
     """
     if decoded.shape != images.shape:
-        raise build_replay_error(
+        raise build_error(
             pipeline, f"its {what} have shape {tuple(images.shape)}, and its samples are decoded to {tuple(decoded.shape)}"
         )
     differ, why = f"its last samples, decoded, differ from its own {what}", "it may change the samples after the last step"
@@ -134,5 +132,5 @@ def _check_error(pipeline: str, actual: Tensor, expected: Tensor, tolerance: flo
     """Return the relative RMS error; if it is above the tolerance, raise a ReplayError with `differ` and `why`."""
     error = float((actual - expected).norm() / expected.norm())
     if not error <= tolerance:
-        raise build_replay_error(pipeline, f"{differ} by {error:.2g} of their norm, expected at most {tolerance:g}: {why}")
+        raise build_error(pipeline, f"{differ} by {error:.2g} of their norm, expected at most {tolerance:g}: {why}")
     return error

@@ -13,7 +13,7 @@ from fluvial.models.pipelines.folder import silence
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.arguments import CallForm, format_arguments, repeat_lyrics
 from fluvial.models.replay.capture import Capture, have_same_recipes
-from fluvial.models.replay.checks import build_replay_error, check_initial_noise, check_tail, wrap_errors
+from fluvial.models.replay.checks import build_error, check_initial_noise, check_tail, wrap_errors
 from fluvial.models.replay.recorded import RecordedModel, make_generators
 from fluvial.models.replay.scheduler import Recorder, RecordingScheduler
 from fluvial.models.replay.sounds import run_alone
@@ -96,7 +96,7 @@ def dry_run(
     _, capture, recorder, timesteps = calls[0]
     initial = torch.cat([call.capture.initial for call in calls if call.capture.initial is not None])
     if len(initial) != copies:
-        raise build_replay_error(name, f"it makes {len(initial)} samples of a prompt, expected {copies} as asked")
+        raise build_error(name, f"it makes {len(initial)} samples of a prompt, expected {copies} as asked")
     levels = recorder.scheduled.sigmas
     first = check_tail(name, capture.taken, len(levels) - 1, steps)
     starts = []
@@ -106,16 +106,16 @@ def dry_run(
         starts.append(find_start(name, call.capture.initial, call.recorder.mixtures, float(levels[first]), noiseless))
     mixed = [start for start in starts if start is not None]
     if first and not mixed:
-        raise build_replay_error(name, f"it takes the last {steps} steps only, and starts from no image")
+        raise build_error(name, f"it takes the last {steps} steps only, and starts from no image")
     check_initial_noise(name, torch.cat([start.noise for start in mixed]) if mixed else initial)
     recipes, cond = capture.build_recipes()
     for call in calls[1:]:
         other_recipes, rows = call.capture.build_recipes()
         if not have_same_recipes(other_recipes, recipes) or [*map(len, rows)] != [*map(len, cond)]:
-            raise build_replay_error(name, f"its {COMPONENT} is given inputs of unlike kinds for different noise")
+            raise build_error(name, f"its {COMPONENT} is given inputs of unlike kinds for different noise")
         cond = tuple(tuple(map(_join_rows, *pair)) for pair in zip(cond, rows, strict=True))
     if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
-        raise build_replay_error(name, f"its {COMPONENT} is given something besides the sample that depends on it")
+        raise build_error(name, f"its {COMPONENT} is given something besides the sample that depends on it")
     rescaled, scale = (levels[first:] / levels[first], mixed[0].scale) if mixed else (levels, 1.0)
     model = RecordedModel(name, rescaled[:-1], recipes, ragged=form.single, frozen=frozen, scale=scale)
     last = recorder.trajectory().x_next
@@ -141,7 +141,7 @@ def _watch_call(pipe: Any, arguments: dict[str, Any], settings: dict[str, Any], 
         with wrap_errors(name, f"be called with {format_arguments(settings)}"):
             pipe(**arguments)
         if capture.initial is None:
-            raise build_replay_error(name, "its scheduler takes no step")
+            raise build_error(name, "its scheduler takes no step")
     return _WatchedCall(arguments, capture, recorder, scheduler.timesteps)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fluvial.models import host_values
 from fluvial.models.pipelines.wan import EXPERTS, Experts
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 
 
 class ExpertProxy(nn.Module):
@@ -32,7 +32,7 @@ class ExpertProxy(nn.Module):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **arguments: Any) -> tuple[Tensor]:
         """Return the output of the network; ReplayError if the timesteps belong to the other one."""
         if bool((host_values.read(timestep) < self.experts.boundary).any()) != (self.part == EXPERTS[1]):
-            raise build_replay_error(
+            raise build_error(
                 "the pipeline", f"its {self.part} is called on the other side of the boundary between its networks"
             )
         timestep = host_values.to_device(timestep, hidden_states.device)
@@ -56,7 +56,7 @@ def join_experts(pipe: Any, component: str) -> nn.Module:
     if isinstance(first, ExpertProxy):
         return first.experts
     if pipe.config.boundary_ratio is None:
-        raise build_replay_error(type(pipe).__name__, "it has two networks and no boundary between their noise levels")
+        raise build_error(type(pipe).__name__, "it has two networks and no boundary between their noise levels")
     return Experts({part: pipe.components[part] for part in EXPERTS}, boundary=1000 * pipe.config.boundary_ratio)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 
 BASE = 16  # base of the digits that indices are probed with: few enough that any dtype tells them apart
 TOLERANCE = 0.02  # relative error of a probe, above the rounding of bfloat16
@@ -47,7 +47,7 @@ def find_latent_layout(to_vae_input: Callable[[Tensor], Tensor], shape: tuple[in
     scale = probe(torch.ones(count)).flatten() - offset
     varying = int((scale != 0).sum())
     if len(offset) != count or varying != count:
-        raise build_replay_error(
+        raise build_error(
             pipeline,
             f"its VAE is given {len(offset)} latents, {varying} of them depend on the sample, expected {count}, as many as "
             "elements of the sample",
@@ -60,7 +60,7 @@ def find_latent_layout(to_vae_input: Callable[[Tensor], Tensor], shape: tuple[in
     probed = probe(sample).flatten()
     expected = scale * sample[element.clamp(max=count - 1)] + offset
     if (probed - expected).norm() > TOLERANCE * probed.norm() or len(element.unique()) != count:
-        raise build_replay_error(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
+        raise build_error(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
     return layout
 
 
@@ -106,5 +106,5 @@ def capture_vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Ten
         if decode_before is not None:
             vae.decode = decode_before
     if len(inputs) != 1:
-        raise build_replay_error(pipeline, f"it calls its VAE {len(inputs)} times to decode samples, expected once")
+        raise build_error(pipeline, f"it calls its VAE {len(inputs)} times to decode samples, expected once")
     return inputs[0].float().cpu()

@@ -35,7 +35,7 @@ from fluvial.models import host_values
 from fluvial.models.host_values import to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture
-from fluvial.models.replay.checks import build_replay_error, wrap_errors
+from fluvial.models.replay.checks import build_error, wrap_errors
 from fluvial.models.replay.experts import join_experts
 from fluvial.models.replay.gather_maps import GatherMap
 from fluvial.models.replay.recipe import StepRecipe
@@ -235,7 +235,7 @@ def record(
         with wrap_errors(name, "be run"):
             outputs = pipe(**arguments)
         if capture.initial is None:
-            raise build_replay_error(name, "its scheduler takes no step")
+            raise build_error(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
     recipes, cond = capture.build_recipes()
@@ -338,7 +338,7 @@ def check_replay(
     if tolerance is None:
         tolerance = find_tolerance(model)
     if not error <= tolerance:
-        raise build_replay_error(
+        raise build_error(
             model.pipeline,
             f"its transformer, replayed, misses the recorded velocity by {error:.2g} of its norm, expected at most "
             f"{tolerance:g}; it may be in training mode, have other weights by now, or mix the samples of a batch",

@@ -90,7 +90,7 @@ class _Stopped(Exception):
     """End of a pipeline's run at its first step."""
 
 
-def find_initial_samples(pipe: Any, asked: dict[str, Any]) -> Tensor:
+def find_initial_samples(pipe: Any, arguments: dict[str, Any]) -> Tensor:
     """Return the samples before the first step of a pipeline's run with zeros for noise."""
     samples = list[Tensor]()
 
@@ -103,7 +103,7 @@ def find_initial_samples(pipe: Any, asked: dict[str, Any]) -> Tensor:
     pipe.scheduler = Stop.from_config(scheduler_before.config)
     try:
         with suppress(_Stopped), ZeroNoise():
-            pipe(**asked)
+            pipe(**arguments)
     finally:
         pipe.scheduler = scheduler_before
     return samples[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fluvial.models.replay.checks import build_replay_error
+from fluvial.models.replay.checks import build_error
 from fluvial.models.replay.gather_maps import find_in_output
 
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # shortest schedules, by the scheduler's setting that needs them
@@ -63,7 +63,7 @@ def find_start(
         if (sigma * noise + offset - initial.float()).norm() <= TOLERANCE * initial.float().norm():
             return LoopStart(sigma, noise, offset)
     if mixtures:
-        raise build_replay_error(
+        raise build_error(
             pipeline, f"it starts at noise level {sigma:g}, from samples that are no noise mixed with an image"
         )
     offset = noiseless().float()

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, text encoders and a VAE, built in place."""
+"""Tiny tokenizers, text encoders and a VAE, built without a download."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def train_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def build_qwen_tokenizer(**options: Any) -> Any:
-    """Build a tokenizer that splits the template like the real one, because the pipeline drops a fixed number of tokens."""
+    """Build a tokenizer that splits the template like the real one: the pipeline drops a fixed number of tokens."""
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = train_vocabulary()
@@ -70,9 +70,9 @@ def build_qwen_vl_encoder(*, width: int = 16) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     turns = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
-    sees = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
     text = {**choose_language_settings(width), "rope_scaling": turns, "rope_parameters": {**turns, "rope_theta": 1e4}}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sees))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
 def build_qwen3_encoder() -> Any:
@@ -184,19 +184,19 @@ def build_gemma_encoder() -> Any:
 
 
 def build_language_model(kind: type, *, layers: int = 2) -> Any:
-    """Build a language model of transformers of a few layers, with one layer of vision where it sees images.
+    """Build a language model of transformers with a few layers, and one vision layer if it takes images.
 
     Raises:
-        ValueError: the settings of the class have other names than most.
+        ValueError: the settings of the class have uncommon names.
     """
     config: Any = _build_tiny_config(kind.config_class, kind.__name__, layers)  # type: ignore[attr-defined]
     inner = getattr(config, "encoder", config)
-    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings where those of both are
+    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings from the joint ones
         for name, value in inner.to_dict().items():
             if name != "model_type":
                 setattr(config, name, value)
-    if (most := getattr(inner, "text_config", inner).hidden_size) != 16:
-        raise ValueError(f"the settings of {kind.__name__} give {most} features, expected 16")
+    if (width := getattr(inner, "text_config", inner).hidden_size) != 16:
+        raise ValueError(f"the settings of {kind.__name__} give {width} features, expected 16")
     return kind(config)
 
 
@@ -215,33 +215,33 @@ VISION_SETTINGS = {
 
 
 def _build_tiny_config(config: Any, model: str, layers: int) -> Any:
-    """Return the settings of a model of transformers, and of the models of text and of images in it."""
+    """Return the settings of a model of transformers, with those of its text and vision models."""
     text = {**choose_language_settings(16), "head_dim": 8, "num_hidden_layers": layers}
     if model.startswith("SmolLM3"):
-        text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
+        text["vocab_size"] = 128256  # BRIA FIBO has a fixed token id
     subs = {name: sub for name, sub in config.sub_configs.items() if name not in ("vision_config", "vq_config")}
     if not subs:
         return config(**text)
-    sees = dict(VISION_SETTINGS)
+    vision = dict(VISION_SETTINGS)
     if any("gemma" in sub.__name__.lower() for sub in subs.values()):
         text |= {"vocab_size": 512, "dropout_rate": 0.0}
-        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+        vision |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
     if "text_config" not in subs:
         both = {name: {**text, "cross_attention_hidden_size": 16} for name in subs}
         return config(**both, vocab_size=512, is_encoder_decoder=False)
     if "Auto" in subs["text_config"].__name__:
         text["model_type"] = "mistral" if "istral" in model else "qwen3"
-        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+        vision |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         if "gemma" in subs["text_config"].__name__.lower():
             text.pop("rope_parameters")
-    return config(text_config=text, vision_config=sees)
+    return config(text_config=text, vision_config=vision)
 
 
 @cache
 def _train_llava_tokenizer() -> Any:
-    """Return a tokenizer of bytes, and of the words and marks of HunyuanVideo's template with an image."""
+    """Return a tokenizer of bytes, and of the words and markers of HunyuanVideo's template with an image."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -262,7 +262,7 @@ def _train_llava_tokenizer() -> Any:
 
 
 def build_llava_tokenizer() -> Any:
-    """Build a tokenizer that splits HunyuanVideo's template like the real one: the pipeline knows where the image is."""
+    """Build a tokenizer that splits HunyuanVideo's template like the real one: the pipeline has the image's position."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -274,7 +274,7 @@ def build_llava_tokenizer() -> Any:
 
 
 def build_llava_encoder() -> Any:
-    """Build a LLaVA of two layers that sees an image of 384 x 384 as 576 tokens, the number that HunyuanVideo expects."""
+    """Build a LLaVA of two layers with 576 tokens per image of 384 x 384, the number that HunyuanVideo expects."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     text = {
@@ -283,9 +283,9 @@ def build_llava_encoder() -> Any:
         "vocab_size": len(build_llava_tokenizer()),
         "max_position_embeddings": 1024,
     }
-    sees = {**choose_vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
+    vision = {**choose_vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
     mark, pad = LLAVA_MARKS.index("<image>"), LLAVA_MARKS.index("<pad>")
-    config = LlavaConfig(text_config=text, vision_config=sees, image_token_index=mark, pad_token_id=pad)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=mark, pad_token_id=pad)
     return LlavaForConditionalGeneration(config)
 
 

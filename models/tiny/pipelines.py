@@ -1,4 +1,4 @@
-"""Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
+"""Tiny random pipelines of any class of diffusers, from the types of their parts, and the arguments of their calls."""
 
 import importlib.util
 import inspect
@@ -29,15 +29,16 @@ from fluvial.models.tiny.settings import (
     read_table,
 )
 
-# Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
-# steps read what its first step has kept of it.
+# Pipelines that are tried without their image: the first overwrites a frame at every step, and the second caches keys of
+# the image at its first step.
 TEXT_ALONE = ("Kandinsky6TI2VAPipeline", "Flux2KleinKVPipeline")
-# Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
+# Parts of the names of pipelines that are tried with images; other pipelines can do without theirs.
 CONDITIONED = (
     *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
     *("Layered", "VideoToVideo", "VACE", "AudioToAudio", "AceStep", "Flux2"),
 )
-MOST = 20e6  # parameters of a part
+MOST = 20e6  # largest number of parameters of a part
+# Optional media that are not tried.
 UNTRIED = (
     *("ip_adapter_image", "last_image", "reference_image", "image_reference"),
     *("images", "input_images", "reference_images", "face_video", "pose_video", "background_video", "mask_video"),
@@ -50,32 +51,32 @@ class UnknownPart(ValueError):
 
 
 class TinyCall(NamedTuple):
-    """How a tiny pipeline is called."""
+    """Call of a tiny pipeline."""
 
     media: tuple[str, ...]  # arguments that are images, videos or sounds
     call: dict[str, Any]
     scale: float
-    negative: str  # negative prompt; empty where the pipeline takes none
+    negative: str  # negative prompt; empty if the pipeline takes none
     size: int  # height and width of the images, in pixels
     frames: int
     sounds: bool = False  # whether it makes sounds and no images
 
 
-# First letters of schedulers that are not a flow's.
+# Prefixes of schedulers that are not a flow's.
 NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
-UNGUIDED = ("AceStepPipeline",)  # whose guidance has a memory; its timesteps are noise levels
-INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
-# First parts of the names of pipelines that scale images to about a megapixel. At less than the published VAEs' factor of
-# 8, the attention in the VAE and in the network takes minutes on a CPU.
+UNGUIDED = ("AceStepPipeline",)  # guidance has a memory; timesteps are noise levels
+INVERTED = ("MochiPipeline", "OmniGenPipeline")  # noise levels rise
+# Prefixes of pipelines that scale images to about a megapixel. With less than the published VAEs' factor of 8, the
+# attention in the VAE and in the network takes minutes on a CPU.
 SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
-LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
-# First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
+LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # images have one of a list of sizes
+# Prefixes of pipelines that are tried with images of 32 x 32, the smallest size of some.
 LARGE = (
     *("Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
     *("BriaFibo", "Motif", "QwenImage21"),
 )
-LARGEST = "Flux2"  # first part of those that refuse images below 64 x 64
+LARGEST = "Flux2"  # prefix of pipelines that refuse images below 64 x 64
 
 
 def list_pipelines() -> list[str]:
@@ -86,12 +87,12 @@ def list_pipelines() -> list[str]:
 
 
 def is_modular(name: str) -> bool:
-    """Return whether a class of diffusers of that name would be a modular pipeline."""
+    """Return whether the name of a diffusers class is that of a modular pipeline."""
     return name.endswith("ModularPipeline")
 
 
 def has_transformer(name: str) -> bool:
-    """Return whether diffusers has a pipeline of that name with a transformer, or a modular one, which can be imported."""
+    """Return whether diffusers has an importable pipeline of that name, with a transformer or modular."""
     import diffusers
 
     if not name.endswith("Pipeline"):
@@ -100,7 +101,7 @@ def has_transformer(name: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kind = getattr(diffusers, name)
-    except (AttributeError, RuntimeError):  # diffusers' own error for a module that cannot be imported
+    except (AttributeError, RuntimeError):  # diffusers raises RuntimeError for a module that cannot be imported
         return False
     if is_modular(name):
         return bool(getattr(kind, "default_blocks_name", None))
@@ -108,7 +109,7 @@ def has_transformer(name: str) -> bool:
 
 
 def find_other_scheduler(name: str) -> str:
-    """Return the scheduler of a pipeline that is not a flow's, by the type of its parameter; empty for a flow's."""
+    """Return the name of a pipeline's scheduler if it is not a flow's, by the type of its parameter; else an empty text."""
     import diffusers
 
     if is_modular(name):
@@ -120,12 +121,12 @@ def find_other_scheduler(name: str) -> str:
 
 
 def make_prompt(name: str, text: str) -> str:
-    """Return a prompt as a pipeline takes it: BRIA's edits take one in JSON."""
+    """Return a prompt in a pipeline's form: BRIA's edits take JSON."""
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
 
 def find_call(name: str) -> TinyCall:
-    """Return how the tiny pipeline of a class is called."""
+    """Return the call of the tiny pipeline of a class."""
     import diffusers
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
@@ -150,10 +151,10 @@ def build(name: str, /, **arguments: Any) -> Any:
 
     Args:
         name: the class.
-        arguments: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
+        arguments: parts and settings of the pipeline in place of tiny ones; a function is called to build its part.
 
     Raises:
-        UnknownPart: no tiny part of one of its classes is known.
+        UnknownPart: a part has a class without a known tiny form.
     """
     import diffusers
 
@@ -192,16 +193,16 @@ def build_network(name: str, **further: Any) -> Any:
 
 @contextmanager
 def replace_surroundings(name: str, size: int) -> Iterator[None]:
-    """Replace what the module of a pipeline does besides sampling that no tiny pipeline can.
+    """Replace functions of a pipeline's module that a tiny pipeline cannot support, inside the context.
 
-    Images keep their size, where it scales them to about a megapixel or has a list of sizes, and Cosmos' guardrail, a
-    package with networks of its own, accepts all prompts and videos.
+    Images keep their size in pipelines that scale them to about a megapixel or have a list of sizes. Cosmos' guardrail, a
+    package with separate networks, accepts all prompts and videos.
     """
     import diffusers
 
     kind = getattr(diffusers, name)
     module = sys.modules[kind.__module__]
-    if is_modular(name):  # whose blocks are beside it
+    if is_modular(name):  # its blocks are in a sibling module
         beside = f"{kind.__module__.rpartition('.')[0]}.encoders"
         module = importlib.import_module(beside) if importlib.util.find_spec(beside) else module
     replaced: dict[str, Any] = {
@@ -239,18 +240,19 @@ class _AcceptingGuardrail:
 
 
 class _ZeroEmpty(TorchFunctionMode):
-    """Makes zeros of `torch.empty`, from which some networks take weights that only a checkpoint fills."""
+    """Mode in which `torch.empty` returns zeros: some networks create weights with it that only a checkpoint fills."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.zeros if function is torch.empty else function)(*args, **(kwargs or {}))
 
 
 def build_random(make: Callable[[], Any], scale: float) -> Any:
-    """Build a pipeline whose weights are the same at every call, with none that starts at zero or one, and return it.
+    """Build a pipeline with random weights that are the same at every call.
 
     Args:
-        make: builds the pipeline.
-        scale: standard deviation of what is added to each weight of diffusers' parts; zeros and ones would hide errors.
+        make: function that builds the pipeline.
+        scale: standard deviation of the noise added to each weight of diffusers' parts, because initial zeros and ones
+            would hide errors.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -271,21 +273,21 @@ def save(name: str, folder: Path) -> Path:
 
 
 def _build_deep_vae(pipeline: str) -> Any:
-    """Return a tiny VAE whose images are 8 times as high and wide as its latents."""
+    """Return a tiny VAE with 8 pixels per latent along each side."""
     if pipeline.startswith("QwenImage"):
         return build_network("AutoencoderKLQwenImage", dim_mult=[1] * 4, temperal_downsample=[False] * 3)
     return encoders.build_vae(**{**look_up(pipeline, "vae", {}), "blocks": 4})
 
 
 def save_pipeline(pipeline: Any, folder: Path) -> Path:
-    """Save a tiny pipeline so that diffusers opens it, and return the folder."""
+    """Save a tiny pipeline in a form that diffusers opens, and return the folder."""
     if isinstance(getattr(pipeline, "safety_checker", None), _AcceptingGuardrail):
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
     text = index.read_text(encoding="utf-8").replace(build_processor_without_video.__module__, "transformers")
     names = look_up(type(pipeline).__name__, "own", {}).get("id2label")
-    if names is not None:  # which diffusers reads, and does not save
+    if names is not None:  # diffusers reads them, but does not save them
         text = json.dumps({**json.loads(text), "id2label": names}, indent=2)
     index.write_text(text, encoding="utf-8")
     return folder
@@ -308,10 +310,10 @@ def _build_part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -
         kind = next(one for one in _list_classes(hint) if issubclass(one, nn.Module))
         return _check_size(kind, choose_network_settings(kind, look_up(pipeline, "network", {})))
     if part.endswith(("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")) and part not in NO_TEXT:
-        # A tokenizer is that of the text encoder beside it.
+        # The class of a tokenizer follows from its text encoder.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _list_classes(beside))]
-        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as in the pipeline
         return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.build_qwen_tokenizer(**side))
     if part == "controlnet":
         return _build_controlnet(names[0], pipeline)
@@ -344,7 +346,7 @@ def _build_part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -
 
 
 def _check_size(kind: type, settings: Mapping[str, Any]) -> Any:
-    """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
+    """Build a network of diffusers; UnknownPart if it has more than `MOST` parameters, counted on the meta device."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(**settings).parameters())
     if count > MOST:
@@ -372,7 +374,7 @@ def _build_controlnet(name: str, pipeline: str) -> Any:
 
 
 def _read_hints(kind: Any) -> dict[str, Any]:
-    """Return the types of the parts of a pipeline; names of types are looked up in its module and in diffusers."""
+    """Return the types of a pipeline's parts; names of types are looked up in its module and in diffusers."""
     import diffusers
 
     try:
@@ -390,7 +392,7 @@ def _list_classes(hint: Any) -> list[type]:
 
 
 def _build_scheduler(names: list[str], pipeline: str) -> Any:
-    """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
+    """Return a scheduler of a type: Euler steps of a flow, or the solver of that type on a flow's levels."""
     import diffusers
 
     euler = "FlowMatchEulerDiscreteScheduler"
@@ -413,7 +415,7 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
 
 def _build_qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
-    """Return a processor of Qwen's models of text and images without torchvision's image processor."""
+    """Return a processor of Qwen's vision-language models without torchvision."""
     from transformers import Qwen2VLImageProcessorPil
 
     tokenizer = encoders.build_qwen_tokenizer()
