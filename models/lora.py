@@ -186,10 +186,8 @@ def add_lora(
         torch.manual_seed(seed)
         for name in adapters:
             peft.inject_adapter_in_model(config.form.to_peft_config(config, targets), module, adapter_name=name)
-        for name, further_config in further.items():
-            peft.inject_adapter_in_model(
-                further_config.form.to_peft_config(further_config, targets), module, adapter_name=name
-            )
+        for name, other in further.items():
+            peft.inject_adapter_in_model(other.form.to_peft_config(other, targets), module, adapter_name=name)
     lengths = [*(adapters if isinstance(config.form, Dora) else ())]
     lengths += [name for name, further_config in further.items() if isinstance(further_config.form, Dora)]
     for layer in find_lora_layers(module).values():
@@ -251,11 +249,7 @@ def map_adapter_names(module: nn.Module, name: str) -> dict[str, str]:
 def _list_parts(layer: Any, adapter: str) -> dict[str, str]:
     """Return the parts of an adapter in a layer, each with the ending of its parameter's name."""
     parts = {part: getattr(layer, part, {}) for part in PARTS}
-    return {
-        part: ".weight" if isinstance(tensors, nn.ModuleDict) else ""
-        for part, tensors in parts.items()
-        if adapter in tensors
-    }
+    return {part: ".weight" if isinstance(value, nn.ModuleDict) else "" for part, value in parts.items() if adapter in value}
 
 
 def read_form(module: nn.Module) -> Form:
@@ -319,9 +313,8 @@ def merge_lora(module: nn.Module, adapter: str = "default") -> None:
     for name, layer in _find_layers_with(module, adapter).items():
         base: Any = layer.base_layer
         base = base.to_linear() if isinstance(base, QuantisedLinear) else base
-        parts = {
-            part: parameters[names[f"{name}.{part}{end}"]].detach() for part, end in _list_parts(layer, adapter).items()
-        }
+        endings = _list_parts(layer, adapter)
+        parts = {part: parameters[names[f"{name}.{part}{end}"]].detach() for part, end in endings.items()}
         base.weight.data = merge_weight(base.weight.data, parts, layer.scaling[adapter])
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, base)

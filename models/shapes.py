@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import (
-    CONFIGURATIONS,
-    find_configuration,
-    is_modular,
-    read_entries,
-    read_index,
-    read_settings,
-)
+from fluvial.models.pipelines.folder import CONFIGURATIONS, find_config, is_modular, read_entries, read_index, read_settings
 from fluvial.models.pipelines.open import list_adapters
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.quantised import Base
@@ -258,7 +251,7 @@ def find_model_shape(name: str) -> ModelShape | ModularShape | None:
         return MODELS[name]
     if "/" not in name and not Path(name).exists():
         return None
-    folder = find_configuration(name) or find_pipeline_folder(name)
+    folder = find_config(name) or find_pipeline_folder(name)
     pipeline = str(read_index(folder).get("_class_name"))
     adapter = list_adapters().get(pipeline)
     if adapter is None and is_modular(folder):
@@ -305,10 +298,9 @@ def count_text_encoder_bytes(name: str, base: Base | None, dtype: torch.dtype) -
     """
     import transformers
 
-    folder, meta = find_configuration(name) or find_pipeline_folder(name), torch.device("meta")
-    kinds = {
-        part: kind for part, kind in read_entries(folder).items() if part.startswith("text_encoder") and kind is not None
-    }
+    folder, meta = find_config(name) or find_pipeline_folder(name), torch.device("meta")
+    entries = read_entries(folder).items()
+    kinds = {part: kind for part, kind in entries if part.startswith("text_encoder") and kind is not None}
     return sum(
         tensor.nbytes
         for part, kind in kinds.items()

@@ -294,9 +294,7 @@ class AnyModular(AnyPipeline):
                 sources = {name: source for name, source in sources.items() if source is not None}
                 options = {"torch_dtype": self.dtype, "local_files_only": True}
                 pipe.load_components([*sources], pretrained_model_name_or_path=sources, **options)
-                if unread := [
-                    f"{name} of {source}" for name, source in sources.items() if getattr(pipe, name, None) is None
-                ]:
+                if unread := [f"{name} of {path}" for name, path in sources.items() if getattr(pipe, name, None) is None]:
                     raise ValueError(f"{', '.join(unread)} cannot be read")
                 pipe.register_components(**stand_ins, **processors)
                 self._place_parts(pipe, blocks)

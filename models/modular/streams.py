@@ -68,7 +68,7 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
     afters = [_return_noise(run, values, variables, calls, seed) for seed in range(2)]
     changed = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()]
     changed = [name for name in changed if not _is_same(getattr(afters[0][1], name, None), values[name])]
-    indices = [_find_sample_indices(run, values, variables, name) for name in changed]
+    indices = [_find_indices(run, values, variables, name) for name in changed]
     streams = []
     for call, each in enumerate(calls):
         fields = [(name, index[call]) for name, index in zip(changed, indices, strict=True) if index[call] is not None]
@@ -112,9 +112,8 @@ def find_clean_estimates(pipeline: str, run: Run, loop_inputs: LoopInputs) -> li
             raise build_error(pipeline, f"its step changes the shape of {name}, or computes it without gradients")
         index = torch.nonzero(clean.detach().flatten() != value.flatten()).flatten()  # given frames stay
         whole = len(index) == value.numel()
-        streams.append(
-            LoopStream("", name, index, index, value.shape, value.dtype, 1.0, torch.tensor([*levels, 0.0]), whole)
-        )
+        ends = torch.tensor([*levels, 0.0])
+        streams.append(LoopStream("", name, index, index, value.shape, value.dtype, 1.0, ends, whole))
     if not streams:
         raise build_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
     return streams
@@ -189,9 +188,7 @@ def _return_noise(
     return noise, result.after
 
 
-def _find_sample_indices(
-    run: Run, values: Mapping[str, Any], variables: Mapping[str, Any], name: str
-) -> list[Tensor | None]:
+def _find_indices(run: Run, values: Mapping[str, Any], variables: Mapping[str, Any], name: str) -> list[Tensor | None]:
     """Return for each scheduler's step the elements of a value that its sample consists of, `[m]`; None if of others."""
     whole = values[name]
 

@@ -72,10 +72,8 @@ class ModularVelocity:
     def to(self, device: torch.device) -> "ModularVelocity":
         """Return the velocity with all inputs of a step on another device than the pipeline's, as in a dry run."""
         move = partial(_move_to, device=device)
-        leaves = tuple(
-            leaf._replace(device=device.type) if isinstance(leaf, PromptTensor) else move(leaf)
-            for leaf in self.layout.leaves
-        )
+        old = self.layout.leaves
+        leaves = [leaf._replace(device=device.type) if isinstance(leaf, PromptTensor) else move(leaf) for leaf in old]
         streams = tuple(LoopStream(*map(move, stream)) for stream in self.streams)
         layout, variables = self.layout._replace(leaves=tuple(leaves)), tuple(move(each) for each in self.variables)
         if len(self.parts) > 1:
@@ -176,15 +174,12 @@ class ModularVelocity:
         """Return the velocity `[n]` at step inputs that hold a sample at a noise level."""
         if not self.streams[0].scheduler:
             after = run_step(self.pipe, self.blocks, values, variables, networks).after
-            pairs = (
-                (stream.gather(values[stream.field]), stream.gather(getattr(after, stream.field))) for stream in self.streams
-            )
+            pairs = ((each.gather(values[each.field]), each.gather(getattr(after, each.field))) for each in self.streams)
             return torch.cat([(x - clean) / level for x, clean in pairs])
         count = len(self.streams)
         calls = run_step(self.pipe, self.blocks, values, variables, networks, last_call=count).calls
-        return torch.cat(
-            [stream.sign * stream.gather(each.output) for stream, each in zip(self.streams, calls, strict=True)]
-        )
+        called = zip(self.streams, calls, strict=True)
+        return torch.cat([stream.sign * stream.gather(call.output) for stream, call in called])
 
 
 def _replay_outputs(networks: Mapping[str, BlockNetwork], outputs: Sequence[Any]) -> dict[str, Any]:

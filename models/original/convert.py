@@ -228,9 +228,8 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
 
 def include_joined(original: OriginalNames, network: nn.Module, layers: Collection[str]) -> list[str]:
     """Return the given linear layers of a network, and those that the original joins with them."""
-    return [
-        layer for group in _group_layers(original, network).values() if not set(group).isdisjoint(layers) for layer in group
-    ]
+    groups = _group_layers(original, network).values()
+    return [layer for group in groups if not set(group).isdisjoint(layers) for layer in group]
 
 
 def swap_halves(tensor: Tensor) -> Tensor:

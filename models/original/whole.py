@@ -16,26 +16,19 @@ from torch import Tensor, nn
 from fluvial.models.hub import probe_hub
 from fluvial.models.original.convert import from_original
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.folder import (
-    get_first_line,
-    is_weight_file,
-    read_index,
-    read_settings,
-    resolve_folder,
-    silence,
-)
+from fluvial.models.pipelines.folder import find_folder, get_first_line, is_weight_file, read_index, read_settings, silence
 from fluvial.models.pipelines.open import list_adapters
 
 SETTINGS = ("*.json", "*.txt", "*.model")  # files of a pipeline beside its weights
 
 
 def find_pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
-    """Return the folder of a pipeline given as a folder, an id, or one file; see `resolve_folder` and `unpack_pipeline`."""
+    """Return the folder of a pipeline given as a folder, an id, or one file; see `find_folder` and `unpack_pipeline`."""
     if is_weight_file(name_or_path):
         return unpack_pipeline(Path(name_or_path).expanduser(), settings)
     if settings is not None:
         raise ValueError("`pipeline.settings` has no effect without a safetensors file as `model`; remove it")
-    return resolve_folder(name_or_path, trust_remote_code=trust_remote_code)
+    return find_folder(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def unpack_pipeline(file: Path, settings: str | None = None) -> Path:

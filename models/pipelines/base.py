@@ -28,7 +28,7 @@ from fluvial.models.digests import describe_code, describe_encoding_code, digest
 from fluvial.models.host_values import to_device
 from fluvial.models.original.convert import unpack_weights
 from fluvial.models.pipelines import unfilled
-from fluvial.models.pipelines.folder import list_parts, load_network, read_entries, read_settings, resolve_folder, silence
+from fluvial.models.pipelines.folder import find_folder, list_parts, load_network, read_entries, read_settings, silence
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 from fluvial.models.quantised import Base, quantise_linear
 from fluvial.models.replay.media import TextPrompt, get_text
@@ -106,7 +106,7 @@ class Pipeline:
         cache: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.folder = resolve_folder(folder, trust_remote_code=trust_remote_code)
+        self.folder = find_folder(folder, trust_remote_code=trust_remote_code)
         self.dtype, self.cache, self.trust_remote_code = dtype, cache, trust_remote_code
         self.device = find_default_device() if device is None else torch.device(device)
         default, most = self.text_lengths

@@ -39,7 +39,7 @@ def is_weight_file(name_or_path: str | Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file()
 
 
-def resolve_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
+def find_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Return the folder of a pipeline; an id on the Hugging Face Hub is downloaded into the Hub's cache.
 
     If parts have weights in float16 alone, return a temporary folder of links whose names lack the variant.
@@ -49,7 +49,7 @@ def resolve_folder(name_or_path: str | Path, *, trust_remote_code: bool = False)
     """
     if Path(name_or_path).expanduser().is_dir():
         return _link_default_variants(Path(name_or_path).expanduser())
-    if not has_values(find_default_device()) and (folder := find_configuration(str(name_or_path))) is not None:
+    if not has_values(find_default_device()) and (folder := find_config(str(name_or_path))) is not None:
         return folder
     from diffusers import DiffusionPipeline
     from huggingface_hub.utils import validate_repo_id
@@ -79,9 +79,8 @@ def _link_default_variants(folder: Path) -> Path:
 
 def _has_float16_alone(part: Path) -> bool:
     names = (*WEIGHTS, *INDICES)
-    return any((part / _name_in_float16(name)).is_file() for name in names) and not any(
-        (part / name).is_file() for name in names
-    )
+    has_float16 = any((part / _name_in_float16(name)).is_file() for name in names)
+    return has_float16 and not any((part / name).is_file() for name in names)
 
 
 def _name_in_float16(name: str) -> str:
@@ -110,7 +109,7 @@ def _link_without_variants(folder: Path, float16_parts: tuple[str, ...]) -> Path
 
 def check_known(name: str) -> None:
     """Raise ValueError if a name is not a folder, and neither the Hub nor its cache has a pipeline with that id."""
-    if Path(name).expanduser().is_dir() or is_weight_file(name) or find_configuration(name) is not None:
+    if Path(name).expanduser().is_dir() or is_weight_file(name) or find_config(name) is not None:
         return
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import validate_repo_id
@@ -124,7 +123,7 @@ def check_known(name: str) -> None:
         raise ValueError(f"it is not a folder, and the Hub gives no pipeline of that id: {reason}") from error
 
 
-def find_configuration(name: str) -> Path | None:
+def find_config(name: str) -> Path | None:
     """Return the folder of a published model's settings that fluvial ships; None if it does not ship them."""
     folder = CONFIGURATIONS / name.rpartition("/")[2]
     return folder if folder.is_dir() else None
@@ -201,9 +200,8 @@ def list_parts(
         if name not in parts:
             raise ValueError(f"{find_index(folder)} names no {name}: save or download the whole pipeline")
     for name in parts if weights else ():
-        if missing := _find_missing(
-            folder / name, weights=name.startswith((network, "vae", "text_encoder", "image_encoder"))
-        ):
+        has_weights = name.startswith((network, "vae", "text_encoder", "image_encoder"))
+        if missing := _find_missing(folder / name, weights=has_weights):
             raise ValueError(f"{folder / name} is incomplete: there is no {missing}; save or download the pipeline again")
     return parts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import read_index, resolve_folder
+from fluvial.models.pipelines.folder import find_folder, read_index
 from fluvial.models.protocol import DiffusionModel, PipelineModel, check_model
 
 GROUP = "fluvial.models"  # entry points: class of diffusers' pipeline -> class of the adapter
@@ -32,7 +32,7 @@ def open_model(
         ValueError: the model does not exist or has no adapter, the folder is incomplete, or the adapter cannot be imported
             or is not a `PipelineModel`.
     """
-    folder = resolve_folder(name_or_path, trust_remote_code=trust_remote_code)
+    folder = find_folder(name_or_path, trust_remote_code=trust_remote_code)
     kind = str(read_index(folder).get("_class_name"))
     if adapter is not None:
         name = adapter if isinstance(adapter, str) else getattr(adapter, "__name__", repr(adapter))

@@ -88,9 +88,8 @@ class QwenImageEdit(Conditioned, QwenImage):
                 f"the prompt {get_text(prompt)[:40]!r} has {tokens.shape[1]} tokens with its image, expected at most "
                 f"{self.text_tokens}: set text_tokens to more"
             )
-        latents = [
-            self.encode_images(processor.preprocess(view, *size)) for (_, view), size in zip(views, sizes, strict=True)
-        ]
+        pairs = zip(views, sizes, strict=True)
+        latents = [self.encode_images(processor.preprocess(view, *size)) for (_, view), size in pairs]
         cond = {**self.pad_tokens(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
         if self.mixed:
             pad = self._most_tokens() - cond["image"].shape[1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.models.lora import find_attention_layers
-from fluvial.models.pipelines.folder import resolve_folder, silence
+from fluvial.models.pipelines.folder import find_folder, silence
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
 from fluvial.models.replay.arguments import (
@@ -112,7 +112,7 @@ class AnyPipeline(WithExperts):
         compute: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        local = resolve_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
+        local = find_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
         self.pipeline, self.network, self.takes = self._identify(local, example)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
@@ -180,9 +180,8 @@ class AnyPipeline(WithExperts):
         # Some pipelines have a processor of text and images instead of a tokenizer, under any name.
         kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), pipe.components.items()
         candidates = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
-        tokenizers = [
-            part.tokenizer if isinstance(part, ProcessorMixin) else part for part in candidates if part is not None
-        ]
+        known = [part for part in candidates if part is not None]
+        tokenizers = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in known]
         if not tokenizers:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with wrap_errors(self.pipeline, "tell the length of its prompts"):
@@ -382,13 +381,10 @@ class AnyPipeline(WithExperts):
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
         trajectory = trajectory._replace(steps=trajectory.steps - (len(self.known.levels) - 1 - self.steps))
-        recording = dataclasses.replace(
-            runs[0], trajectory=trajectory, schedule=self.known.schedule, model=self.known.model, cond=cond
-        )
-        error = check_replay(
-            module, recording, micro_batch=max(len(prompts) - 1, 1), tolerance=find_tolerance(runs[0].model)
-        )
-        return max(error, *errors)
+        fields = {"schedule": self.known.schedule, "model": self.known.model, "cond": cond}
+        recording = dataclasses.replace(runs[0], trajectory=trajectory, **fields)
+        tolerance = find_tolerance(runs[0].model)
+        return max(check_replay(module, recording, micro_batch=max(len(prompts) - 1, 1), tolerance=tolerance), *errors)
 
     @torch.no_grad()
     def _check_together(self, samples: Tensor, prompt: TextPrompt) -> float:
@@ -483,9 +479,8 @@ class AnyPipeline(WithExperts):
     def _fingerprint_encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
         others = self._compute_fingerprint("", tuple(name for name in self.parts if name not in self._networks))
-        return (
-            f"{super()._fingerprint_encoders()} {others} {self.compute} {serialise_arguments(self.call_arguments)}{padding}"
-        )
+        arguments = serialise_arguments(self.call_arguments)
+        return f"{super()._fingerprint_encoders()} {others} {self.compute} {arguments}{padding}"
 
     def _load_pipeline(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""

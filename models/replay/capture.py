@@ -55,8 +55,7 @@ class Capture:
         pipe: the pipeline.
         component: name of the trained part.
         call: arguments of the pipeline's call.
-        apart: whether each sample will have a forward pass of its own; tensors without a batch dimension then belong to its
-            prompt.
+        apart: whether samples have separate forward passes; tensors without a batch dimension then belong to a prompt.
         single: whether there is one sample. In low precision many of its elements are equal, so it is searched for among
             other numbers as one block only.
         gather_maps: maps known from a run on several samples, see `find_in_input`.
@@ -181,9 +180,7 @@ class Capture:
             flags = iter(each_step)
             calls = []
             for call in group.calls:
-                leaves = (
-                    leaf._replace(each_step=next(flags)) if isinstance(leaf, RowInput) else leaf for leaf in call.leaves
-                )
+                leaves = [leaf._replace(each_step=next(flags)) if type(leaf) is RowInput else leaf for leaf in call.leaves]
                 calls.append(call._replace(leaves=tuple(leaves)))
             recipes.append(StepRecipe(tuple(calls), group.combinations[0], tuple(group.positions)))
             columns = zip(zip(*group.rows, strict=True), each_step, strict=True)
@@ -248,11 +245,8 @@ def _locate_whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) ->
     if x.ndim != 2:
         return None
     row_leaves = [number for number, leaf in enumerate(call.leaves) if isinstance(leaf, RowInput)]
-    mixed = [
-        (leaf.gather_map, rows[row_leaves.index(number + 1)])
-        for number, leaf in enumerate(call.leaves)
-        if isinstance(leaf, MixedInput)
-    ]
+    numbered = [(number, leaf) for number, leaf in enumerate(call.leaves) if isinstance(leaf, MixedInput)]
+    mixed = [(leaf.gather_map, rows[row_leaves.index(number + 1)]) for number, leaf in numbered]
     whole = find_whole_inputs([gather_map for gather_map, _ in mixed], list_tensors(output), x.shape[1])
     if whole is None:
         return None
@@ -295,9 +289,8 @@ def _trace_inputs(
     if listed := not any(copies) and all(inside is None for inside in mixed):
         leaves, tree = optree.tree_flatten(stack_lists(arguments, len(x)))
         copies, mixed = zip(*(match_sample(leaf, x) for leaf in leaves), strict=True)
-    samples = [
-        count or len(leaf) // len(x) for leaf, count, inside in zip(leaves, copies, mixed, strict=True) if count or inside
-    ]
+    triples = zip(leaves, copies, mixed, strict=True)
+    samples = [count or len(leaf) // len(x) for leaf, count, inside in triples if count or inside]
     repeats = sum(samples) if listed else samples[0] if samples else 1  # copies of the batch
     sources, rows = list[InputSource](), list[Tensor]()
     for leaf, count, inside in zip(leaves, copies, mixed, strict=True):

@@ -215,9 +215,8 @@ def _fit(
     if not _can_be_fitted(_gather_all(gather_map, parts), v):
         return None
     solved = _solve_least_squares([tensor.flatten() for tensor in _gather_all(gather_map, (*parts, x))], v.flatten())
-    each = [
-        FittedSum(_round_weights(solved[:-1], digits), _round_weights(solved[-1:], digits)[0], v.dtype) for digits in DIGITS
-    ]
+    rounded = (_round_weights(solved, digits) for digits in DIGITS)
+    each = [FittedSum(weights[:-1], weights[-1], v.dtype) for weights in rounded]
     best = _choose_best(each, parts, v, x, level, gather_map)
     return None if best is None or (len(parts) == 1 and (best.weights[0] != 1 or best.of_sample != 0)) else best
 

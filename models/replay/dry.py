@@ -87,12 +87,8 @@ def dry_run(
     """
     name, seeds = type(pipe).__name__, make_generators(fold_in(key(0), torch.arange(copies)))
     noise: list[Any] = seeds if form.single else [seeds]
-    calls = [
-        _watch_call(
-            pipe, repeat_lyrics(takes, {**settings, **form.several, "generator": each}), settings, apart, form.single
-        )
-        for each in noise
-    ]
+    arguments = [repeat_lyrics(takes, {**settings, **form.several, "generator": each}) for each in noise]
+    calls = [_watch_call(pipe, each, settings, apart, form.single) for each in arguments]
     _, capture, recorder, timesteps = calls[0]
     initial = torch.cat([call.capture.initial for call in calls if call.capture.initial is not None])
     if len(initial) != copies:

@@ -106,14 +106,10 @@ class RecordedModel:
             sizes = host_values.read(cond[-1]).tolist()
             single = dataclasses.replace(self, ragged=False)
             pairs = [slice(pair, pair + 1) for pair in range(len(x))]
-            return torch.cat(
-                [
-                    single.predict(
-                        module, x[pair], sigma[pair], strip_padding(optree.tree_map(itemgetter(pair), cond[:-1]), row_sizes)
-                    )
-                    for pair, row_sizes in zip(pairs, sizes, strict=True)
-                ]
-            )
+            conds = (optree.tree_map(itemgetter(pair), cond[:-1]) for pair in pairs)
+            stripped = map(strip_padding, conds, sizes)
+            rows = zip(pairs, stripped, strict=True)
+            return torch.cat([single.predict(module, x[pair], sigma[pair], one) for pair, one in rows])
         known = sigma.to(torch.float32)[:, None] == self.sigmas.to(sigma.device)
         is_matched, position = known.any(dim=1), known.int().argmax(dim=1)
         if can_look(is_matched) and not is_matched.all():

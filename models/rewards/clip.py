@@ -45,9 +45,8 @@ class Towers(ModelReward):
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
 
         def embed(rows: Tensor) -> Tensor:
-            return self.project(
-                self.model.text_model(**{name: ids[rows] for name, ids in inputs.items()}), "text_projection"
-            )
+            outputs = self.model.text_model(**{name: ids[rows] for name, ids in inputs.items()})
+            return self.project(outputs, "text_projection")
 
         with torch.no_grad():
             inputs = {name: ids.to(self.model_device) for name, ids in self.tokenize(list(numbers)).items()}

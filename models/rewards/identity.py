@@ -57,9 +57,8 @@ class EditPairs(ModelReward):
         device, frames = self.place_model(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         with torch.no_grad():
-            before = torch.cat(
-                [self.compute_features(extract_frames(image[None].to(device), 1)[:, 0]) for image in condition_images]
-            )
+            conditions = (extract_frames(image[None].to(device), 1)[:, 0] for image in condition_images)
+            before = torch.cat([*map(self.compute_features, conditions)])
 
         def score(rows: Tensor) -> Tensor:
             return self.compare(before[rows.to(device) // count], self.compute_features(flat[rows].to(device)))

@@ -240,7 +240,7 @@ def _build_tiny_config(config: Any, model: str, layers: int) -> Any:
 
 
 @cache
-def _train_llava_tokenizer() -> Any:
+def _train_llava_words() -> Any:
     """Return a tokenizer of bytes, and of the words and markers of HunyuanVideo's template with an image."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -266,10 +266,7 @@ def build_llava_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=_train_llava_tokenizer(),
-        bos_token=LLAVA_MARKS[0],
-        eos_token=LLAVA_MARKS[3],
-        pad_token=LLAVA_MARKS[5],
+        tokenizer_object=_train_llava_words(), bos_token=LLAVA_MARKS[0], eos_token=LLAVA_MARKS[3], pad_token=LLAVA_MARKS[5]
     )
 
 
@@ -277,12 +274,8 @@ def build_llava_encoder() -> Any:
     """Build a LLaVA of two layers with 576 tokens per image of 384 x 384, the number that HunyuanVideo expects."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    text = {
-        **choose_language_settings(16),
-        "model_type": "llama",
-        "vocab_size": len(build_llava_tokenizer()),
-        "max_position_embeddings": 1024,
-    }
+    sizes = {"vocab_size": len(build_llava_tokenizer()), "max_position_embeddings": 1024}
+    text = {**choose_language_settings(16), "model_type": "llama", **sizes}
     vision = {**choose_vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
     mark, pad = LLAVA_MARKS.index("<image>"), LLAVA_MARKS.index("<pad>")
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=mark, pad_token_id=pad)

@@ -20,14 +20,7 @@ from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.kinds import ARGUMENTS
 from fluvial.models.replay.processors import build_processor_without_video
 from fluvial.models.tiny import encoders
-from fluvial.models.tiny.settings import (
-    LATENT,
-    WIDTH,
-    choose_autoencoder_settings,
-    choose_network_settings,
-    look_up,
-    read_table,
-)
+from fluvial.models.tiny.settings import LATENT, WIDTH, choose_network_settings, choose_vae_settings, look_up, read_table
 
 # Pipelines that are tried without their image: the first overwrites a frame at every step, and the second caches keys of
 # the image at its first step.
@@ -187,7 +180,7 @@ def build_network(name: str, **further: Any) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    settings = choose_autoencoder_settings(kind, "") if name.startswith("Autoencoder") else choose_network_settings(kind, {})
+    settings = choose_vae_settings(kind, "") if name.startswith("Autoencoder") else choose_network_settings(kind, {})
     return kind(**{**settings, **further})
 
 
@@ -251,8 +244,7 @@ def build_random(make: Callable[[], Any], scale: float) -> Any:
 
     Args:
         make: function that builds the pipeline.
-        scale: standard deviation of the noise added to each weight of diffusers' parts, because initial zeros and ones
-            would hide errors.
+        scale: standard deviation of noise added to each weight of diffusers' parts; zeros and ones would hide errors.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -335,7 +327,7 @@ def _build_part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in read_table()["autoencoders"] or part.endswith(("vae", "vqvae")):
-            return _check_size(kind, choose_autoencoder_settings(kind, pipeline))
+            return _check_size(kind, choose_vae_settings(kind, pipeline))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
             return encoders.build_language_model(kind, layers=layers)
         if part.endswith("guider"):
@@ -421,9 +413,8 @@ def _build_qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
     tokenizer = encoders.build_qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": VISION})
     patch = {"patch_size": 16} if kind.startswith("Qwen3") else {}
-    return build_processor_without_video(
-        Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch), tokenizer, kind
-    )
+    images = Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch)
+    return build_processor_without_video(images, tokenizer, kind)
 
 
 def _build_transformers_object(name: str, *args: Any, **options: Any) -> Any:
@@ -435,9 +426,8 @@ def _build_transformers_object(name: str, *args: Any, **options: Any) -> Any:
 
 def _build_vision_model(kind: str, ending: str = "") -> Any:
     """Return a vision transformer of transformers, e.g. of CLIP."""
-    return _build_transformers_object(
-        f"{kind}VisionModel{ending}", _build_transformers_object(f"{kind}VisionConfig", **encoders.choose_vision_settings())
-    )
+    config = _build_transformers_object(f"{kind}VisionConfig", **encoders.choose_vision_settings())
+    return _build_transformers_object(f"{kind}VisionModel{ending}", config)
 
 
 def _build_image_processor(name: str, side: int = 32) -> Any:

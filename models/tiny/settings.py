@@ -62,7 +62,7 @@ def choose_network_settings(kind: type, further: dict[str, Any]) -> dict[str, An
     return {**by_rule, **read_table()["networks"].get(kind.__name__, {}), **further}
 
 
-def choose_autoencoder_settings(kind: type, pipeline: str) -> dict[str, Any]:
+def choose_vae_settings(kind: type, pipeline: str) -> dict[str, Any]:
     """Return the settings of a pipeline's tiny autoencoder of a class: the table's, or those of rules by their names."""
     known = read_table()["autoencoders"].get(kind.__name__)
     if known is None:

@@ -146,9 +146,8 @@ def load_preprocess(source: str, revision: str | None) -> Preprocess:
     from transformers.image_processing_utils import BaseImageProcessor
 
     with silence():
-        settings, _ = fetch(
-            f"the image processor of {source}", BaseImageProcessor.get_image_processor_dict, source, revision=revision
-        )
+        get_settings = BaseImageProcessor.get_image_processor_dict
+        settings, _ = fetch(f"the image processor of {source}", get_settings, source, revision=revision)
     try:
         return read_preprocess(settings)
     except ValueError as error:
