@@ -1,8 +1,7 @@
 """Forward and backward pass of an adapted linear layer, with fewer operations than PEFT's.
 
 PEFT runs four modules and about 14 operations per layer, and autograd some 30 more, mostly views and transposes. On a
-small model they cost more than the products. Here a LoRA layer is one node of autograd, with 9 operations forward and 11
-backward.
+small model they cost more than the products. Here a LoRA layer is one node of autograd, with 9 + 11 operations.
 
 A DoRA layer multiplies by the factors and by the lengths of rows, whose norms take a product with A instead of the sum
 W + s B A. A LoKr layer multiplies by the factors, too: PEFT builds the whole Kronecker product, and autograd keeps it.

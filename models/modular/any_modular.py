@@ -186,9 +186,7 @@ class AnyModular(AnyPipeline):
                 final = self._roll_out(velocity, noise, loop_inputs)
                 again = velocity(noise, schedule.levels[:1].to(noise.device), 0)
             if not torch.equal(first, again):
-                raise build_error(
-                    self.pipeline, "its velocity depends on the calls before: its network keeps what it computed"
-                )
+                raise build_error(self.pipeline, "its velocity depends on earlier calls: its network keeps what it computed")
             ours = self._decode_chunk(final, prompt)
             tolerance = TOLERANCES[self.dtype]
             for what, one, other in zip(("images", "sounds"), ours, theirs, strict=True):

@@ -165,13 +165,7 @@ def run_whole(pipe: Any, blocks: Blocks, networks: Mapping[str, Any], arguments:
 
 @torch.no_grad()
 def run_to_loop(pipe: Any, blocks: Blocks, networks: Sequence[str], arguments: Mapping[str, Any], seed: int) -> LoopInputs:
-    """Return the inputs of each step of the loop for a call.
-
-    Args:
-        pipe, blocks: the pipeline and its blocks.
-        networks: names of the trained networks, which must not be called before the loop.
-        arguments: arguments of the call.
-        seed: seed of the call's generator.
+    """Return the inputs of each step of the loop for a call; the trained `networks` must not be called before the loop.
 
     Raises:
         ValueError: a block fails or calls a trained network, or the loop is not supported; the message names the pipeline.
@@ -189,9 +183,7 @@ def run_to_loop(pipe: Any, blocks: Blocks, networks: Sequence[str], arguments: M
         return components, block_state
 
     def refuse(*_: Any) -> None:
-        raise build_error(
-            name, "it calls its network before the loop, so that what it computes would not follow the weights"
-        )
+        raise build_error(name, "it calls its network before the loop, so its outputs would not follow the weights")
 
     empty_loop.loop_step, empty_loop.set_block_state = keep_inputs, lambda *_: None
     hooks = [getattr(pipe, network).register_forward_pre_hook(refuse) for network in networks]

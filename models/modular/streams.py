@@ -56,8 +56,7 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
     """Return the streams of a pipeline in the order in which its schedulers step.
 
     Raises:
-        ReplayError: no scheduler steps; or a scheduler's sample is no selection of a value's elements, or the step changes
-            it further.
+        ReplayError: no scheduler steps, a scheduler's sample is no selection of a value, or the step changes it further.
     """
     values, variables = loop_inputs.values[0], loop_inputs.variables[0]
     calls = run(values, variables).calls

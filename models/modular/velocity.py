@@ -230,9 +230,7 @@ def find_velocity(
         run(values, variables)
         passes.append(len(inputs))
     if len({*passes}) > 1:
-        raise build_error(
-            pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected as often each"
-        )
+        raise build_error(pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected one number")
     times = torch.tensor([float(variables["t"]) for variables in loop_inputs.variables])
     one = all(torch.equal(stream.levels, streams[0].levels) for stream in streams)
     free = _find_time(run, inputs, loop_inputs, layout, streams[0].levels, times) if one else None
@@ -368,9 +366,7 @@ def _check_other_times(pipeline: str, run: Any, inputs: list[list[Tensor]], loop
     schedulers = {name: change_schedule(part) for name, part in pipe.components.items() if hasattr(part, "set_timesteps")}
     run(change(loop_inputs.values[0]), loop_inputs.variables[0], schedulers=schedulers)
     if not _is_equal(before, [*inputs]):
-        raise build_error(
-            pipeline, "its network is given the time of the next step, so that it is no velocity but a flow map"
-        )
+        raise build_error(pipeline, "its network is given the time of the next step, so it is a flow map, not a velocity")
 
 
 def _is_equal(one: Any, other: Any) -> bool:

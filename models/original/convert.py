@@ -43,9 +43,7 @@ def to_original(original: OriginalNames, tensors: Mapping[str, Tensor]) -> dict[
 
 
 def from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a network by diffusers' names, the inverse of `to_original`.
-
-    Tensors that already have diffusers' names are returned unchanged.
+    """Return the weights of a network by diffusers' names, the inverse of `to_original`; tensors by these names are kept.
 
     Args:
         pipeline: class of diffusers' pipeline.

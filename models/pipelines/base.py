@@ -148,8 +148,7 @@ class Pipeline:
         """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: frames is not 1, height or width is not a multiple of s times the patch, or there are too many
-                tokens.
+            ValueError: frames > 1, height or width is not a multiple of s times the patch, or there are too many tokens.
         """
         check_still(frames)
         multiple = self.vae_scale * self.patch
@@ -516,12 +515,11 @@ def check_size(height: int, width: int, *, multiple: int, most: int | None = Non
         rounded = max(1, (size + multiple // 2) // multiple) * multiple
         return rounded if most is None else min(rounded, most)
 
-    nearest = (round_size(height), round_size(width))
-    if nearest != (height, width):
+    valid = (round_size(height), round_size(width))
+    if valid != (height, width):
         limit = "" if most is None else f", at most {most}"
         raise ValueError(
-            f"the size is {height}x{width}, expected multiples of {multiple}{limit}: the nearest is "
-            f"{nearest[0]}x{nearest[1]}"
+            f"the size is {height}x{width}, expected multiples of {multiple}{limit}: the nearest is {valid[0]}x{valid[1]}"
         )
 
 

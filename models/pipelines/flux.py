@@ -28,8 +28,7 @@ class Flux(Pipeline):
 
     Args:
         folder, options: see `Pipeline`.
-        embedded_guidance: guidance input of a distilled network, separate from guidance by two passes, which dev does not
-            need.
+        embedded_guidance: guidance input of a distilled network; dev needs no guidance by two forward passes.
     """
 
     pipeline = "FluxPipeline"

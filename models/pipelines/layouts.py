@@ -25,7 +25,7 @@ def name_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
     return {NAMES.get(name, str(name)): value for name, value in fields.items() if value is not None and name != EMBEDDED}
 
 
-def _name_qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+def _get_qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of Qwen-Image: tokens without padding, which need no mask, and their number."""
     count = int(cond.mask.sum())
     return {
@@ -39,11 +39,11 @@ def _name_qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
 def _name_edit_arguments(model: QwenImageEdit, cond: QwenEditCond, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of Qwen-Image-Edit: those of Qwen-Image with the sizes of the images, without their latents."""
     batch = cond._replace(image=cond.image[None], grid=None if cond.grid is None else cond.grid[None])
-    arguments = _name_qwen_arguments(cond, event)
+    arguments = _get_qwen_arguments(cond, event)
     return {**arguments, "img_shapes": [[*arguments["img_shapes"][0], *model.list_image_grids(batch)]]}
 
 
-def _name_z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+def _get_z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of Z-Image: the last token is repeated up to a multiple of 32 tokens."""
     tokens = cond.tokens[: int(cond.lengths)]
     fill = tokens[-1:].repeat(-len(tokens) % CAPTION_MULTIPLE, 1)
@@ -73,11 +73,9 @@ class ServerLayout(NamedTuple):
 
 PLAIN = ServerLayout(lambda x: x, lambda latents, event: latents)
 TOKENS = ServerLayout(pack, lambda latents, event: unpack(latents, event[-2]))  # [H W / 4, 4 C]
-FRAMED_TOKENS = TOKENS._replace(arguments=_name_qwen_arguments, framed=True)
+FRAMED_TOKENS = TOKENS._replace(arguments=_get_qwen_arguments, framed=True)
 # [C, 1, H, W]
-FRAME = ServerLayout(
-    lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_name_z_image_arguments
-)
+FRAME = ServerLayout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_get_z_image_arguments)
 # By diffusers' pipeline: sglang 0.5.23, multimodal_gen/configs/pipeline_configs, `maybe_pack_latents`,
 # `prepare_latent_shape`, `prepare_pos_cond_kwargs`, `get_pos_prompt_embeds` and `post_denoising_loop`. Stable Diffusion 3
 # and Wan have the layout of diffusers.

@@ -1,9 +1,8 @@
 """Model of any flow pipeline of diffusers without an adapter: the pipeline itself encodes, schedules and decodes.
 
 To encode a prompt, the pipeline runs with a stand-in for its transformer that returns noise. The stand-in's inputs are the
-prompt's conditioning, and the velocity that the pipeline computes from the noise reveals the step's recipe
-(`models.replay.capture`). To decode samples, the pipeline runs with a scheduler that returns them. `AnyPipeline.check`
-compares with the real transformer.
+prompt's conditioning, and the velocity computed from the noise reveals the step's recipe (`models.replay.capture`). To
+decode samples, the pipeline runs with a scheduler that returns them. `AnyPipeline.check` runs the real transformer.
 """
 
 import copy

@@ -187,12 +187,7 @@ def _convert_sounds(media: Mapping[str, Any], rate: int | None) -> Iterator[dict
 
 
 def find_compression(pipe: Any, arguments: Mapping[str, Any]) -> int:
-    """Return the H.264 strength that a pipeline compresses an image with; 0 if it does not compress images.
-
-    Args:
-        pipe: the pipeline.
-        arguments: arguments of its call, which may set the strength.
-    """
+    """Return the H.264 strength of a pipeline's image compression, set by its call or by default; 0 if it has none."""
     if CRF not in inspect.signature(pipe.__call__).parameters:
         return 0
     from diffusers.pipelines.ltx2.utils import resolve_default_image_crf

@@ -193,7 +193,7 @@ class Capture:
         for number, group in enumerate(self._groups):
             both = [known for known in group.combinations if known in combinations]
             same_specs = [*map(get_spec, group.rows[0])] == [*map(get_spec, rows)]
-            if both and same_specs and _have_same_inputs(group.calls, calls):
+            if both and same_specs and _inputs_match(group.calls, calls):
                 kept = [
                     first if torch.equal(first, row) else row.clone() for first, row in zip(group.rows[0], rows, strict=True)
                 ]
@@ -217,9 +217,7 @@ class Capture:
 def have_same_recipes(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
     """Return whether two runs of a pipeline have the same recipes; inputs with one row per sample may differ."""
     return len(left) == len(right) and all(
-        one.positions == other.positions
-        and one.combination == other.combination
-        and _have_same_inputs(one.calls, other.calls)
+        one.positions == other.positions and one.combination == other.combination and _inputs_match(one.calls, other.calls)
         for one, other in zip(left, right, strict=True)
     )
 
@@ -231,16 +229,13 @@ def _list_piece_sizes(observed: Sequence[tuple[str, Any, Any]], x: Tensor) -> tu
 
 
 def _locate_whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[WholeInputs, Tensor] | None:
-    """Locate flat samples within a call's larger outputs; None if the outputs are no larger.
+    """Return the maps of flat samples in a call's larger outputs, and the inputs in place of x, `[B, m]`; else None.
 
     Args:
         call: first call of a step.
         rows: its inputs with one row per sample, then those of other calls.
         output: output of the last call.
         x: samples, `[B, n]` if they are flat.
-
-    Returns:
-        (the maps, the inputs that the outputs are the velocities of, `[B, m]`).
     """
     if x.ndim != 2:
         return None
@@ -336,7 +331,7 @@ def _find_control_output(leaf: Tensor, controls: Sequence[Sequence[Tensor]]) -> 
     return next((entry[:2] for entry in (*same, *equal)), None)
 
 
-def _have_same_inputs(left: Sequence[Call], right: Sequence[Call]) -> bool:
+def _inputs_match(left: Sequence[Call], right: Sequence[Call]) -> bool:
     """Return whether two steps call the transformer with the same inputs, apart from the sample and rows per sample."""
     return len(left) == len(right) and all(
         one.component == other.component

@@ -136,8 +136,7 @@ def find_combinations(
         scales: guidance scales of the pipeline's call.
         rescales: strengths of rescaled guidance.
         sizes: elements of each piece of flat samples and parts; empty for samples of one piece.
-        whole: for parts that are larger than flat samples: the sample's elements in them, and the inputs in place of x,
-            `[B, m]`.
+        whole: for parts larger than flat samples: the sample's elements in them, and inputs in place of x, `[B, m]`.
     """
 
     def match(combination: Combination, outputs: Sequence[Tensor]) -> Combination | None:

@@ -32,9 +32,7 @@ class ExpertProxy(nn.Module):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **arguments: Any) -> tuple[Tensor]:
         """Return the output of the network; ReplayError if the timesteps belong to the other one."""
         if bool((host_values.read(timestep) < self.experts.boundary).any()) != (self.part == EXPERTS[1]):
-            raise build_error(
-                "the pipeline", f"its {self.part} is called on the other side of the boundary between its networks"
-            )
+            raise build_error("the pipeline", f"its {self.part} is called on the other side of the boundary of its networks")
         timestep = host_values.to_device(timestep, hidden_states.device)
         return self.experts(hidden_states=hidden_states, timestep=timestep, **arguments)
 

@@ -28,9 +28,7 @@ def fill_model(
     """Fill a model, which may be on the meta device, with the tensors of a file, and return it.
 
     Args:
-        model: the model.
-        tensors: tensors by the model's names.
-        source: file of the tensors, for messages.
+        model, tensors, source: the model, tensors by its names, and their file for messages.
         kind: name of the model with its article, for messages.
         dtype: dtype of the filled model.
 

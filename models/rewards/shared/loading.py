@@ -99,14 +99,12 @@ def load_model(kind: Any, weights: str | Path, revision: str | None) -> Any:
     """
     from transformers import AutoConfig
 
-    source, expected = resolve_weights(weights), kind.config_class.model_type
+    source, expected, what = resolve_weights(weights), kind.config_class.model_type, f"the weights {weights}"
     with silence():
-        config = fetch(f"the weights {weights}", AutoConfig.from_pretrained, source, revision=revision)
+        config = fetch(what, AutoConfig.from_pretrained, source, revision=revision)
         if config.model_type != expected:
             raise LoadingError(f"the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}")
-        model, report = fetch(
-            f"the weights {weights}", kind.from_pretrained, source, revision=revision, output_loading_info=True
-        )
+        model, report = fetch(what, kind.from_pretrained, source, revision=revision, output_loading_info=True)
     # Position ids are constants that only some versions of transformers save.
     check_complete(weights, missing=[name for name in report["missing_keys"] if not name.endswith("_ids")])
     return model

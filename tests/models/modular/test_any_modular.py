@@ -263,7 +263,7 @@ def test_a_network_that_keeps_what_it_computed_is_refused(folder: Folders) -> No
 
     forward.__signature__ = __import__("inspect").signature(own)  # type: ignore[attr-defined]
     module.forward = forward
-    refuses("its velocity depends on the calls before", model.check, module, prompts("Flux3"))
+    refuses("its velocity depends on earlier calls", model.check, module, prompts("Flux3"))
 
 
 def test_a_step_that_changes_samples_is_refused(folder: Folders, monkeypatch: Patch) -> None:
@@ -352,9 +352,7 @@ def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkey
 
     monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
     with replace_surroundings("WanModularPipeline", 32):
-        refuses(
-            "its steps call the network 2 to 3 times, expected as often each", lambda: opened("Wan", folder("Wan")).known
-        )
+        refuses("its steps call the network 2 to 3 times, expected one number", lambda: opened("Wan", folder("Wan")).known)
 
 
 @pytest.mark.parametrize(
