@@ -270,10 +270,8 @@ def to_train(
         error = model.check(module, model_inputs([*train[:2], *train[:1]][:2]))
         columns_of_media = media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {columns_of_media[name]}" for name in train[0].media)
-        layers, trained = (
-            len(find_lora_layers(module)),
-            sum(part.numel() for part in module.parameters() if part.requires_grad),
-        )
+        layers = len(find_lora_layers(module))
+        trained = sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
         asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
         scale = model.call_arguments.get("guidance_scale", guidance.scale)

@@ -165,9 +165,7 @@ def _try_step(pipeline: str, stream: LoopStream, scheduler: Any, call: Any) -> l
         try:
             ends.append(float(copy.deepcopy(scheduler).step(v * like, call.t, x * like, return_dict=False)[0].flatten()[0]))
         except Exception as error:
-            raise build_error(
-                pipeline, f"its {stream.scheduler} ({type(scheduler).__name__}) cannot step: {error}"
-            ) from error
+            raise build_error(pipeline, f"its {stream.scheduler} ({type(scheduler).__name__}) fails: {error}") from error
     return ends
 
 

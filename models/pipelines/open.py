@@ -121,15 +121,14 @@ def _import(spec: str, label: str) -> Any:
     return target
 
 
-def _call(factory: Any, label: str, *args: Any, **options: Any) -> Any:
+def _call(entry: Any, label: str, *args: Any, **options: Any) -> Any:
     """Return the result of an adapter's class or function, or raise ValueError in one line."""
-    if not callable(factory):
+    if not callable(entry):
         raise ValueError(
-            f"adapter {label!r} is of type {type(factory).__name__}, expected a DiffusionModel, or a class or function of "
-            "one"
+            f"adapter {label!r} is of type {type(entry).__name__}, expected a DiffusionModel, or a class or function of one"
         )
     try:
-        return factory(*args, **options)
+        return entry(*args, **options)
     except Exception as error:  # user-defined, too
         raise ValueError(f"adapter {label!r} cannot be opened: {format_error(error)}") from error
 

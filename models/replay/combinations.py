@@ -216,7 +216,7 @@ def _fit(
     solved = _solve_least_squares([tensor.flatten() for tensor in _gather_all(gather_map, (*parts, x))], v.flatten())
     rounded = (_round_weights(solved, digits) for digits in DIGITS)
     each = [FittedSum(weights[:-1], weights[-1], v.dtype) for weights in rounded]
-    best = _choose_best(each, parts, v, x, level, gather_map)
+    best = _choose(each, parts, v, x, level, gather_map)
     return None if best is None or (len(parts) == 1 and (best.weights[0] != 1 or best.of_sample != 0)) else best
 
 
@@ -241,7 +241,7 @@ def _fit_rescaled(
     weights = torch.tensor([[weight / sum(fit[:-1]) for weight in fit[:-1]] for fit in fits]).mean(0).tolist()
     for strength, cond, clean in product(filter(None, strengths), range(len(parts)), (True, False)):
         each = [RescaledSum(_round_weights(weights, digits), cond, strength, clean, v.dtype) for digits in DIGITS]
-        if (best := _choose_best(each, parts, v, x, level, gather_map)) is not None:
+        if (best := _choose(each, parts, v, x, level, gather_map)) is not None:
             return best
     return None
 
@@ -264,7 +264,7 @@ def _solve_least_squares(columns: Sequence[Tensor], wanted: Tensor) -> list[floa
     return torch.linalg.lstsq(table, target, driver="gelsd").solution[:, 0].tolist()
 
 
-def _choose_best(
+def _choose(
     candidates: Sequence[T], parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, gather_map: GatherMap | None
 ) -> T | None:
     """Return the first candidate whose error is at most twice the least; None if the least exceeds rounding.

@@ -256,10 +256,8 @@ class WeightSync:
         name = f"lora-{push.version}{push.label}"
         with self._writing(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
-        scaling, sums = (
-            float(next(iter(find_lora_layers(push.module).values())).scaling[adapter]),
-            dict[tuple[str, Dtype], str](),
-        )
+        scaling = float(next(iter(find_lora_layers(push.module).values())).scaling[adapter])
+        sums = dict[tuple[str, Dtype], str]()
         dtypes = self._dtypes_of(push)
         for part in self._parameters if self.world.is_main and self.verify else ():
             tensors = load_file(_adapter_folder(self.path / name, part) / LORA)

@@ -69,10 +69,9 @@ def test_recognisers_recognise_unseen_digits() -> None:
 def test_characters_is_the_fraction_of_correct_characters() -> None:
     """One image scored against other codes: a quarter per correct position, averaged over the classifiers."""
     images = Handwriting().decode(draw_codes(key(3), ["0427"]))
-    assert load_reward_recogniser().read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
-    scores = [
-        float(load_reward_recogniser().characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")
-    ]
+    recogniser = load_reward_recogniser()
+    assert recogniser.read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
+    scores = [float(recogniser.characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
     assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]
     assert load_reward_recogniser().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
     divided = DigitRecogniser(*load_reward_recogniser().classifiers, _AlwaysOne())

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.combinations import (
-    Combination,
-    FittedSum,
-    JoinedPieces,
-    RescaledSum,
-    _choose_best,
-    find_combinations,
-)
+from fluvial.models.replay.combinations import Combination, FittedSum, JoinedPieces, RescaledSum, _choose, find_combinations
 from fluvial.models.replay.gather_maps import GatherMap, WholeInputs
 
 SIGMA = 0.6
@@ -131,5 +124,5 @@ def test_the_fewest_digits_count_where_noise_is_in_the_others() -> None:
     parts, x = [torch.randn(5, 20, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)], torch.zeros(5, 20)
     few, many = (FittedSum((3.0, -2.0 + off), 0.0, torch.float32) for off in (0.0, 1e-5))
     level = torch.full((5,), 0.5)
-    assert _choose_best([few, many], parts, few(parts, x, level), x, level, None) == few
-    assert _choose_best([many, many], parts, few(parts, x, level), x, level, None) is None
+    assert _choose([few, many], parts, few(parts, x, level), x, level, None) == few
+    assert _choose([many, many], parts, few(parts, x, level), x, level, None) is None
