@@ -273,8 +273,7 @@ def run_step(
     """Run the loop's blocks for one step, with gradients.
 
     Args:
-        pipe: the pipeline.
-        blocks: its blocks.
+        pipe, blocks: the pipeline and its blocks.
         values: inputs of the step by name; the blocks may write into their dicts and lists.
         variables: variables of the loop; `t` holds the variable named by `Blocks.clock`.
         networks: replacements of parts of the pipeline, by name.
@@ -338,12 +337,7 @@ class BlockComponents:
 
 
 class BlockNetwork:
-    """A network as the blocks see it: it reports the dtype of the computation, not that of its weights.
-
-    Args:
-        module: the network.
-        device, dtype: device and dtype of the computation.
-    """
+    """A network as the blocks see it: it reports the device and dtype of the computation, not those of its weights."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         vars(self).update(_module=module, device=device, dtype=dtype)
@@ -402,12 +396,7 @@ class OutputNeeded(Exception):
 
 
 class ReplayedNetwork(BlockNetwork):
-    """A network that returns given outputs; the call after them raises `OutputNeeded`.
-
-    Args:
-        network: the network.
-        outputs: outputs of the calls of all networks of a step, in order.
-    """
+    """A network that returns given outputs, shared by all networks of a step; the call after them raises `OutputNeeded`."""
 
     def __init__(self, network: BlockNetwork, outputs: Iterator[Any]) -> None:
         super().__init__(*(vars(network)[name] for name in ("_module", "device", "dtype")))

@@ -204,8 +204,7 @@ def find_velocity(
     """Return the velocity of a pipeline, found by probes with noise in place of its trained network.
 
     Args:
-        pipe: the pipeline with stand-ins for what is trained.
-        blocks: its blocks.
+        pipe, blocks: the pipeline, with stand-ins for its trained parts, and its blocks.
         loop_inputs: inputs of the steps for a prompt.
         parts: names of the trained parts.
         compute: dtype that the network computes in.

@@ -134,7 +134,7 @@ class AnyPipeline(WithExperts):
         self._frozen: dict[str, Any] = {}  # frozen networks that the pipeline has stand-ins for, too
         self._known: PromptFreeValues | None = None
         self._latents: LatentLayout | None = None
-        self._decoding_uses_images: bool | None = None  # see `_check_decoding`
+        self._decoding_uses_images: bool | None = None  # see `_needs_images_to_decode`
 
     def _identify(self, local: Path, example: TextPrompt) -> tuple[str, str, dict[str, inspect.Parameter]]:
         """Return the class names of a folder's pipeline and network, and the parameters of the pipeline's call."""
@@ -264,7 +264,7 @@ class AnyPipeline(WithExperts):
         prompts = [self.example] * len(latents) if prompts is None else list(prompts)
         if (scale := self.known.model.scale) != 1:
             latents = add_offset(latents, scale, self.encode(prompts)[-1])
-        if not self._check_decoding():
+        if not self._needs_images_to_decode():
             prompts = [self.example] * len(latents)
         first = 0
         for prompt, same in groupby(prompts):
@@ -296,7 +296,7 @@ class AnyPipeline(WithExperts):
             raise ValueError(f"{self.pipeline} makes no sounds")
         return Sounds(torch.cat(waves).to(latents.device), rate)
 
-    def _check_decoding(self) -> bool:
+    def _needs_images_to_decode(self) -> bool:
         """Return whether decoding uses the images of the prompt: other images change the output for the same sample."""
         if isinstance(self.example, str):
             return False
@@ -503,12 +503,7 @@ class AnyPipeline(WithExperts):
         return {part: make_stand_in(network, self.device, self.compute) for part, network in networks.items()}
 
     def _freeze(self, pipe: Any, register: Callable[..., None]) -> None:
-        """Freeze the other parts of a pipeline on the device; its VAE encodes to modes, and its scheduler takes Euler steps.
-
-        Args:
-            pipe: the pipeline.
-            register: function that replaces parts of it.
-        """
+        """Freeze the other parts of a pipeline on the device; its VAE encodes to modes, its scheduler takes Euler steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         for name, part in pipe.components.items():
@@ -526,9 +521,7 @@ class AnyPipeline(WithExperts):
     ) -> Iterator[tuple[int, DryRun]]:
         """Yield runs on several numbers of copies, see `_dry_run`: an input may have the length of one by coincidence.
 
-        Args:
-            pipe, prompt, apart: see `_dry_run`.
-            single: kinds of forms to try, for several samples or for single ones; by default the one that is known to work.
+        `single` are the kinds of forms to try, for several samples or for single ones; by default the one known to work.
         """
         failed = list[ValueError]()
         for kind in (self._single,) if single is None else single:

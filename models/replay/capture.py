@@ -52,12 +52,9 @@ class Capture:
     """Record of the inputs and outputs of a part within each step, until the scheduler receives the velocity.
 
     Args:
-        pipe: the pipeline.
-        component: name of the trained part.
-        call: arguments of the pipeline's call.
+        pipe, component, call: the pipeline, the name of its trained part, and the arguments of its call.
         apart: whether samples have separate forward passes; tensors without a batch dimension then belong to a prompt.
-        single: whether there is one sample. In low precision many of its elements are equal, so it is searched for among
-            other numbers as one block only.
+        single: whether there is one sample; with many equal elements in low precision, it is searched for as one block.
         gather_maps: maps known from a run on several samples, see `find_in_input`.
 
     Raises:
@@ -231,11 +228,7 @@ def _list_piece_sizes(observed: Sequence[tuple[str, Any, Any]], x: Tensor) -> tu
 def _locate_whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[WholeInputs, Tensor] | None:
     """Return the maps of flat samples in a call's larger outputs, and the inputs in place of x, `[B, m]`; else None.
 
-    Args:
-        call: first call of a step.
-        rows: its inputs with one row per sample, then those of other calls.
-        output: output of the last call.
-        x: samples, `[B, n]` if they are flat.
+    `call` is the first call of a step, `output` that of its last call; `rows` are inputs with one row per sample.
     """
     if x.ndim != 2:
         return None
@@ -276,8 +269,7 @@ def _trace_inputs(
         arguments: (args, kwargs) of the call.
         x: samples `[B, *event]`.
         controls: tensors that each earlier call of the step returned; empty for calls other than a control network's.
-        apart: see `Capture`.
-        match_sample: see `_match_sample`.
+        apart, match_sample: see `Capture` and `_match_sample`.
     """
     leaves, tree = optree.tree_flatten(arguments)
     copies, mixed = zip(*(match_sample(leaf, x) for leaf in leaves), strict=True)

@@ -169,7 +169,7 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(folder: Folders, monk
     first, second = model.decode(latents, asked)
     assert not torch.equal(first, second)
     torch.testing.assert_close(model.decode(latents, asked[::-1])[1], first)
-    monkeypatch.setattr(type(model), "_decoding_sees_images", lambda self: False)  # all with the example's
+    monkeypatch.setattr(type(model), "_needs_images_to_decode", lambda self: False)  # all with the example's
     refuses("its last samples, decoded, differ from its own images", model.check, module, asked)
 
 

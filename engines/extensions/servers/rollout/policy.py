@@ -122,9 +122,9 @@ class ServedPolicy:
     def check_rate(self, fps: int | None) -> None:
         """Raise RequestError for another frame rate than that of a recorded pipeline whose call takes one."""
         model: Any = self.model
-        asked, takes = getattr(model, "asked", {}), getattr(model, "takes", {})
+        arguments, takes = getattr(model, "call_arguments", {}), getattr(model, "takes", {})
         for name in RATES if fps is not None and is_recorded(model) else ():
-            rate = asked.get(name, takes[name].default) if name in takes else fps
+            rate = arguments.get(name, takes[name].default) if name in takes else fps
             if rate != fps:
                 raise RequestError(f"fps is {fps}, and this pipeline was opened with {name} {rate}: leave fps out")
 
