@@ -176,8 +176,7 @@ class ModularVelocity:
             after = run_step(self.pipe, self.blocks, values, variables, networks).after
             pairs = ((each.gather(values[each.field]), each.gather(getattr(after, each.field))) for each in self.streams)
             return torch.cat([(x - clean) / level for x, clean in pairs])
-        count = len(self.streams)
-        calls = run_step(self.pipe, self.blocks, values, variables, networks, last_call=count).calls
+        calls = run_step(self.pipe, self.blocks, values, variables, networks, last_call=len(self.streams)).calls
         called = zip(self.streams, calls, strict=True)
         return torch.cat([stream.sign * stream.gather(call.output) for stream, call in called])
 

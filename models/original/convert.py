@@ -114,9 +114,8 @@ def adapter_to_original(
         factors: A `[rank, in]` and B `[out, rank]` by layer, all of one rank.
         network: adapted network, for the sizes of its layers.
         alpha: scale of the adapter before it is divided by the rank.
-        lengths: for a DoRA, lengths of rows `[out]` by layer, including the layers of `include_joined`. ComfyUI divides them
-            by the norms of the rows of W and multiplies W + s B A by the result (comfy/weight_adapter/base.py,
-            `weight_decompose`).
+        lengths: for a DoRA, by layer, including those of `include_joined`: the lengths `[out]` that ComfyUI divides by the
+            norms of W's rows and multiplies W + s B A by (comfy/weight_adapter/base.py, `weight_decompose`).
 
     Raises:
         ValueError: a layer has no original name.

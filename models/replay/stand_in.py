@@ -20,10 +20,7 @@ def make_stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
     The noise has the output type and shapes of the network, which runs on the meta device once per kind of input. A network
     that reads values, which meta tensors lack, returns one tensor shaped like its input. The attribute `unlike` becomes true
     if the network refuses the shapes of its inputs: PRX's guidance takes one sample at a time.
-
-    Args:
-        network: the network on the meta device.
-        on, compute: device and dtype that the stand-in reports, and that its noise has.
+    `on` and `compute` are the device and dtype that the stand-in reports, and that its noise has.
     """
     kind, source = type(network), torch.Generator().manual_seed(0)
     empty = copy.deepcopy(network).to("meta")

@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import shifted
-from fluvial.models.handwriting import (
-    BASE,
-    Handwriting,
-    draw_codes,
-    list_codes,
-    load_digits,
-    load_heldout_recogniser,
-    load_reward_recogniser,
-)
+from fluvial.models.handwriting import BASE, Handwriting, draw_codes, list_codes, load_digits
 from fluvial.models.handwriting.model import CONFIG
-from fluvial.models.handwriting.recognisers import DigitRecogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser, load_heldout_recogniser, load_reward_recogniser
 from fluvial.models.pixel_model import SHIFT
 
 
@@ -68,8 +60,7 @@ def test_recognisers_recognise_unseen_digits() -> None:
 
 def test_characters_is_the_fraction_of_correct_characters() -> None:
     """One image scored against other codes: a quarter per correct position, averaged over the classifiers."""
-    images = Handwriting().decode(draw_codes(key(3), ["0427"]))
-    recogniser = load_reward_recogniser()
+    recogniser, images = load_reward_recogniser(), Handwriting().decode(draw_codes(key(3), ["0427"]))
     assert recogniser.read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
     scores = [float(recogniser.characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
     assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]

@@ -16,9 +16,8 @@ from fluvial.models.pipelines.dit import DiT
 def test_a_prompt_is_the_number_or_a_name_of_a_class() -> None:
     model = DiT.__new__(DiT)
     model.names, model.folder = {"two cats": 1, "cats": 1, "tench": 0}, Path("dit")
-    classes = [model.find_class(each) for each in ("207", "two cats", "cats", "1", "")]
-    cond = model.build_cond({"classes": torch.tensor(classes)})
-    assert cond.classes.tolist() == [207, 1, 1, 1, 1000]
+    classes = torch.tensor([model.find_class(each) for each in ("207", "two cats", "cats", "1", "")])
+    assert model.build_cond({"classes": classes}).classes.tolist() == [207, 1, 1, 1, 1000]
     refuses("'1000' is not a class: expected a number from 0 to 999", model.check_prompt, "1000")
     refuses("as two cats", model.check_prompt, "tow cats")
     model.names = {}
