@@ -221,10 +221,10 @@ def levels(u: Tensor, prediction: Prediction) -> Tensor:
     A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
     drawn uniformly.
     """
-    from fluvial.models.handwriting.model import alphas_cumprod
+    from fluvial.models.handwriting.model import compute_alphas_cumprod
     from fluvial.models.pixel_model import SHIFT
 
     if prediction == "velocity":
         return SHIFT * u / (1 + (SHIFT - 1) * u)
-    powers = alphas_cumprod(u.device)
+    powers = compute_alphas_cumprod(u.device)
     return powers[(u * len(powers)).long()]

@@ -34,7 +34,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device, deterministic
+from fluvial.models.device import find_default_device, use_deterministic_algorithms
 
 START = "start"
 HELDOUT = "held-out prompts"
@@ -344,7 +344,7 @@ def _of_checkpoint(
         kept = {field: getattr(run.pipeline, field) for field in ("sizes", "height", "width", "weights")}
         pipeline = replace(config.pipeline, **kept)
         run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
-    stack.enter_context(deterministic(run.engine.deterministic))
+    stack.enter_context(use_deterministic_algorithms(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
 
     @contextmanager
@@ -379,7 +379,7 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
 def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     """Return the job of a model, with other weights if a folder is given."""
     guidance = Guidance(config.guidance, config.negative)
-    compute = _engine(config).compute_dtype(default_device())
+    compute = _engine(config).compute_dtype(find_default_device())
     return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 

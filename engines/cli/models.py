@@ -71,23 +71,23 @@ def write_tiny(args: Sequence[str]) -> None:
     """Write a tiny random pipeline of a class, and print how it is trained."""
     if len(args) != 4 or args[2] != OUT:
         raise UsageError(f"models: expected {TINY} CLASS {OUT} FOLDER, got {' '.join(args)} (fluvial models --help)")
-    from fluvial.models.pipelines.folder import quietly
-    from fluvial.models.pipelines.open import built_in
+    from fluvial.models.pipelines.folder import silence
+    from fluvial.models.pipelines.open import list_adapters
     from fluvial.models.tiny.modular import find_call, save
     from fluvial.models.tiny.pipelines import UnknownPart, has_transformer
-    from fluvial.models.tiny.settings import special
+    from fluvial.models.tiny.settings import look_up
 
-    name, folder, adapters = args[1], Path(args[3]), built_in()
+    name, folder, adapters = args[1], Path(args[3]), list_adapters()
     if not (name in adapters or has_transformer(name)):
         raise UsageError(
             f"{TINY} is {name!r}, expected a class of diffusers with a transformer or one of {', '.join(adapters)}"
         )
     if folder.exists():
         raise UsageError(f"{OUT} is {folder}, which is there already: name a new folder")
-    with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), quietly():
+    with convert_errors(UsageError, UnknownPart, says=f"{name} cannot be made tiny"), silence():
         save(name, folder)
     asked, recipe = find_call(name), "ddpo" if name in adapters and adapters[name].prediction == "epsilon" else "grpo"
-    is_classes = "id2label" in special(name, "own", {})  # a prompt is a class, by its number or name
+    is_classes = "id2label" in look_up(name, "own", {})  # a prompt is a class, by its number or name
     prompts = "prompts.jsonl" if asked.media else "classes.txt" if is_classes else "@animals"
     sizes = "--updates 2 --sampling.prompts 2 --sampling.group 2 --sampling.steps 4"
     size = f"--pipeline.height {asked.size} --pipeline.width {asked.size}"
@@ -102,11 +102,11 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
     from fluvial.bench.trial.pipelines import format_table, measure
     from fluvial.engines.cli.main import run as command
-    from fluvial.models.tiny.pipelines import has_transformer, pipelines
+    from fluvial.models.tiny.pipelines import has_transformer, list_pipelines
 
     if unknown := [name for name in names if not has_transformer(name)]:
         raise UsageError(f"models --measured: the installed diffusers has no {unknown[0]}, or it has no transformer")
-    if not (known := names or pipelines()):
+    if not (known := names or list_pipelines()):
         raise RunError(
             "models --measured: diffusers' pipelines cannot be imported: python -c 'from diffusers import FluxPipeline'"
         )

@@ -36,7 +36,7 @@ from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.scoring.warm_up import warm_up
 from fluvial.engines.streams import Stream
 from fluvial.models import decode_samples
-from fluvial.models.device import default_device
+from fluvial.models.device import find_default_device
 
 MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
 
@@ -131,7 +131,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
     Of each group only the two are kept, so that memory does not grow with the number of samples.
     """
     weighted = select(job.rewards, config.rewards, videos=has_frames(config.pipeline.frames, job.shape))
-    device = default_device()
+    device = find_default_device()
     schedule = on_device(job.model.schedule(config.steps, job.shape), device)
     tokens = TextLengths(job.model).of(config.guidance.texts(job.model, asked))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)

@@ -86,7 +86,7 @@ def wrap_row(row: str) -> list[str]:
 
 def _to_install(model: RewardModel) -> str:
     """Return what has to be installed for a reward, or nothing."""
-    missing = model.missing()
+    missing = model.list_missing_packages()
     return f"; needs pip install '{model.install}' ({', '.join(missing)})" if missing else ""
 
 

@@ -31,8 +31,8 @@ from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, gene
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import score
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device
-from fluvial.models.original.whole import pipeline_folder
+from fluvial.models.device import find_default_device
+from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines.open import has_adapter
 
 
@@ -113,11 +113,11 @@ def sample(name: str, config: SampleConfig) -> Path:
         check_columns(job.model, [*job.prompts[:1], *prompts], media)
         if is_recorded(model := cast(Any, job.model)):
             job = replace(job, model=model.adapt_to(model_inputs(prompts)))
-        module = jobs.build(job).to(default_device()).eval()
+        module = jobs.build(job).to(find_default_device()).eval()
         sheets = [_sheet(job, module, prompts, config, name)]
         if config.lora is not None:
             add_adapter(module, job, config.lora, field="lora")
-            sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
+            sheets.append(_sheet(job, module.to(find_default_device()), prompts, config, f"with {config.lora}"))
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         images.stack_images(sheets).save(config.out)
@@ -131,7 +131,7 @@ def _find_recorded(model: str, config: SampleConfig, files: tuple[str, ...]) -> 
     if not files or model in MODELS or is_adapter(model):
         return ()
     asked = config.pipeline
-    folder = pipeline_folder(model, trust_remote_code=asked.trust_remote_code, settings=asked.settings)
+    folder = find_pipeline_folder(model, trust_remote_code=asked.trust_remote_code, settings=asked.settings)
     return () if has_adapter(folder) else files
 
 
@@ -147,7 +147,7 @@ def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> PromptTable
 def _sheet(job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str) -> images.Image.Image:
     """Return samples of each prompt side by side, with their scores where the model comes with an evaluator."""
     model, prompts = job.model, [prompt for prompt in asked for _ in range(config.each)]
-    schedule = on_device(model.schedule(config.steps, job.shape), default_device())
+    schedule = on_device(model.schedule(config.steps, job.shape), find_default_device())
     tokens = TextLengths(model).of(config.guidance.texts(model, prompts))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
     requests = Requests(prompts, range(len(prompts)), key(config.seed))

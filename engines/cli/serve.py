@@ -99,14 +99,14 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, build_control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
-    from fluvial.models.device import deterministic
+    from fluvial.models.device import use_deterministic_algorithms
 
     key, admin = read_key(config.host), read_admin_key()
     check_pipeline(config.pipeline)
     if int(os.environ.get("RANK", 0)) == 0:
         check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
-    with init_world() as world, deterministic(config.deterministic):
+    with init_world() as world, use_deterministic_algorithms(config.deterministic):
         policy = open_policy(
             name,
             weights=config.weights,

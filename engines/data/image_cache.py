@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import save_tensors
 from fluvial.engines.waits import wait_for
-from fluvial.models.digests import digest_file, encoding_code
+from fluvial.models.digests import describe_encoding_code, digest_file
 from fluvial.models.images import describe_file
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
@@ -238,7 +238,7 @@ class ImageCache:
     def _file(self, image: Image, size: Size | None) -> Path:
         """Return the file of an image at a size: by its bytes, the settings, and the code that opens and encodes it."""
         try:
-            key = [self.settings, encoding_code(), str(size), digest_file(image)]
+            key = [self.settings, describe_encoding_code(), str(size), digest_file(image)]
         except OSError as error:
             raise UsageError(f"{image!s} cannot be read as an image: {error.strerror}") from error
         return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.safetensors"

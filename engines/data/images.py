@@ -16,7 +16,7 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import CAPTION_FILES, FileRecord, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 from fluvial.models import images as files
-from fluvial.models.images import ENDINGS, natural
+from fluvial.models.images import ENDINGS, compute_sort_key
 
 CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
 REPEATS = re.compile(r"(\d+)_(.+)")  # name of a folder of kohya: how often its images are drawn, and what they show
@@ -54,7 +54,7 @@ def read_size(image: Path | bytes) -> Size:
         UsageError: it is not an image that can be read; the message names it.
     """
     try:
-        return Size(*files.image_size(image))
+        return Size(*files.read_image_size(image))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -107,7 +107,7 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
 def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the captions of a folder whose images have a text file of the same name beside them."""
     seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    files = sorted((file for file in seen if file.is_file()), key=natural)
+    files = sorted((file for file in seen if file.is_file()), key=compute_sort_key)
     images = [file for file in files if file.suffix.lower() in ENDINGS]
     named = {file.with_suffix("") for file in images}
     repeats = {image.parent: REPEATS.fullmatch(image.parent.name) for image in images}

@@ -102,7 +102,7 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
     Raises:
         UsageError: the folder already holds preferences, or cannot be written.
     """
-    from fluvial.models.images import as_image
+    from fluvial.models.images import to_image
 
     claim_preferences(folder)
     try:
@@ -110,7 +110,7 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
         for number, (prompt, *both) in enumerate(chosen):
             names = [f"{number:06d}-{side}.png" for side in ("win", "lose")]
             for name, image in zip(names, both, strict=True):
-                as_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
+                to_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
             lines.append(json.dumps({"prompt": prompt, "win": names[0], "lose": names[1]}))
         (folder / PREFERENCES).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:

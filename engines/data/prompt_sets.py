@@ -95,9 +95,9 @@ def drawbench_like(part: Part) -> Iterator[Record]:
 
 def handwriting(part: Part, first: str) -> Iterator[Record]:
     """Codes of the built-in model of handwriting whose first digit is one of `first`."""
-    from fluvial.models.handwriting import codes  # imports torch
+    from fluvial.models.handwriting import list_codes  # imports torch
 
-    yield from ({"prompt": code} for code in codes(part) if code[0] in first)
+    yield from ({"prompt": code} for code in list_codes(part) if code[0] in first)
 
 
 PROMPT_SETS: dict[str, PromptSet] = {

@@ -16,7 +16,7 @@ from fluvial.engines.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fluvial.models.replay.media import Source, TextPrompt
+    from fluvial.models.replay.media import MediaSource, TextPrompt
 
 MOST_WEIGHT = 1000.0
 Split = dict[str, dict[str, dict[str, float]]]  # mean scores by kind of part (sources, tags), part and name
@@ -57,7 +57,7 @@ class Prompt:
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     size: Size | None = None
-    media: "Mapping[str, Source]" = field(default_factory=dict, hash=False)
+    media: "Mapping[str, MediaSource]" = field(default_factory=dict, hash=False)
 
     @property
     def model_input(self) -> "TextPrompt":
@@ -172,7 +172,7 @@ def read_column(row: FileRecord, column: str) -> str | None:
     return value
 
 
-def read_files(value: Any, where: str, folder: Path) -> "Source":
+def read_files(value: Any, where: str, folder: Path) -> "MediaSource":
     """Return the file, or the files of a list, that a column names or holds, see `read_file`."""
     if not isinstance(value, list):
         return read_file(value, where, folder, or_folder=True)
@@ -181,7 +181,7 @@ def read_files(value: Any, where: str, folder: Path) -> "Source":
     return tuple(read_file(one, where, folder, or_folder=True) for one in value)
 
 
-def _first(source: "Source | None") -> Path | bytes | None:
+def _first(source: "MediaSource | None") -> Path | bytes | None:
     return source[0] if isinstance(source, tuple) else source
 
 

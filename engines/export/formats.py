@@ -14,11 +14,11 @@ from fluvial.engines.export.model_folder import export, split_by_network, write_
 from fluvial.engines.files import save_tensors
 from fluvial.engines.gathered import gather, gather_weights
 from fluvial.models import DiffusionModel
-from fluvial.models.lora import Dora, adapter_parts, linear_layers, lora_layers, lora_settings, read_form
+from fluvial.models.lora import Dora, describe_lora, find_linear_layers, find_lora_layers, map_adapter_parts, read_form
 from fluvial.models.lora_files import COMFY_DORA
-from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms, widen
+from fluvial.models.lora_layer import MAGNITUDE, compute_growth, compute_row_norms, widen
 from fluvial.models.original.convert import adapter_to_original, include_joined, lokr_to_original, to_original
-from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
+from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, OriginalNames
 
 Format = Literal["lora", "merged", "full", "comfyui"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -82,7 +82,7 @@ def write(
         UsageError: the model has no such format.
         RunError: the folder cannot be written.
     """
-    adapted = lora_settings(module) is not None
+    adapted = describe_lora(module) is not None
     check_format(kind, model, adapted=adapted, merge=merge)
     options: dict[str, Any] = {"average": average, "dtype": dtype, "world": world}
     if kind == "lora":
@@ -102,12 +102,12 @@ def write(
 
 def copy_parts(folder: Path, out: Path, *, without: list[str]) -> None:
     """Copy a pipeline's index, its licence and the parts that it names to `out`, without some; links are followed."""
-    from fluvial.models.pipelines.folder import entries, find_index
+    from fluvial.models.pipelines.folder import find_index, read_entries
 
     out.mkdir(parents=True, exist_ok=True)
     for file in (find_index(folder), *sorted(folder.glob("LICENSE*"))):
         shutil.copyfile(file, out / file.name)
-    for part, kind in entries(folder).items():
+    for part, kind in read_entries(folder).items():
         if kind is not None and part not in without and (folder / part).is_dir():
             shutil.copytree(folder / part, out / part)
 
@@ -123,7 +123,7 @@ def _write_original(
     world: World,
 ) -> None:
     """Write the adapter or the merged weights of each network in the original layout."""
-    settings = lora_settings(module)
+    settings = describe_lora(module)
     chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": settings is not None}
     gathered = gather_weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
@@ -135,7 +135,7 @@ def _write_original(
             return
         scales = {name: part for name, _, part in split_by_network(module, lengths)}
         for name, network, stripped in split_by_network(module, tensors):
-            original = Original(pipeline, network.config)
+            original = OriginalNames(pipeline, network.config)
             if adapter:
                 assert settings is not None
                 converted = _adapter_to_original(original, network, stripped, settings, scales[name])
@@ -156,25 +156,25 @@ def _lengths(
     Layers that are joined with adapted ones are among them, with the norms of their rows, so
     that they do not change.
     """
-    parts, linear, lengths_by_name = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
+    parts, linear, lengths_by_name = map_adapter_parts(module, "default"), find_linear_layers(module), dict[str, Tensor]()
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
         prefix = f"{name}." if name else ""
-        for layer in include_joined(Original(pipeline, network.config), network, lora_layers(network)):
+        for layer in include_joined(OriginalNames(pipeline, network.config), network, find_lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
             weight = widen(gather(weight.detach())).cpu()
             if not world.is_main:
                 continue
-            norms = row_norms(weight)
+            norms = compute_row_norms(weight)
             if keys := parts.get(prefix + layer):
                 a, b, lengths = (tensors[keys[part]].to(weight.dtype) for part in ("lora_A", "lora_B", MAGNITUDE))
                 scale = settings["alpha"] / settings["rank"]
-                norms = norms * (1 + growth(weight, a, b, lengths - norms, scale))
+                norms = norms * (1 + compute_growth(weight, a, b, lengths - norms, scale))
             lengths_by_name[prefix + layer] = norms
     return lengths_by_name
 
 
 def _adapter_to_original(
-    original: Original,
+    original: OriginalNames,
     network: nn.Module,
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, Any],
@@ -189,7 +189,7 @@ def _adapter_to_original(
         settings: rank and alpha.
         lengths: of a DoRA, see `_lengths`.
     """
-    names = adapter_parts(network, "default")
+    names = map_adapter_parts(network, "default")
     parts = {layer: {part: tensors[key] for part, key in keys.items()} for layer, keys in names.items()}
     if any("lokr_w1" in held for held in parts.values()):
         return lokr_to_original(original, parts, scale=settings["alpha"] / settings["rank"])

@@ -58,7 +58,7 @@ from fluvial.engines.waits import wait_for
 from fluvial.models import LoraConfig, Prediction, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
-from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
+from fluvial.models.lora import LowRank, add_lora, find_lora_layers, map_adapter_names
 from fluvial.models.lora_files import load_lora
 from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
@@ -244,7 +244,7 @@ def _list_trained(config: TrainConfig, module: nn.Module, name: str) -> list[str
     """Return the parameters of a network of the method that learns as an adapter of the policy's module; else none."""
     if config.train != "lora" or not isinstance(config.networks[name], Trained):
         return []
-    return [*adapter_names(module, name).values(), *list_head(module, name)]
+    return [*map_adapter_names(module, name).values(), *list_head(module, name)]
 
 
 @collective
@@ -546,7 +546,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
         with convert_errors(UsageError, ValueError):
             add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
-        layers = {*lora_layers(module)}
+        layers = {*find_lora_layers(module)}
         for name, each in teachers.items():
             if differing := layers ^ {*each.layers}:
                 whose = "it" if min(differing) in each.layers else "the policy"

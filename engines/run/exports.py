@@ -28,7 +28,7 @@ from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, read_
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.digests import join_digests
-from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, restore_lora
+from fluvial.models.lora import Dora, add_lora, describe_lora, is_adapter, restore_lora
 from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
@@ -279,7 +279,7 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
     first = next(kind for kind in type(networks[0]).__mro__ if not issubclass(kind, FSDPModule))
     pipeline = getattr(model, "pipeline", None)
     makes = {known.pipeline: known.makes for known in KNOWN}
-    settings, adapter = as_record(config), lora_settings(module)
+    settings, adapter = as_record(config), describe_lora(module)
     if adapter is not None:  # they may be those of a file
         settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
         settings["lora"]["form"] |= adapter["form"]

@@ -25,8 +25,8 @@ from fluvial.engines.run.prefetch import PREFIX, RolloutPrefetcher
 from fluvial.engines.run.record import Finder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.engines.run.run import Run
-from fluvial.models.device import processor
-from fluvial.models.lora import lora_settings
+from fluvial.models.device import describe_processor
+from fluvial.models.lora import describe_lora
 
 # Settings that may change between the start of a run and its resumption.
 NEVER = -1  # update of no checkpoint
@@ -107,7 +107,7 @@ class Saver:
             **asdict(progress),
             "runs_on": self._environment(),
             "run": as_record(with_absolute_paths(self.config)),
-            "lora": lora_settings(self.engine.module),  # with these it can be exported alone
+            "lora": describe_lora(self.engine.module),  # with these it can be exported alone
         }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.checkpoint.keep}
@@ -256,7 +256,7 @@ def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:
     engine = {name: getattr(config.engine, name.partition(".")[2]) for name in SHARDING}
     return {
         **versions(),
-        "processor": processor(world.device),
+        "processor": describe_processor(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
         **engine,

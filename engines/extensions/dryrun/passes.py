@@ -15,7 +15,7 @@ from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import split
 from fluvial.engines.extensions.simulate.fake import value_of
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.models.host_values import rows
+from fluvial.models.host_values import select_rows
 
 MICRO_BATCHES = 2  # of an update that are traced: the first, and the last, which reduces gradients
 
@@ -131,6 +131,6 @@ class ShortUpdates:
             options["parts"] = options["parts"][:most]
         if options.get("pad_to") is not None:
             options["pad_to"] = min(options["pad_to"], most)
-        few = optree.tree_map(lambda tensor: rows(tensor, slice(most)), items)
+        few = optree.tree_map(lambda tensor: select_rows(tensor, slice(most)), items)
         self._last = self.update(few, loss_fn, None if weight is None else weight[:most], **options)
         return self._last

@@ -145,7 +145,7 @@ class _Run:
         repeated = Repeated(self.simulation.mode)
         model.predict = repeated.predict(model.predict)
         if hasattr(model, "text"):
-            model.text = repeated.text(model.text)
+            model.encode_text = repeated.text(model.encode_text)
         model.decode = self._in("decode", model.decode)
         return Trainer(config, job, world)
 

@@ -15,7 +15,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply, run_in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 QUALITY = 95  # of JPEG, as published clients send it
 
@@ -54,7 +54,7 @@ def as_text(file: bytes) -> str:
 
 
 def _file(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
-    file, made = io.BytesIO(), as_image(image, width=1, colour=colour)
+    file, made = io.BytesIO(), to_image(image, width=1, colour=colour)
     if size:
         made = made.resize((size, size), Image.Resampling.BICUBIC)
     made.save(file, **options)  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass, plan
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.lora import add_lora
-from fluvial.models.shapes import MODELS, blocks
+from fluvial.models.shapes import MODELS, list_blocks
 
 # The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
 EXCESS = 0.2
@@ -54,7 +54,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
         UsageError: the transformer is too large for a CPU, or the number of ranks is not the plan's number of GPUs.
         RunError: plan and measurement do not agree.
     """
-    if name != "handwriting" and not is_accelerator(default_device()):
+    if name != "handwriting" and not is_accelerator(find_default_device()):
         raise UsageError(
             f"`check` is set, which runs the transformer here, and {name} is too large for a CPU: use handwriting or a GPU"
         )
@@ -103,11 +103,11 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
+    engine = Engine(module, list_blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
     asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)
-    whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
+    whole, larger = (model.build_inputs(samples, asked) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}

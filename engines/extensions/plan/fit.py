@@ -28,7 +28,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Base, Start, Teacher, Trained
 from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.log.progress import table
-from fluvial.models.shapes import ModularShape, text_encoder_bytes
+from fluvial.models.shapes import ModularShape, count_text_encoder_bytes
 
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
 
@@ -123,7 +123,7 @@ def _text_base(name: str, asked: PlanConfig, wanted: Any, dtype: torch.dtype) ->
         RunError: none does.
     """
     for base in TEXT_BASES if wanted == "auto" else (wanted,):
-        size = text_encoder_bytes(name, None if base == "auto" else base, dtype)
+        size = count_text_encoder_bytes(name, None if base == "auto" else base, dtype)
         if size <= asked.room:
             return base
     raise RunError(

@@ -27,7 +27,7 @@ from fluvial.engines.extensions.simulate.operators import attention
 from fluvial.engines.offload import copies_per_pass, frozen_tensors
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
-from fluvial.models.quantised import FORMATS, frozen_linear
+from fluvial.models.quantised import FORMATS, find_frozen_linear
 
 Phase = Literal["update", "rollout"]
 Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
@@ -323,7 +323,7 @@ def _measure_quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: E
     """Return the bytes of each weight that `engine.base` quantises, which every rank holds whole."""
     if engine.base == "auto":
         return {}
-    layers = [layer for part in blocks or [module] for _, _, layer in frozen_linear(part)]
+    layers = [layer for part in blocks or [module] for _, _, layer in find_frozen_linear(part)]
     return {layer.weight: FORMATS[engine.base].nbytes(layer.weight.shape) for layer in layers}
 
 

@@ -23,9 +23,9 @@ from fluvial.engines.run.jobs.settings import PipelineConfig, parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
-from fluvial.models.lora import lora_layers
-from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, blocks, model_shape
+from fluvial.models.lora import find_lora_layers
+from fluvial.models.pipelines.base import DECODE_CHUNK
+from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, find_model_shape, list_blocks
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
@@ -279,13 +279,13 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
     computed = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
     with computed():
-        latent, conditioning = model.stored(asked)
+        latent, conditioning = model.count_stored_bytes(asked)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
         copies, itemsize = 2 + config.step_cache.order, config.engine.compute_dtype(device).itemsize
         kept = copies * itemsize * _block_output(name, batch * halves, asked)
     if config.merged:
-        weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
+        weights = [layer.base_layer.weight.numel() for layer in find_lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
     def phase(kind: Phase) -> Accounting:
@@ -310,7 +310,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
             )
         return memory.account(
             module,
-            blocks(model, module),
+            list_blocks(model, module),
             optimizer=config.optimizer,
             engine=config.engine,
             device=device,
@@ -331,7 +331,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     if model.decoder is not None:
         # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
-        images = min(batch, DECODED)
+        images = min(batch, DECODE_CHUNK)
         # The pool of a graph, which holds the activations of a pass, is no other computation's.
         graph = held.graph + (held.activations if graphed else 0)
         decode = held._replace(activations=_decoder(name, images, asked), graph=graph)
@@ -388,7 +388,7 @@ def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned,
 
     config = planned.config
     number = bisect_left(
-        range(1, len(blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
+        range(1, len(list_blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
         True,
         key=lambda few: plan(name, swap(config, few)).fits,
     )
@@ -471,7 +471,7 @@ def unit_of(largest: int) -> Unit:
 def find_transformer(name: str) -> ModelShape | ModularShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
     with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
-        shape = model_shape(name)
+        shape = find_model_shape(name)
     if shape is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
     return shape
@@ -495,7 +495,7 @@ def _block_output(name: str, samples: int, asked: PassShape) -> int:
     def note(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         sizes.append(sum(leaf.numel() for leaf in optree.tree_leaves(output) if isinstance(leaf, Tensor)))
 
-    handles = [block.register_forward_hook(note) for block in blocks(model, module)]
+    handles = [block.register_forward_hook(note) for block in list_blocks(model, module)]
     with torch.no_grad():
         model.predict(module, samples, asked)
     for handle in handles:
@@ -529,8 +529,8 @@ def _activations(
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    forward = partial(model.predict, samples=samples, asked=asked)
-    return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+    forward = partial(model.predict, samples=samples, shape=asked)
+    return memory.activations(module, list_blocks(model, module), forward, engine=engine, device=device, grad=grad)
 
 
 def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:

@@ -79,5 +79,5 @@ def _reward(text: str) -> str:
     if model is None:
         return "of your own"
     facts = [f"{model.gibibytes:.2g} GiB, {model.weights}"] if model.parameters else ["nothing to download"]
-    missing = model.missing()
+    missing = model.list_missing_packages()
     return "; ".join([*facts, *([f"needs pip install '{model.install}'"] if missing else [])])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fluvial.engines.engine.shards import first_row, local
 from fluvial.engines.gathered import gather
 from fluvial.engines.sampling.source import Holder
-from fluvial.models.lora import LowRank, adapter_parameters, lora_layers, read_form
+from fluvial.models.lora import LowRank, find_adapter_parameters, find_lora_layers, read_form
 
 Values = dict[str, Tensor]  # parameters of an adapter by their short names
 SEED = 46
@@ -72,7 +72,7 @@ class Binding(NamedTuple):
 
 def has_probe(module: nn.Module) -> bool:
     """Return whether the module's adapters can be probed: they must have only low-rank factors."""
-    return bool(lora_layers(module)) and isinstance(read_form(module), LowRank)
+    return bool(find_lora_layers(module)) and isinstance(read_form(module), LowRank)
 
 
 class AdapterProbe:
@@ -84,8 +84,8 @@ class AdapterProbe:
     """
 
     def __init__(self, holder: Holder, adapter: str) -> None:
-        self.holder, self.adapter, self.layers = holder, adapter, lora_layers(holder.module)
-        parameters = adapter_parameters(holder.module, adapter)
+        self.holder, self.adapter, self.layers = holder, adapter, find_lora_layers(holder.module)
+        parameters = find_adapter_parameters(holder.module, adapter)
         self._shards = {name: (local(each).detach(), first_row(each)) for name, each in parameters.items()}
         self._original = {name: shard.clone() for name, (shard, _) in self._shards.items()}
         self.values = Values()  # unsharded, on the host

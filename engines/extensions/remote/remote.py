@@ -36,7 +36,7 @@ from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.source import Behaviour, Copy, Holder, RolloutSource
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import DiffusionModel
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 from fluvial.models.lora_layer import Product
 from fluvial.models.replay.media import list_arguments
 
@@ -193,7 +193,7 @@ class RemoteSource(RolloutSource):
         return bindings
 
     def _probe(self, engine: Holder, requests: Requests, sampling: Sampling) -> dict[str, Binding]:
-        adapter, modules = self.adapter(self.version), len(lora_layers(engine.module))
+        adapter, modules = self.adapter(self.version), len(find_lora_layers(engine.module))
         event, steps = math.prod(sampling.shape), len(sampling.schedule.timesteps)
         name = "flow_sde" if self.model.prediction == "velocity" else "ddim"
         rule, count = SAMPLERS[name], min(-(-NUMBERS * modules // event), len(set(requests.ids)))

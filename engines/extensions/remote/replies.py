@@ -176,8 +176,8 @@ def _to_event_layout(latents: Tensor, expected: Expected, what: str, where: str)
     """Convert a server's latents, which may be in sglang's layout, to `[K, *event]`."""
     layout, event = find_layout(expected.model), expected.sampling.shape
     shape = tuple(latents.shape[1:])
-    if shape not in (event, layout.shape(event)):
-        raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.shape(event))}")
+    if shape not in (event, layout.get_shape(event)):
+        raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.get_shape(event))}")
     return latents if shape == event else layout.to_event(latents, event)
 
 

@@ -20,7 +20,7 @@ from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
 from fluvial.models.replay.kinds import File
-from fluvial.models.replay.media import Source
+from fluvial.models.replay.media import MediaSource
 
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
 
@@ -34,7 +34,7 @@ class RequestOrder(NamedTuple):
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
-    media: Mapping[str, Source] = MappingProxyType({})  # images by argument of the pipeline's call
+    media: Mapping[str, MediaSource] = MappingProxyType({})  # images by argument of the pipeline's call
 
     @property
     def files(self) -> list[tuple[str, File]]:

@@ -58,7 +58,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
 from fluvial.engines.files import LORA
 from fluvial.engines.gathered import gather, gather_weights, layout
 from fluvial.engines.sampling.source import Holder
-from fluvial.models.lora import LowRank, lora_layers, read_form
+from fluvial.models.lora import LowRank, find_lora_layers, read_form
 from fluvial.models.lora_layer import Product
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class WeightSync:
             RunError: no server took the weights, or they cannot be written.
         """
         module, failed = engine.module, Failed()
-        trained = adapter if lora_layers(module) else None
+        trained = adapter if find_lora_layers(module) else None
         push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained, label)
         with self._turn:
             self._push(push)
@@ -257,7 +257,7 @@ class WeightSync:
         name = f"lora-{push.version}{push.label}"
         with self._write_folder(name) as out:
             write_lora(push.module, out, adapter=adapter, world=self.world)
-        scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
+        scaling = float(next(iter(find_lora_layers(push.module).values())).scaling[adapter])
         sums = dict[tuple[str, ServerDtype], str]()
         dtypes = self._gather_dtypes(push)
         for part in self._parameters if self.world.is_main and self.verify else ():
@@ -392,7 +392,7 @@ class WeightSync:
             if self._share(len(failed) == len(peers)):
                 break
         if factors is not None:
-            sums.add_scaling(float(next(iter(lora_layers(push.module).values())).scaling[factors]))
+            sums.add_scaling(float(next(iter(find_lora_layers(push.module).values())).scaling[factors]))
 
     def _send_bucket(self, push: _Push, bucket: SharedBucket, flat: Tensor, factors: str | None) -> None:
         """Send a bucket to the servers that have not failed."""
@@ -404,7 +404,7 @@ class WeightSync:
             "weight_version": str(push.version),
         }
         if factors is not None:
-            layer = next(iter(lora_layers(push.module).values()))
+            layer = next(iter(find_lora_layers(push.module).values()))
             request |= {"lora_alpha": float(layer.lora_alpha[factors]), "product": self.product}
         post = partial(_post_change, path="/update_weights_from_tensor", value=request)
         if group is None:

@@ -245,7 +245,7 @@ class Denoiser:
                 f"{prefix + TEXT['tokens']}"
             )
         tensors |= {"tokens": torch.where(mask[..., None], tokens, 0.0), "mask": mask, "lengths": mask.sum(1)}
-        return self.model.cond({name: tensors[name] for name in names})
+        return self.model.build_cond({name: tensors[name] for name in names})
 
     def predict(self, module: nn.Module, items: dict[str, Tensor], cond: Cond) -> Tensor:
         """Return the prediction at each item of a micro-batch, in float32, with the rollout's guidance.

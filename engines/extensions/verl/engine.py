@@ -30,7 +30,7 @@ from fluvial.engines.extensions.verl.settings import Settings, build_lr_factor, 
 from fluvial.engines.gathered import gather, gather_weights
 from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.models.device import default_device, deterministic, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator, use_deterministic_algorithms
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
@@ -193,7 +193,7 @@ class VerlEngine:
             group=self._group,
             append=type(self).append,
         )
-        with deterministic(self.settings.engine.deterministic):
+        with use_deterministic_algorithms(self.settings.engine.deterministic):
             if forward_only:
                 return passes.infer(self._require_sharded())
             return passes.train(self._require_engine("a backward pass"), self._configure)
@@ -415,7 +415,7 @@ def _join_world() -> World:
     """Return the world of verl's process group, on the current GPU or the CPU; UsageError if it is not initialised."""
     if not dist.is_initialized():
         raise UsageError("there is no process group: call torch.distributed.init_process_group first")
-    device = default_device()
+    device = find_default_device()
     if is_accelerator(device):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     size = dist.get_world_size()

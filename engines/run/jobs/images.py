@@ -111,4 +111,4 @@ def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
 
 def _fingerprint(job: Job) -> Callable[[], str] | None:
     """Return the model's function that names all that its encoded images depend on; None of a user-defined encoder."""
-    return None if job.encode is not None else getattr(job.model, "image_encoder", None)
+    return None if job.encode is not None else getattr(job.model, "fingerprint_image_encoder", None)

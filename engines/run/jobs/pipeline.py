@@ -19,7 +19,7 @@ from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.models.device import default_device, has_values, is_accelerator
+from fluvial.models.device import find_default_device, has_values, is_accelerator
 
 
 class PromptsOfRun(NamedTuple):
@@ -134,19 +134,19 @@ def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, .
 def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.modular.any_modular import AnyModular
-    from fluvial.models.original.whole import pipeline_folder
+    from fluvial.models.original.whole import find_pipeline_folder
     from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import is_modular
     from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
     from fluvial.models.replay.arguments import parse_argument
 
-    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(find_default_device()))
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
         options["text_tokens"] = config.text_tokens
-    folder = pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
+    folder = find_pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
     if has_adapter(folder):
         call, known = dict(map(parse_argument, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:
@@ -165,7 +165,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         if vae != VaeOptions():
             options["vae"] = vae
         return open_model(folder, **options)
-    if not has_values(default_device()):
+    if not has_values(find_default_device()):
         options["device"] = "cpu"  # such a pipeline is recorded as it runs, and a simulated GPU has no values
     for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
         if getattr(config, name) != getattr(PipelineConfig, name):

@@ -29,7 +29,7 @@ from fluvial.engines.extensions.servers.rollout.service import RolloutService
 from fluvial.engines.extensions.wire.decode import convert
 from fluvial.engines.extensions.wire.request import Id, Positive, Scale, read_request
 from fluvial.engines.extensions.wire.response import RolloutSample
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 MOST_FIELDS = 64
@@ -241,5 +241,5 @@ def _build_answer(request: ImagesRequest, samples: list[RolloutSample]) -> dict[
 def _encode_image(image: Tensor, request: ImagesRequest) -> str:
     """Encode an image `[C, H, W]` in [0, 1] as the base64 of a file."""
     file, kind = io.BytesIO(), request.output_format.upper()
-    as_image(image, width=1).save(file, format=kind, **({} if kind == "PNG" else {"quality": request.output_compression}))
+    to_image(image, width=1).save(file, format=kind, **({} if kind == "PNG" else {"quality": request.output_compression}))
     return base64.b64encode(file.getvalue()).decode("ascii")

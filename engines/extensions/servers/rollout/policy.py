@@ -29,7 +29,7 @@ from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.models import DiffusionModel, Schedule, is_recorded
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.host_values import fresh_copy
 from fluvial.models.protocol import Weights
 
@@ -122,7 +122,7 @@ class ServedPolicy:
     def check_rate(self, fps: int | None) -> None:
         """Raise RequestError if the frame rate differs from that of a recorded pipeline whose call takes one."""
         model: Any = self.model
-        arguments, takes = getattr(model, "asked", {}), getattr(model, "takes", {})
+        arguments, takes = getattr(model, "call_arguments", {}), getattr(model, "takes", {})
         for name in RATES if fps is not None and is_recorded(model) else ():
             rate = arguments.get(name, takes[name].default) if name in takes else fps
             if rate != fps:
@@ -212,7 +212,7 @@ def open_policy(
         UsageError: the model does not exist or cannot be loaded, or its tokens cannot be split over the ranks.
         RunError: the folder in shared memory belongs to another user.
     """
-    device = default_device() if world is None else world.device
+    device = find_default_device() if world is None else world.device
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = base_model(name)
     if is_run(name):

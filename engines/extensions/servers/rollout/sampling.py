@@ -61,11 +61,11 @@ class ReplyForm:
         if self.sglang:
             timesteps = torch.cat([timesteps, timesteps.new_zeros(1)])[list(boundaries)]
         levels = first_row(schedule.levels).clone()
-        return DitTrajectory(self.layout.of_event(latents), timesteps, levels, tuple(boundaries))
+        return DitTrajectory(self.layout.from_event(latents), timesteps, levels, tuple(boundaries))
 
     def format_debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Format debug tensors `[T, ...]` by name."""
-        convert = self.layout.of_event
+        convert = self.layout.from_event
         return {name: (tensor if name == NOT_LAID_OUT else convert(tensor)).clone() for name, tensor in tensors.items()}
 
     def format_conditioning(self, cond: Cond, row: int) -> dict[str, Any]:

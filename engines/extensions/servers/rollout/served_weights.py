@@ -35,7 +35,7 @@ from fluvial.engines.files import weight_files
 from fluvial.engines.gathered import gather
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
-from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, linear_layers, lora_layers
+from fluvial.models.lora import LoraConfig, LowRank, add_lora, find_adapter_parameters, find_linear_layers, find_lora_layers
 from fluvial.models.lora_files import FILES, LoraFile, load_lora, read_lora
 from fluvial.models.lora_layer import Product
 
@@ -132,7 +132,7 @@ class ServedWeights:
         device: torch.device | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if lora_layers(module):
+        if find_lora_layers(module):
             raise ValueError("the served module has adapters: serve the base, and set the adapter with `adapt`")
         self.module, self.ranks = module, ranks
         self.version = 0  # number of updates of the weights
@@ -296,7 +296,7 @@ class ServedWeights:
         Raises:
             RequestError: the factors do not fit the network's linear layers, or are not finite.
         """
-        linear, layers = linear_layers(self.networks[target]), list[str]()
+        linear, layers = find_linear_layers(self.networks[target]), list[str]()
         ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(PAIR[0]) and tensor.ndim == 2}
         if len(ranks) != 1:
             raise RequestError(f"the adapter's factors have ranks {sorted(ranks)}, expected one")
@@ -455,14 +455,14 @@ class ServedWeights:
             config = LoraConfig(rank=wanted.file.rank, alpha=abs(wanted.scaling) * wanted.file.rank, form=form)
             add_lora(network, config, wanted.file.layers)
             network.train(network.training)
-        for layer in lora_layers(network).values():
+        for layer in find_lora_layers(network).values():
             layer.scaling["default"] = wanted.scaling
         load_lora(network, wanted.file.tensors, "default")
         self.adapters[name] = wanted
 
     def _remove_adapters(self, network: Any) -> None:
         """Remove the adapters, and restore the original layers of a network."""
-        layers = lora_layers(network)
+        layers = find_lora_layers(network)
         for name, layer in layers.items():
             parent, _, attribute = name.rpartition(".")
             setattr(network.get_submodule(parent), attribute, layer.get_base_layer())
@@ -495,7 +495,7 @@ class ServedWeights:
                 self._sums[name] = compute_checksum((key, gather(parameters[key])) for key in sorted(parameters))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling
-                self._sums[name] = compute_adapter_checksum(adapter_parameters(network, "default"), scaling)
+                self._sums[name] = compute_adapter_checksum(find_adapter_parameters(network, "default"), scaling)
         return self._sums[name]
 
     @on_all_ranks()

@@ -71,7 +71,7 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
     assert found.pipeline.text_base == "auto"
     named = with_values(config, {"pipeline": replace(pipeline, text_cache=tmp_path / "mine")})
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
-    monkeypatch.setattr(fit, "text_encoder_bytes", lambda name, base, dtype: {None: 40, "int8": 20, "nf4": 17}[base] * GIB)
+    monkeypatch.setattr(fit, "count_text_encoder_bytes", lambda *args: {None: 40, "int8": 20, "nf4": 17}[args[1]] * GIB)
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
     with pytest.raises(RunError, match=r"do not fit into 22GiB .* 17.00 GiB with --pipeline.text-base nf4"):
         fit_config(with_values(named, {"engine.fit": "22GiB"}), ranks=1, device=CPU)

@@ -15,14 +15,14 @@ from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig
-from fluvial.models.shapes import ModelShape, PassShape, model_shape
+from fluvial.models.shapes import ModelShape, PassShape, find_model_shape
 
 PAGE = Path(__file__).parents[4] / "engines" / "extensions" / "published" / "README.md"
 
 
 def test_a_pass_is_what_is_counted_with_values() -> None:
     """The backward pass of a full fine-tuning counts twice the forward one, but for the first layers; of adapters less."""
-    shape = model_shape("handwriting")
+    shape = find_model_shape("handwriting")
     assert isinstance(shape, ModelShape)
     module = shape.build()
     with FlopCounter() as counter, torch.no_grad():

@@ -35,11 +35,11 @@ from fluvial.engines.extensions.plan.plan import (
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.models.lora import LoraConfig, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, add_lora, find_lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
-from fluvial.models.shapes import MODELS, PassShape, blocks, model_shape
+from fluvial.models.shapes import MODELS, PassShape, find_model_shape, list_blocks
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 from fluvial.models.tiny.modular import find_call
 
@@ -56,7 +56,7 @@ def test_published_transformers_have_their_size(name: str, parameters: float, un
         module = MODELS[name].build()
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     assert count == pytest.approx(parameters, rel=0.03)
-    repeated = blocks(MODELS[name], module)
+    repeated = list_blocks(MODELS[name], module)
     assert len(repeated) == units
     inside = sum(parameter.numel() for block in repeated for parameter in block.parameters())
     assert inside / sum(parameter.numel() for parameter in module.parameters()) > 0.97
@@ -139,7 +139,7 @@ def test_more_gpus_never_take_more_on_each(name: str) -> None:
     def total(gpus: int, lies: dict[str, Any]) -> int:
         kept: dict[str, Any] = {"optimizer": OptimizerConfig(ema_decay=0.9), "device": torch.device("cuda")}
         kept |= {"engine": EngineConfig(**lies), "ranks": gpus, "activations": [Stretch(0, 0)]}
-        return account(module, blocks(MODELS[name], module), **kept).total
+        return account(module, list_blocks(MODELS[name], module), **kept).total
 
     totals = [[total(gpus, lies) for gpus in (1, 2, 8, 64)] for lies in LESS]
     for sizes in totals:
@@ -189,7 +189,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     assert sizes == [0, 3 * 4 * 8 * 32, 2 * tokens, 4 * tokens]
     assert all(each.update == held[0].update for each in held)
     apart, merged = (plan("handwriting", PlanConfig(merged=merged)) for merged in (False, True))
-    layers = lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
+    layers = find_lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
     adapted = sum(layer.base_layer.weight.numel() for layer in layers)
     assert merged.rollout.trajectory - apart.rollout.trajectory == 2 * adapted > 0
     assert merged.update == apart.update
@@ -204,7 +204,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
         assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
-        video = model.inputs_of(1, PassShape(64, 33))["hidden_states"]
+        video = model.build_inputs(1, PassShape(64, 33))["hidden_states"]
         assert video.ndim != 5 or video.shape == (1, 16, 9, 8, 8)
 
 
@@ -324,7 +324,7 @@ def test_a_network_that_reads_values_is_left_to_a_dry_run(tmp_path: Path) -> Non
 def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
     """Keys and values of CLIP embeddings, which some Wan networks have, are adapted, too."""
     folder = tiny_conditioned.save("wan-clip", tmp_path / "wan")
-    shape, model = model_shape(str(folder)), open_model(folder)
+    shape, model = find_model_shape(str(folder)), open_model(folder)
     assert shape is not None
     counts = []
     for module, targets in ((shape.build(), shape.lora_targets), (model.build(empty=True), model.lora_targets)):

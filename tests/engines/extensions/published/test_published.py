@@ -27,7 +27,7 @@ from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import select
 from fluvial.models import LoraConfig
-from fluvial.models.lora import add_lora, lora_layers
+from fluvial.models.lora import add_lora, find_lora_layers
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
@@ -255,7 +255,7 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
         with torch.device("meta"):
             module = shapes.build()
         add_lora(module, LoraConfig(rank=32), tuple(targets or ()))
-        layers = lora_layers(module)
+        layers = find_lora_layers(module)
         assert (len(layers), any("attn2" in name for name in layers)) == (191, False)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         assert trained == pytest.approx(18.8e6, rel=5e-3)

@@ -34,7 +34,7 @@ from fluvial.engines.extensions.wire import client
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Requests, Sampling
 from fluvial.engines.sampling.source import Copy
-from fluvial.models.lora import LoraConfig, LowRank, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, LowRank, add_lora, find_lora_layers
 from fluvial.models.pipelines.wan import EXPERTS
 
 LAYERS, ROWS, WIDTH = ("to_q", "to_k", "to_v", "to_out.0"), 32, 16
@@ -112,7 +112,7 @@ class Server:
                 if path not in self.seen:
                     self.seen.append(path)
                     with torch.no_grad():
-                        self.fault(lora_layers(module), len(self.seen))
+                        self.fault(find_lora_layers(module), len(self.seen))
                 yield module
 
         policy.hold_weights = with_fault  # type: ignore[method-assign]
@@ -229,7 +229,7 @@ def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> No
     """Each is named by modules that have it; the trainer and the server have their own adapter again at the end."""
     probe = Probe(Server([tmp_path]), one, tmp_path)
     move(probe.engine, seed=0)
-    before, names = probe.engine.sharded.shards(), [*lora_layers(probe.engine.module)]
+    before, names = probe.engine.sharded.shards(), [*find_lora_layers(probe.engine.module)]
     held = {name: shard.clone() for name, shard in before.items()}
     assert str(found := probe.find()) == f"{MODULES} of {MODULES} modules of the adapter are bound"
     assert not found.problem
@@ -242,7 +242,7 @@ def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> No
             assert {*found.wrong} <= {*faulty}, (what, found)
             assert len(found.wrong) > len(faulty) / 2, (what, found)
     assert all(torch.equal(held[name], shard) for name, shard in before.items())
-    layers, own = lora_layers(probe.server.weights.module), lora_layers(probe.engine.module)
+    layers, own = find_lora_layers(probe.server.weights.module), find_lora_layers(probe.engine.module)
     assert all(torch.equal(layers[name].lora_B["default"].weight, own[name].lora_B["default"].weight) for name in names)
     assert {layer.scaling["default"] for layer in layers.values()} == {2.0}
     probe.source.close()

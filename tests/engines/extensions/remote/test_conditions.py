@@ -50,10 +50,10 @@ class Model(tiny.Tiny):
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         return (1, height, width) if frames == 1 else (1, frames, height, width)
 
-    def prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
+    def count_prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
         return (cond.rows != 0).long().argmax(1) + 1
 
-    def trimmed(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
+    def trim_cond(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
         return tiny.TinyCond(cond.rows * (torch.arange(6) < tokens))
 
 

@@ -16,7 +16,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.extensions.simulate.mode import LARGE, Wait
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.scoring.runner import RewardRunner
-from fluvial.models.device import default_device
+from fluvial.models.device import find_default_device
 from fluvial.models.host_values import to_device
 
 pytestmark = pytest.mark.simulated
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.simulated
 def test_the_device_is_the_accelerator_while_it_is_simulated() -> None:
     """And the CPU again afterwards; its tensors have a shape and a device, and no values."""
     with simulate() as simulation:
-        assert default_device().type == "simulated"
+        assert find_default_device().type == "simulated"
         product = torch.ones(2, 3, device=simulation.world.device) @ torch.ones(3, 4, device=simulation.world.device)
         assert (tuple(product.shape), product.device.type) == ((2, 4), "simulated")
-    assert default_device().type == "cpu"
+    assert find_default_device().type == "cpu"
 
 
 def test_memory_is_counted_to_the_byte_by_line() -> None:

@@ -95,7 +95,7 @@ def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(made: verl_runs.Made
 
         @classmethod
         def build_scheduler(cls, config: Any) -> Any:
-            scheduler = made.model.scheduler()
+            scheduler = made.model.build_scheduler()
             scheduler.set_timesteps(config.pipeline.num_inference_steps)
             return scheduler
 

@@ -22,7 +22,7 @@ from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_un
 from fluvial.engines.extensions.verl.settings import build_lr_factor, read_settings
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 
 PAGE = Path(verl.__file__).parent / "fields.md"
 REFUSED = "refused unless it has its default"
@@ -131,7 +131,7 @@ def test_adapted_layers_are_pefts(given: dict[str, Any]) -> None:
     settings = {"target_modules": "all-linear", "target_parameters": None, "exclude_modules": None, **given}
     theirs.add_adapter(LoraConfig(r=2, bias="none", **settings))
     expected = {name for name, layer in theirs.named_modules() if isinstance(layer, BaseTunerLayer)}
-    assert {*lora_layers(engine.module)} == expected
+    assert {*find_lora_layers(engine.module)} == expected
 
 
 def test_a_layer_that_cannot_be_told_apart_is_one_line() -> None:

@@ -201,10 +201,10 @@ def test_videos_and_sounds_are_bounded() -> None:
 def test_a_frame_rate_that_the_pipeline_does_not_use_is_refused() -> None:
     """It is an argument of the calls that are recorded; nothing else depends on it."""
     takes = {"frame_rate": Parameter("frame_rate", Parameter.KEYWORD_ONLY, default=24)}
-    recorded = SimpleNamespace(recorded=True, takes=takes, asked={})
-    for model in (recorded, SimpleNamespace(recorded=True, takes={}, asked={}), SimpleNamespace()):
+    recorded = SimpleNamespace(recorded=True, takes=takes, call_arguments={})
+    for model in (recorded, SimpleNamespace(recorded=True, takes={}, call_arguments={}), SimpleNamespace()):
         ServedPolicy.check_rate(SimpleNamespace(model=model), 24)  # type: ignore[arg-type]
-    recorded.asked["frame_rate"] = 25
+    recorded.call_arguments["frame_rate"] = 25
     with pytest.raises(RequestError, match="fps is 24, and this pipeline was opened with frame_rate 25"):
         ServedPolicy.check_rate(SimpleNamespace(model=recorded), 24)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     flatten,
     plan_buckets,
 )
-from fluvial.models.lora import adapter_parameters
+from fluvial.models.lora import find_adapter_parameters
 
 FULL, LORA = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
 
@@ -108,7 +108,7 @@ def test_weights_and_adapters_come_and_go(folder: Path, exports: dict[str, Any])
     assert set_lora(server, folder / "lora" / LORA).status == 200
     expected = adapted(moved_base())
     server_adapter = load_file(folder / "lora" / LORA)
-    for name, parameter in adapter_parameters(expected, "default").items():
+    for name, parameter in find_adapter_parameters(expected, "default").items():
         parameter.data.copy_(server_adapter[f"transformer.{name}"])
     assert torch.equal(run(server.weights.module), run(expected))
 
