@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fluvial.engines.choices import describe_fields, locate
-from fluvial.engines.cli.listing import width, wrap
+from fluvial.engines.cli.listing import find_width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 LONGEST = 190  # characters of a flag's first sentence that is printed whole
@@ -65,7 +65,7 @@ EXPORT = Brief(
 NAMES = {"format": "as"}  # flags with another name than their field
 
 
-def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
+def format_help(brief: Brief, values: Any, program: str, about: str) -> list[str]:
     """Return the short help of a command.
 
     Args:
@@ -73,7 +73,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         program: what is typed before the flags.
         about: text above the flags.
     """
-    columns = min(width(), WIDEST)
+    columns = min(find_width(), WIDEST)
     fields = [
         (name, *described) for name in brief.fields.split() if (described := _describe_value(values, name)) is not None
     ]
@@ -109,10 +109,10 @@ def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     if not hasattr(values, name):
         return None
     text = describe_fields(type(values)).get(name, "")
-    return getattr(values, name), _clause(" ".join(text.split()))
+    return getattr(values, name), _shorten(" ".join(text.split()))
 
 
-def _clause(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return the first sentence of a help up to its first explanation."""
     for marks in ((", e.g.", ", each with", ". ", "; "), (": ", " (")):
         ends = [place for mark in marks if (place := text.find(mark)) > 0]

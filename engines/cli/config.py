@@ -3,7 +3,7 @@
 import json
 
 from fluvial.engines.cli import train
-from fluvial.engines.cli.listing import JSON, paragraphs, without
+from fluvial.engines.cli.listing import JSON, drop_flag, format_paragraphs
 
 USAGE = """usage: fluvial config RECIPE [--config FILE] [--field value ...] [--all] [--json]
 
@@ -20,10 +20,10 @@ ALL = "--all"
 def run(args: list[str]) -> None:
     """Print a configuration."""
     if not args:
-        print(paragraphs(USAGE), end="")
+        print(format_paragraphs(USAGE), end="")
         return
-    args, as_json = without(args, JSON)
-    args, whole = without(args, ALL)
+    args, as_json = drop_flag(args, JSON)
+    args, whole = drop_flag(args, ALL)
     if as_json:
         from fluvial.engines.run.record import as_record
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from fluvial.engines.cli.brief import EVAL, asks
-from fluvial.engines.cli.eval_models import EvalConfig, open_networks, settings_of_run, settings_of_suite, source_of
-from fluvial.engines.cli.listing import JSON, may_be_model, without
-from fluvial.engines.cli.listing import defaults as defaults_of
+from fluvial.engines.cli.eval_models import EvalConfig, apply_run_settings, apply_suite_settings, find_source, open_networks
+from fluvial.engines.cli.listing import JSON, drop_flag, may_be_model
+from fluvial.engines.cli.listing import choose_defaults as defaults_of
 from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.named_models import MODELS
@@ -28,18 +28,18 @@ FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")}
 
 def run(args: list[str]) -> None:
     """Print what each evaluator finds, as JSON with --json, and write the folder if one is asked for."""
-    args, as_json = without(args, JSON)
+    args, as_json = drop_flag(args, JSON)
     if asks(args):
         parse_config(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
     name = parse_name(
         "eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model
     )
-    config = parse_config(defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
+    config = parse_config(find_defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
     with flags_in_errors(config, FLAGS):
         score(name, config, as_json=as_json)
 
 
-def defaults(name: str, args: list[str]) -> EvalConfig:
+def find_defaults(name: str, args: list[str]) -> EvalConfig:
     """Return the settings of an evaluation where nothing is typed: of the suite, of the run, or of the kind of model."""
     preset = defaults_of(name)
     config = EvalConfig(
@@ -48,10 +48,10 @@ def defaults(name: str, args: list[str]) -> EvalConfig:
         steps=preset.steps,
         micro_batch=preset.micro_batch,
     )
-    config = settings_of_run(name, config)
+    config = apply_run_settings(name, config)
     if suites := find_values(args, "--suite"):
-        compared = source_of(name) is not None or bool(find_values(args, "--weights") or find_values(args, "--lora"))
-        return settings_of_suite(name, find(suites[-1]), config, compared=compared)
+        compared = find_source(name) is not None or bool(find_values(args, "--weights") or find_values(args, "--lora"))
+        return apply_suite_settings(name, find(suites[-1]), config, compared=compared)
     # Prompts of a file, and several samples per prompt, are wanted each and not drawn.
     if find_values(args, "--prompts") or find_values(args, "--seeds"):
         config = replace(config, seeds=config.seeds or 1, samples=None)

@@ -123,7 +123,7 @@ class RecordedRun(NamedTuple):
     checkpoint: str | None  # the one to evaluate; None is the export
 
 
-def source_of(name: str) -> RecordedRun | None:
+def find_source(name: str) -> RecordedRun | None:
     """Return the run that a name stands for: its folder, or one of its checkpoints. None for a model.
 
     Raises:
@@ -155,7 +155,7 @@ def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterato
     Raises:
         UsageError: the run has neither, or `weights` or `lora` are given beside it.
     """
-    source = source_of(name)
+    source = find_source(name)
     if source is None:
         yield name, weights
         return
@@ -173,7 +173,7 @@ def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterato
         yield source.config.model, out
 
 
-def drawing_settings(run: TrainConfig) -> dict[str, Any]:
+def read_drawing_settings(run: TrainConfig) -> dict[str, Any]:
     """Return the settings with which a run evaluates, for drawing samples with its weights."""
     size = run.pipeline.size
     return {
@@ -183,9 +183,9 @@ def drawing_settings(run: TrainConfig) -> dict[str, Any]:
     }
 
 
-def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
+def apply_run_settings(name: str, config: EvalConfig) -> EvalConfig:
     """Return the settings of a run's own evaluations; those given if the name is not that of a run or checkpoint."""
-    source = source_of(name)
+    source = find_source(name)
     if source is None:
         return config
     run, recorded = source.config, source.config.evaluation
@@ -209,7 +209,7 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
     )
 
 
-def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
+def apply_suite_settings(name: str, suite: SuiteConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
     """Return the settings of a suite, and those given where it has none.
 
     Args:
@@ -219,7 +219,7 @@ def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, comp
         compared: whether there is something to compare with: what a run, weights or an adapter started from.
     """
     scale = config.guidance
-    if source_of(name) is None:
+    if find_source(name) is None:
         stated = [run.settings for run in load_published().values() if "evaluation.guidance" in run.settings]
         scales = [each["evaluation.guidance"].value for each in stated if each["model"].value == name]
         scale = max(scales, key=scales.count, default=scale)
@@ -254,7 +254,7 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
     """
     with world.agreed():
         check_pipeline(config.pipeline)
-        source = source_of(name)
+        source = find_source(name)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
         if source is not None:
@@ -279,16 +279,16 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
                 "expected one of them, or the name of a run or a checkpoint"
             )
     if source is not None and source.checkpoint is not None:
-        ours, start = _of_checkpoint(name, source, config, asked, world, stack)
+        ours, start = _open_checkpoint(name, source, config, asked, world, stack)
     else:
         with world.agreed():
-            ours, start = _of_weights(name, source, config, asked, world)
+            ours, start = _open_weights(name, source, config, asked, world)
     base = None
     if config.base == START:
         base = start
     elif config.base is not None:
         with world.agreed():
-            base = _of_base(config.base, model, ours.job, config, world)
+            base = _open_base(config.base, model, ours.job, config, world)
     with world.agreed():
         check_negatives(ours.job.heldout, guided=config.guidance != 1, field="guidance")
         if not ours.job.evaluators:
@@ -296,23 +296,23 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
     return Subjects(ours, base, guidance, "prompts" if asked.prompts else HELDOUT)
 
 
-def _of_weights(
+def _open_weights(
     name: str, source: RecordedRun | None, config: EvalConfig, asked: EvaluationConfig, world: World
 ) -> tuple[Subject, Subject]:
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
     if source is None:
-        start = _job(name, None, config)
+        start = _build_job(name, None, config)
         check_second_scale(start.model, guided=config.guidance != 1)
         weights, lora, first_lora = config.weights, config.lora, None
-        title, engine = str(lora or weights or name), _engine(config)
+        title, engine = str(lora or weights or name), _build_engine(config)
     else:
         run = source.config
-        start = _job(run.model, run.pipeline.weights, config)
+        start = _build_job(run.model, run.pipeline.weights, config)
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
-        title, engine = name, _engine_of_run(run, config)
+        title, engine = name, _adapt_engine(run, config)
         if not asked.rewards and not start.evaluators and run.method.is_scored:
             asked = replace(asked, rewards=tuple(map(strip_weight, run.rewards)))
-    start = replace(start, heldout=_heldout(start, name, source, asked))
+    start = replace(start, heldout=_find_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
         model: Any = start.model
         model = model.adapt_to(model_inputs(start.heldout))
@@ -321,12 +321,12 @@ def _of_weights(
     ours = with_base(start, weights)
     exported = engine if source is None else replace(engine, base="auto")  # whose weights are dequantised, and stay so
     return (
-        Subject(title, ours, _network(ours, lora, exported, world)),
-        Subject(START, start, _network(start, first_lora, engine, world)),
+        Subject(title, ours, _make_opener(ours, lora, exported, world)),
+        Subject(START, start, _make_opener(start, first_lora, engine, world)),
     )
 
 
-def _of_checkpoint(
+def _open_checkpoint(
     name: str, source: RecordedRun, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
 ) -> tuple[Subject, Subject]:
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
@@ -343,7 +343,7 @@ def _of_checkpoint(
             )
         kept = {field: getattr(run.pipeline, field) for field in ("sizes", "height", "width", "weights")}
         pipeline = replace(config.pipeline, **kept)
-        run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
+        run = replace(run, evaluation=asked, engine=_adapt_engine(run, config), pipeline=pipeline)
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
 
@@ -356,10 +356,10 @@ def _of_checkpoint(
     return (Subject(name, trainer.evaluated, network), Subject(START, trainer.evaluated, lambda: trainer.engine.inference()))
 
 
-def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:
+def _open_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:
     """Return the base of a run, of one of its checkpoints, or of a folder of weights."""
-    source, folder = source_of(base), Path(base)
-    engine = _engine(config)
+    source, folder = find_source(base), Path(base)
+    engine = _build_engine(config)
     if source is not None:
         other, folder = source.config.model, source.folder / WEIGHTS
         folders = Path(other), Path(model)  # a folder has several names
@@ -373,17 +373,17 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
         load = partial(policy_of, source.checkpoint, average=config.average, world=world)
         return Subject(base, job, partial(_open, job, engine, world, load))
     with_these = with_base(job, folder)
-    return Subject(base, with_these, _network(with_these, None, engine, world))
+    return Subject(base, with_these, _make_opener(with_these, None, engine, world))
 
 
-def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
+def _build_job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     """Return the job of a model, with other weights if a folder is given."""
     guidance = Guidance(config.guidance, config.negative)
-    compute = _engine(config).compute_dtype(default_device())
+    compute = _build_engine(config).compute_dtype(default_device())
     return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 
-def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> Sequence[Prompt]:
+def _find_heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> Sequence[Prompt]:
     """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for."""
     if asked.prompts or job.heldout:
         return job.heldout
@@ -400,18 +400,18 @@ def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationC
     ).heldout
 
 
-def _engine(config: EvalConfig) -> EngineConfig:
+def _build_engine(config: EvalConfig) -> EngineConfig:
     """Return the engine of a short evaluation."""
     return EngineConfig(compute=config.compute, compile=False)
 
 
-def _engine_of_run(run: TrainConfig, config: EvalConfig) -> MachineConfig:
+def _adapt_engine(run: TrainConfig, config: EvalConfig) -> MachineConfig:
     """Return the engine of a run, without the compilation that a run chooses by itself and warms up for."""
     uncompiled = run.engine.compile is True
     return replace(run.engine, compute=config.compute, compile=uncompiled, replicas="auto", context_parallel=1)
 
 
-def _network(job: Job, lora: Path | None, engine: EngineConfig, world: World) -> Network:
+def _make_opener(job: Job, lora: Path | None, engine: EngineConfig, world: World) -> Network:
     """Return the function that opens a job's network, sharded over the ranks, with an adapter if one is given."""
 
     def build() -> tuple[nn.Module, Any]:

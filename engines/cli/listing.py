@@ -19,12 +19,12 @@ PIPED = 10_000  # columns where the output is no terminal, so that each row stay
 JSON = "--json"  # prints a list for programs
 
 
-def without(args: Sequence[str], flag: str) -> tuple[list[str], bool]:
+def drop_flag(args: Sequence[str], flag: str) -> tuple[list[str], bool]:
     """Return the words other than a flag without a value, and whether it was among them."""
     return [word for word in args if word != flag], flag in args
 
 
-class Defaults(NamedTuple):
+class DrawingDefaults(NamedTuple):
     """Settings of drawing with a model where nothing is typed; by default those of a large pipeline."""
 
     prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
@@ -33,9 +33,13 @@ class Defaults(NamedTuple):
     micro_batch: int = 4
 
 
-def defaults(model: str) -> Defaults:
+def choose_defaults(model: str) -> DrawingDefaults:
     """Return the settings of drawing with a model."""
-    return Defaults(MODELS[model].prompts, samples=400, steps=10, micro_batch=64) if model in MODELS else Defaults()
+    return (
+        DrawingDefaults(MODELS[model].prompts, samples=400, steps=10, micro_batch=64)
+        if model in MODELS
+        else DrawingDefaults()
+    )
 
 
 def may_be_model(name: str) -> bool:
@@ -43,13 +47,13 @@ def may_be_model(name: str) -> bool:
     return "/" in name or ":" in name or Path(name).exists()
 
 
-def recipes() -> dict[str, str]:
+def list_recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's help, by name."""
     table = tomllib.loads(RECIPES_FILE.read_text(encoding="utf-8"))
     return {name: each["help"].partition("\n")[0] for name, each in table.items() if name != "shared"}
 
 
-def prompt_sets() -> dict[str, str]:
+def list_prompt_sets() -> dict[str, str]:
     """Return the first line of each built-in prompt set's docstring, by name."""
     body = ast.parse(PROMPT_SETS.read_text(encoding="utf-8")).body
     docs = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
@@ -66,17 +70,17 @@ def find_installed(group: str) -> dict[str, str]:
     }
 
 
-def width() -> int:
+def find_width() -> int:
     """Return the number of columns of the terminal, or of COLUMNS; without either there is no limit to speak of."""
     return shutil.get_terminal_size((PIPED, 24)).columns
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table that fits the terminal.
 
     Rows that do not fit become entries: the first cell on a line, the others below it with their headings.
     """
-    columns = width()
+    columns = find_width()
     widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
     lines = [
         "  ".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
@@ -97,12 +101,12 @@ def wrap(text: str, columns: int | None = None, *, indent: int = 0, later: int |
         indent: spaces before the first line.
         later: spaces before the other lines; by default as many.
     """
-    columns = columns or width()
+    columns = columns or find_width()
     first, others = " " * indent, " " * (indent if later is None else later)
     return textwrap.wrap(text, columns, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
-def paragraphs(text: str) -> str:
+def format_paragraphs(text: str) -> str:
     """Return a text with its paragraphs wrapped to the terminal, and to WIDEST columns at most."""
-    columns = min(width(), WIDEST)
+    columns = min(find_width(), WIDEST)
     return "\n\n".join("\n".join(wrap(" ".join(each.split()), columns)) for each in text.split("\n\n")) + "\n"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from fluvial.engines.cli import processes
-from fluvial.engines.cli.listing import JSON, paragraphs, without
+from fluvial.engines.cli.listing import JSON, drop_flag, format_paragraphs
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
@@ -154,8 +154,8 @@ def _command(args: list[str]) -> int:
     silent = os.environ.get("RANK", "0") != "0"
     with contextlib.nullcontext() if silent else Waits(_complain), wait_for(f"importing what {args[0]} needs"):
         command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}")
-    if without(rest[1:], JSON)[0][:1] in (["-h"], ["--help"]) and hasattr(command, "USAGE"):
-        print(paragraphs(command.USAGE), end="")
+    if drop_flag(rest[1:], JSON)[0][:1] in (["-h"], ["--help"]) and hasattr(command, "USAGE"):
+        print(format_paragraphs(command.USAGE), end="")
         return 0
     with contextlib.nullcontext() if silent else Waits(_complain):
         command.run(rest[1:])

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, table, without
+from fluvial.engines.cli.listing import JSON, drop_flag, find_installed, format_paragraphs, format_table
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.models.catalogue import KNOWN
 
@@ -45,7 +45,7 @@ trained through its own blocks. Your own adapter is named as module:name.
 
 def run(args: list[str]) -> None:
     """Print the table."""
-    args, as_json = without(args, JSON)
+    args, as_json = drop_flag(args, JSON)
     if args and args[0] == MEASURED:
         run_measured(args[1:], as_json=as_json)
         return
@@ -61,8 +61,8 @@ def run(args: list[str]) -> None:
         return
     sizes = [f"{known.billions:g} billion parameters, {known.gibibytes:.0f} GiB ({known.pipeline})" for known in KNOWN]
     rows = [(known.example, known.makes, known.prediction, size) for known, size in zip(KNOWN, sizes, strict=True)]
-    print("\n".join(table(("--model", "makes", "predicts", "network, in bfloat16"), [*BUILT_IN, *rows])))
-    print("", paragraphs(FOOT), sep="\n", end="")
+    print("\n".join(format_table(("--model", "makes", "predicts", "network, in bfloat16"), [*BUILT_IN, *rows])))
+    print("", format_paragraphs(FOOT), sep="\n", end="")
     for name, source in find_installed("models").items():
         print(f"\nAn installed package has an adapter for {name}: {source}")
 

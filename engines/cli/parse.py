@@ -71,7 +71,7 @@ def parse_config(
     from fluvial.engines.cli import brief as helps
 
     if brief is not None and set(helps.HELP) & set(args):
-        print("\n".join(helps.lines(brief, base, program, _summary(about or type(base).__doc__ or ""))))
+        print("\n".join(helps.format_help(brief, base, program, _drop_arguments(about or type(base).__doc__ or ""))))
         raise HelpPrintedError
     asked = {*helps.HELP, helps.HELP_ALL} & set(args)
     args = [word for word in args if word not in asked]
@@ -86,21 +86,21 @@ def parse_config(
         with flags_in_errors(base):
             if "--" in args:
                 raise UsageError("'--' is a word too many: expected flags and their values")
-            typed = expand_flags(args, field_names(base))
+            typed = expand_flags(args, list_fields(base))
             hidden = set(unused(base)) if asked else set[str]()
-            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None), hidden=hidden)
+            form = build_form(base, lambda name: next(iter(find_values(typed, _to_flag(name))[-1:]), None), hidden=hidden)
         words = expand_flags(args, form.names)
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
                 prog=program,
-                description=_summary(about or type(base).__doc__ or ""),
+                description=_drop_arguments(about or type(base).__doc__ or ""),
                 args=words,
                 config=(tyro.conf.AvoidSubcommands,),
             )
             for name in form.names:
-                if find_values(words, _flag(name))[-1:] == [""] and getattr(*locate(filled, name), None) == Path():
-                    raise UsageError(f"{_flag(name)} is '', expected a path; the current folder is .")
+                if find_values(words, _to_flag(name))[-1:] == [""] and getattr(*locate(filled, name), None) == Path():
+                    raise UsageError(f"{_to_flag(name)} is '', expected a path; the current folder is .")
             from fluvial.engines.run.record import expand_home
 
             config: Config = expand_home(form.fill(filled))
@@ -111,7 +111,7 @@ def parse_config(
         raise UsageError(f"{error} ({program} --help)") from error
 
 
-def _move(error: Any, place: str, names: Collection[str]) -> None:
+def _qualify_field(error: Any, place: str, names: Collection[str]) -> None:
     """Put the place of a group of settings into an error about one of them, e.g. `fake.` of an optimizer."""
     field = getattr(error, "field", None) or ""
     if (name := field.rpartition(".")[2]) in names and not field.startswith(place):
@@ -141,22 +141,22 @@ class FlagForm(NamedTuple):
         try:
             return self.build(**current | inner)
         except ValueError as error:
-            _move(error, place.removeprefix("method."), current)
+            _qualify_field(error, place.removeprefix("method."), current)
             raise
 
-    def other_kinds(self, name: str) -> str | None:
+    def explain_other_kind(self, name: str) -> str | None:
         """Return a hint for a flag that a choice has with another kind; None for any other flag."""
         first, _, rest = name.partition(".")
         if first in self.inner and rest:
-            return self.inner[first].other_kinds(rest)
+            return self.inner[first].explain_other_kind(rest)
         if self.union is None:
-            return next((hint for form in self.bare if (hint := form.other_kinds(name)) is not None), None)
+            return next((hint for form in self.bare if (hint := form.explain_other_kind(name)) is not None), None)
         named = {kind: [field.name for field in settings(variant_of(self.union, kind, "")[0])] for kind in kinds(self.union)}
         having = [kind for kind, names in named.items() if first in names]
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
 
 
-def form_of(
+def build_form(
     config: Any,
     typed_kind: Callable[[str], str | None],
     name: str = "",
@@ -188,15 +188,15 @@ def form_of(
             build = partial(variant, **{first: getattr(config, first)})
     hints, inner = get_type_hints(variant, include_extras=True), dict[str, FlagForm]()
     names, bare = list[str](), list[FlagForm]()
-    fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
+    fields: list[Any] = [] if union is None else [(KIND, _build_kind_flag(union), kind)]
     for field in dataclasses.fields(variant) if union is None else settings(variant):
-        value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
+        value = getattr(config, field.name) if isinstance(config, variant) else _find_default(field)
         held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
         held = name if is_bare(field) else held
         if held in hidden:
             continue
         if variants(declared) or dataclasses.is_dataclass(value):
-            form = form_of(value, typed_kind, held, declared if variants(declared) else None, hidden)
+            form = build_form(value, typed_kind, held, declared if variants(declared) else None, hidden)
             inner[field.name] = form
             names += form.names
             bare += [form] if is_bare(field) else []
@@ -204,41 +204,41 @@ def form_of(
             fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
         else:
             names.append(held)
-            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
+            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_identity, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
     texts = describe_fields(variant)
     described = [f"    {name}: {' '.join(texts[name].split())}" for name, *_ in fields if name in texts]
     made.__doc__ = "\n".join(
-        [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
+        [_drop_arguments(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
     )
     return FlagForm(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
 
 
-def _kind_flag(union: Any) -> Any:
+def _build_kind_flag(union: Any) -> Any:
     """Return the type of the flag of a choice's kind."""
     import tyro
 
     known, custom = kinds(union), any(map(is_open, variants(union)))
     metavar = f"{{{','.join([*known, 'module:name'] if custom else known)}}}"
     about = "; ".join(
-        f"{'any other' if is_open(variant) else kinds_of(variant)[0]}: {_first_line(variant)}"
+        f"{'any other' if is_open(variant) else kinds_of(variant)[0]}: {_read_first_line(variant)}"
         for variant in reversed(variants(union))
     )
     return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _default(field: "dataclasses.Field[Any]") -> Any:
+def _find_default(field: "dataclasses.Field[Any]") -> Any:
     """Return the default of a field, or tyro's mark of a required one."""
     import tyro
 
     return tyro.MISSING if (default := default_of(field)) is dataclasses.MISSING else default
 
 
-def _first_line(variant: type) -> str:
+def _read_first_line(variant: type) -> str:
     return inspect.cleandoc(variant.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
@@ -255,12 +255,12 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
         unknown = token.partition("=")[0]
         if len(meant := _find_flags(unknown, form.names)) > 1:
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
-        if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
+        if (hint := form.explain_other_kind(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        near = did_you_mean(unknown, map(_flag, form.names))
-        near = near or did_you_mean(unknown, [_flag(name.rpartition(".")[2]) for name in form.names])
+        near = did_you_mean(unknown, map(_to_flag, form.names))
+        near = near or did_you_mean(unknown, [_to_flag(name.rpartition(".")[2]) for name in form.names])
         name = unknown[2:].replace("-", "_")
-        if (hint := explain_unknown(name, form.names, _flag, of_method=bool(form.bare))) is not None:
+        if (hint := explain_unknown(name, form.names, _to_flag, of_method=bool(form.bare))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):
@@ -274,22 +274,22 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
     flag, metavar = argument.lowered.name_or_flags[0], argument.lowered.metavar or "a value"
     choices = [word for part in metavar.split("|") for word in part.strip("{}").split(",")]
     accepted = " or ".join(EXPECTED.get(word, word) for word in choices if word != "None")
-    got = list(itertools.takewhile(lambda word: not word.startswith("--"), _after(words, flag)))
+    got = list(itertools.takewhile(lambda word: not word.startswith("--"), _list_words_after(words, flag)))
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
 
 
-def _after(words: Sequence[str], flag: str) -> list[str]:
+def _list_words_after(words: Sequence[str], flag: str) -> list[str]:
     """Return the words after a flag's last occurrence."""
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
     split = [part.replace("_", "-") if part.startswith("--") else part for part in split]
     return split[len(split) - split[::-1].index(flag) :] if flag in split else []
 
 
-def _flag(field: str) -> str:
+def _to_flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _summary(docstring: str) -> str:
+def _drop_arguments(docstring: str) -> str:
     """Return a docstring without its section of arguments, which the flags explain."""
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
 
@@ -312,7 +312,7 @@ def expand_flags(args: Sequence[str], names: Sequence[str]) -> list[str]:
 def _find_flags(word: str, names: Sequence[str]) -> list[str]:
     """Return the flags that a word stands for, see `find_settings`."""
     name = word.removeprefix("--").replace("-", "_")
-    return [_flag(each) for each in find_settings(name, names)] if word.startswith("--") else []
+    return [_to_flag(each) for each in find_settings(name, names)] if word.startswith("--") else []
 
 
 @contextlib.contextmanager
@@ -323,12 +323,12 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         config: configuration of the command, or its form.
         also: fields by other names that the library has for them.
     """
-    names = config.names if isinstance(config, FlagForm) else field_names(config)
+    names = config.names if isinstance(config, FlagForm) else list_fields(config)
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
         name = name if name in names else name.removeprefix("method.")  # as a record and a checkpoint name it
-        return _flag(name) if name in names else field
+        return _to_flag(name) if name in names else field
 
     try:
         yield
@@ -345,7 +345,7 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         raise UsageError(str(error)) from error
 
 
-def field_names(config: Any) -> list[str]:
+def list_fields(config: Any) -> list[str]:
     """Return the names of all flags of a dataclass, e.g. "seed" and "rollout.window.size"."""
     names = []
     for field in dataclasses.fields(config):
@@ -353,7 +353,7 @@ def field_names(config: Any) -> list[str]:
         if not dataclasses.is_dataclass(value) or is_variant(type(value)):
             names.append(field.name)
         if dataclasses.is_dataclass(value):
-            inner = field_names(value)[is_open(type(value)) :]
+            inner = list_fields(value)[is_open(type(value)) :]
             names += inner if is_bare(field) else [f"{field.name}.{name}" for name in inner]
     return names
 

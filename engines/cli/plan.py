@@ -70,20 +70,20 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
     import torch
 
-    from fluvial.engines.extensions.plan.fit import plan_of
+    from fluvial.engines.extensions.plan.fit import to_plan_config
     from fluvial.engines.extensions.plan.hours import count_run
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.published.resolve import resolve
-    from fluvial.engines.extensions.published.runs import find
-    from fluvial.engines.extensions.published.takes import lines
+    from fluvial.engines.extensions.published.runs import find_run
+    from fluvial.engines.extensions.published.takes import describe_requirements
 
-    published = find(name)
+    published = find_run(name)
     config = resolve(published)
     count = parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus
     if not set(HELP) & set(flags):
-        print("\n".join(lines(published, config, gpus=count)))
+        print("\n".join(describe_requirements(published, config, gpus=count)))
     try:
-        planned = plan_of(config, config.model, count, torch.device("cuda"))
+        planned = to_plan_config(config, config.model, count, torch.device("cuda"))
     except UsageError as error:
         print(f"  memory   {error}")
         return

@@ -12,8 +12,8 @@ from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
-from fluvial.engines.cli.eval_models import drawing_settings, open_model, source_of
-from fluvial.engines.cli.listing import defaults, may_be_model
+from fluvial.engines.cli.eval_models import find_source, open_model, read_drawing_settings
+from fluvial.engines.cli.listing import choose_defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
@@ -90,12 +90,12 @@ def run(args: list[str]) -> None:
             PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL_OR_RUN", args[:1], brief=PREFERENCES
         )
     name = parse_name("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
-    source, folder = source_of(name), Path("runs") / "preferences"
-    preset = defaults(name if source is None else source.config.model)
+    source, folder = find_source(name), Path("runs") / "preferences"
+    preset = choose_defaults(name if source is None else source.config.model)
     base = PreferencesConfig(folder, count=preset.samples, steps=preset.steps, micro_batch=preset.micro_batch)
     if source is not None:
         run = source.config
-        base = replace(base, prompts=run.prompts, rewards=run.rewards, **drawing_settings(run))
+        base = replace(base, prompts=run.prompts, rewards=run.rewards, **read_drawing_settings(run))
     config = parse_config(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         count, asked = write(name, config)

@@ -33,7 +33,7 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
         raise UsageError(
             f"{FLAG} is {values[0]}, and this is one of several processes already, e.g. torchrun's: leave it out"
         )
-    count = _auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
+    count = _count_auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
     most = PER_CORE * cores()
     if not 1 <= count <= most:
         raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1 to {most} ({PER_CORE} per core), or auto")
@@ -45,7 +45,7 @@ def run(args: Sequence[str], processes: int) -> int:
     return launch([sys.executable, "-P", "-m", "fluvial.engines", *args], processes)
 
 
-def _auto() -> int:
+def _count_auto() -> int:
     """Return the number of GPUs; without any, two, or one on a single core."""
     if _has_gpus():
         import torch  # imported here because it takes seconds

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.listing import paragraphs
+from fluvial.engines.cli.listing import format_paragraphs
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import CARD
 
@@ -20,7 +20,7 @@ FLAGS = ("--upload", "--public")
 def run(args: Sequence[str]) -> None:
     """Print the files with their sizes, and upload them if that is asked for."""
     if set(args) & {"-h", "--help"}:
-        print(paragraphs(USAGE), end="")
+        print(format_paragraphs(USAGE), end="")
         return
     flags, words = ([word for word in args if word.startswith("-") == is_flag] for is_flag in (True, False))
     if unknown := [flag for flag in flags if flag not in FLAGS]:

@@ -28,5 +28,5 @@ def run(args: Sequence[str]) -> None:
         print(comparison.write([Path(each) for each in args]))
         return
     print(page.write(out))
-    for problem in page.damage(out):
+    for problem in page.find_damage(out):
         print(f"fluvial: {problem}", file=sys.stderr)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, width, without, wrap
+from fluvial.engines.cli.listing import JSON, drop_flag, find_installed, find_width, format_paragraphs, wrap
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
@@ -34,9 +34,9 @@ def run(args: list[str]) -> None:
 
         run_vote(args[1:])
         return
-    args, as_json = without(args, JSON)
+    args, as_json = drop_flag(args, JSON)
     if not args:
-        print(json.dumps([_facts(model) for model in REWARD_MODELS.values()], indent=1)) if as_json else _table()
+        print(json.dumps([_list_facts(model) for model in REWARD_MODELS.values()], indent=1)) if as_json else _print_table()
         return
     name = args[0]
     if len(args) > 1:
@@ -49,19 +49,19 @@ def run(args: list[str]) -> None:
 
     known = [*REWARD_MODELS, *clients.CLIENTS]
     if as_json and name in known:
-        make = REWARD_MODELS[name].make if name in REWARD_MODELS else clients.maker(name)
-        facts = _facts(REWARD_MODELS[name]) if name in REWARD_MODELS else {"name": name}
-        print(json.dumps({**facts, "options": _defaults(make)}, indent=1))
+        make = REWARD_MODELS[name].make if name in REWARD_MODELS else clients.build_maker(name)
+        facts = _list_facts(REWARD_MODELS[name]) if name in REWARD_MODELS else {"name": name}
+        print(json.dumps({**facts, "options": _list_defaults(make)}, indent=1))
     elif name in REWARD_MODELS:
-        _describe(name)
+        _print_reward(name)
     elif name in clients.CLIENTS:
         print(f"{name}: client of a reward server\n\n{inspect.getdoc(clients.CLIENTS[name])}\n")
-        _options(name, clients.maker(name))
+        _print_options(name, clients.build_maker(name))
     else:
         raise UsageError(f"unknown reward {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
-def _table() -> None:
+def _print_table() -> None:
     """Print one entry per reward model."""
     print(f"{'--rewards':<23} {'takes':<7} {'memory':<9} {'gradient':<9} score")
     for model in REWARD_MODELS.values():
@@ -70,9 +70,9 @@ def _table() -> None:
         print(*wrap_row(row), sep="\n")
         commit = f" @ {model.revision[:8]}" if model.revision else ""
         weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
-        print(*wrap(f"{weights}{model.source}{_to_install(model)}", indent=INDENT), sep="\n")
-    print("", paragraphs(FOOT), sep="\n", end="")
-    print(paragraphs("Not here, because no class of transformers loads them (run them in a server):"), end="")
+        print(*wrap(f"{weights}{model.source}{_describe_missing(model)}", indent=INDENT), sep="\n")
+    print("", format_paragraphs(FOOT), sep="\n", end="")
+    print(format_paragraphs("Not here, because no class of transformers loads them (run them in a server):"), end="")
     for name, reason in ELSEWHERE.items():
         print(*wrap_row(f"  {name:<21} {reason}"), sep="\n")
     for name, source in find_installed("rewards").items():
@@ -81,39 +81,39 @@ def _table() -> None:
 
 def wrap_row(row: str) -> list[str]:
     """Return the lines of a row that is continued under its second column, where the terminal is narrow."""
-    return [row] if len(row) <= width() else wrap(row, later=INDENT)
+    return [row] if len(row) <= find_width() else wrap(row, later=INDENT)
 
 
-def _to_install(model: RewardModel) -> str:
+def _describe_missing(model: RewardModel) -> str:
     """Return what has to be installed for a reward, or nothing."""
     missing = model.missing()
     return f"; needs pip install '{model.install}' ({', '.join(missing)})" if missing else ""
 
 
-def _describe(name: str) -> None:
+def _print_reward(name: str) -> None:
     """Print what a reward computes, and its options with their defaults."""
     model = REWARD_MODELS[name]
-    print(f"{name}: {model.formula}  ({model.source}){_to_install(model)}\n")
+    print(f"{name}: {model.formula}  ({model.source}){_describe_missing(model)}\n")
     for described in (model.make,) if inspect.isfunction(model.make) else inspect.getmro(model.make):
         if described.__module__.startswith("fluvial."):
             print(f"{inspect.getdoc(described)}\n")
-    _options(name, model.make)
+    _print_options(name, model.make)
 
 
-def _defaults(make: Callable[..., Any]) -> dict[str, str]:
+def _list_defaults(make: Callable[..., Any]) -> dict[str, str]:
     """Return the default of each option that a reward is made with; VALUE where one has to be given."""
     options = inspect.signature(make).parameters.values()
     return {option.name: "VALUE" if option.default is option.empty else str(option.default) for option in options}
 
 
-def _facts(model: RewardModel) -> dict[str, Any]:
+def _list_facts(model: RewardModel) -> dict[str, Any]:
     """Return a reward model for programs."""
     names = ("name", "takes", "formula", "source", "weights", "revision", "licence", "gradients", "gibibytes")
     return {name: getattr(model, name) for name in names}
 
 
-def _options(name: str, make: Callable[..., Any]) -> None:
+def _print_options(name: str, make: Callable[..., Any]) -> None:
     """Print the options that a reward is made with, and their defaults; VALUE where one has to be given."""
-    options = [f"{option}={value}" for option, value in _defaults(make).items()]
+    options = [f"{option}={value}" for option, value in _list_defaults(make).items()]
     if options:
         print(f"Options and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

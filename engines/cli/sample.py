@@ -11,8 +11,8 @@ from torch import nn
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
-from fluvial.engines.cli.eval_models import drawing_settings, open_model, source_of
-from fluvial.engines.cli.listing import defaults, may_be_model
+from fluvial.engines.cli.eval_models import find_source, open_model, read_drawing_settings
+from fluvial.engines.cli.listing import choose_defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompt_table import PromptTable
@@ -58,7 +58,7 @@ class SampleConfig:
         pipeline: Size of the images, and how a pipeline is opened.
     """
 
-    prompts: tuple[str, ...] = defaults("").prompts
+    prompts: tuple[str, ...] = choose_defaults("").prompts
     out: Path = Path("sample.png")
     weights: Path | None = None
     lora: Path | None = None
@@ -84,11 +84,11 @@ def run(args: list[str]) -> None:
     if asks(args):
         parse_config(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
     name = parse_name("sample", args, tuple(MODELS), "a model", fits=may_be_model)
-    source = source_of(name)
-    preset = defaults(name if source is None else source.config.model)
+    source = find_source(name)
+    preset = choose_defaults(name if source is None else source.config.model)
     base = SampleConfig(preset.prompts, steps=preset.steps, micro_batch=preset.micro_batch)
     if source is not None:
-        base = replace(base, **drawing_settings(source.config))
+        base = replace(base, **read_drawing_settings(source.config))
     config = parse_config(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
     with flags_in_errors(config):
         out = sample(name, config)
@@ -114,10 +114,10 @@ def sample(name: str, config: SampleConfig) -> Path:
         if is_recorded(model := cast(Any, job.model)):
             job = replace(job, model=model.adapt_to(model_inputs(prompts)))
         module = jobs.build(job).to(default_device()).eval()
-        sheets = [_sheet(job, module, prompts, config, name)]
+        sheets = [_draw_sheet(job, module, prompts, config, name)]
         if config.lora is not None:
             add_adapter(module, job, config.lora, field="lora")
-            sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
+            sheets.append(_draw_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         images.stack_images(sheets).save(config.out)
@@ -144,7 +144,9 @@ def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> PromptTable
     return check_prompts([("`prompts`", known.get(word, Prompt(word)))], check=check, heldout=())
 
 
-def _sheet(job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str) -> images.Image.Image:
+def _draw_sheet(
+    job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str
+) -> images.Image.Image:
     """Return samples of each prompt side by side, with their scores where the model comes with an evaluator."""
     model, prompts = job.model, [prompt for prompt in asked for _ in range(config.each)]
     schedule = on_device(model.schedule(config.steps, job.shape), default_device())

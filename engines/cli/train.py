@@ -15,9 +15,9 @@ from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
 from fluvial.engines.cli.parse import (
     console,
     expand_flags,
-    field_names,
     find_values,
     flags_in_errors,
+    list_fields,
     parse_config,
     parse_name,
     split_flags,
@@ -34,7 +34,7 @@ DRY_RUN, PRESET, CONFIG = "--dry-run", "--preset", "--config"
 def run(args: list[str]) -> None:
     """Train by a recipe, or print the list of recipes."""
     if args and args[0] in ("-h", "--help"):
-        print(recipes_help(), end="")
+        print(format_recipes(), end="")
         return
     if args and args[0] == HELP_ALL:
         args = ["grpo", HELP_ALL]
@@ -83,7 +83,7 @@ def _dry_run(args: list[str]) -> None:
         dryrun.run(asked, config, console=console())
 
 
-class Configured(NamedTuple):
+class ConfiguredRun(NamedTuple):
     """A run that was asked for.
 
     Args:
@@ -108,7 +108,7 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
     return configured[0].config
 
 
-def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[Configured]:
+def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[ConfiguredRun]:
     """Return the runs that a recipe, a file of what differs, and the typed fields describe, each over the one before.
 
     Args:
@@ -145,30 +145,30 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
         typed, words = stated, [stated, *words]
     elif stated is not None and stated != typed:
         raise UsageError(f"{path} is for the recipe {stated}, and {typed} was typed: remove one of them")
-    known = [*listing.recipes(), *listing.find_installed("recipes")]
+    known = [*listing.list_recipes(), *listing.find_installed("recipes")]
     name = parse_name(command, words, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
     return list(_configure_recipe(command, name, path, entries, words[1:], gpus=gpus))
 
 
 def _configure_recipe(
     command: str, name: str, path: Path | None, entries: dict[str, Any], flags: list[str], *, gpus: int | None
-) -> Iterator[Configured]:
+) -> Iterator[ConfiguredRun]:
     """Yield the runs of a recipe; a file may sweep some settings."""
     from fluvial.engines.run.files import read
 
-    recipe = _recipe(name)
+    recipe = _find_recipe(name)
     about = inspect.getdoc(recipe) or f"The recipe {name}."
     preset = entries.pop("preset", None)
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
     first = _build(name, recipe, flags)
     with convert_errors(UsageError, UsageError, says=str(path)):
-        runs = read.expand(first, entries, field_names(first))
+        runs = read.expand(first, entries, list_fields(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
         plain = _build(name, recipe, [*model, *flags])
-        base, others = _preset(plain, expand_flags(flags, field_names(plain)))
+        base, others = _apply_preset(plain, expand_flags(flags, list_fields(plain)))
         with convert_errors(UsageError, UsageError, says=str(path)):
-            config = read.apply(base, values, field_names(base)) if values else base
+            config = read.apply(base, values, list_fields(base)) if values else base
         yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
 
 
@@ -182,7 +182,7 @@ def _complete(
     *,
     label: str = "",
     gpus: int | None,
-) -> Configured:
+) -> ConfiguredRun:
     """Return a run with the typed flags over its recipe and its file, and say what may not be expected of it.
 
     Args:
@@ -190,7 +190,7 @@ def _complete(
         base, config: the recipe's run, and that with the preset and the file over it.
         label: name of the run in a sweep, whose folder lies in `out`.
     """
-    flags = expand_flags(flags, field_names(config))
+    flags = expand_flags(flags, list_fields(config))
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
@@ -212,12 +212,12 @@ def _complete(
     )
     config = replace(config, out=out) if label else config
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
-    for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):
+    for line in _list_notes(name, asked, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
-    return Configured(name, base, config, label)
+    return ConfiguredRun(name, base, config, label)
 
 
-def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
+def _apply_preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
     """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
     matched, others = split_flags(flags, {PRESET})
     if not matched:
@@ -235,7 +235,7 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     return preset, others
 
 
-def _notes(
+def _list_notes(
     name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
 ) -> Iterator[str]:
     """Yield what a person may not expect of the settings that she did not type; rank 0 says it."""
@@ -271,7 +271,7 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import load_published
-    from fluvial.engines.extensions.published.takes import choose_accumulation
+    from fluvial.engines.extensions.published.takes import describe_accumulation
 
     run = load_published().get(name)
     if run is None:
@@ -279,16 +279,16 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     asked = resolve(run)
     same = [(each.method.sampling.batch, each.method.passes.minibatches) for each in (config, asked)]
     if run.gpus not in (0, gpus) and config.makes_samples and same[0] == same[1]:
-        yield choose_accumulation(config, published=run.gpus, gpus=gpus)
+        yield describe_accumulation(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
     if stated and config.prompts and config.prompts == asked.prompts:
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
-def recipes_help() -> str:
+def format_recipes() -> str:
     """Return what each recipe is and where it comes from, for a person to choose."""
     lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
-    for name, about in {**listing.recipes(), **listing.find_installed("recipes")}.items():
+    for name, about in {**listing.list_recipes(), **listing.find_installed("recipes")}.items():
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
@@ -303,12 +303,13 @@ def recipes_help() -> str:
     ]
     lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
     lines += [
-        f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.find_installed("prompts")}.items()
+        f"  @{name:<15} {about}"
+        for name, about in {**listing.list_prompt_sets(), **listing.find_installed("prompts")}.items()
     ]
     return "\n".join(lines) + "\n"
 
 
-def _recipe(name: str) -> Callable[..., "TrainConfig"]:
+def _find_recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
@@ -330,9 +331,9 @@ def _explain_no_recipe(recipe: Any) -> str | None:
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:
     """Return the recipe of a published run."""
     from fluvial.engines.extensions.published.resolve import resolve
-    from fluvial.engines.extensions.published.runs import find
+    from fluvial.engines.extensions.published.runs import find_run
 
-    run = find(name)
+    run = find_run(name)
     config, deviations = resolve(run), run.deviations
 
     def recipe() -> "TrainConfig":

@@ -71,7 +71,7 @@ class ImageCache:
         Raises:
             RunError: it is not in the folder, or damaged.
         """
-        file = self._file(image, size or next(iter(self.shapes)))
+        file = self._locate(image, size or next(iter(self.shapes)))
         try:
             return load_file(file)[NAME]
         except (OSError, SafetensorError, KeyError) as error:
@@ -102,7 +102,7 @@ class ImageCache:
                 self._compare(wanted)
             missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
             with wait_for("encoding", len(missing), "images") as wait:
-                for part in self._readable(wanted, missing, bad):
+                for part in self._read_in_parts(wanted, missing, bad):
                     self._encode(part)
                     wait.advance(len(part))
         unreadable = {wanted[place][0] for part in world.gather_items(bad) for place in part}
@@ -110,7 +110,7 @@ class ImageCache:
         self.sizes = {group[0]: size for group, size in sizes.items()}
         with world.agreed():
             if world.is_main:
-                self._list(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
+                self._list_left_out(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
 
     def _assign(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
         """Return the size of each group that one of the sizes takes; each rank looks at its part."""
@@ -121,14 +121,14 @@ class ImageCache:
         with world.agreed():
             for place in range(world.rank, len(groups), world.size):
                 try:
-                    assigned.append((place, known.index(self._nearest(groups[place], known))))
+                    assigned.append((place, known.index(self._find_nearest(groups[place], known))))
                 except UsageError:
                     if not self.skip:
                         raise
         taken = {place: known[number] for part in world.gather_items(assigned) for place, number in part}
         return {group: taken[place] for place, group in enumerate(groups) if place in taken}
 
-    def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
+    def _find_nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
         """Return the size of a group. UsageError if an image cannot be read, or no size takes it."""
         each = [read_size(image) for image in group]
         try:
@@ -143,7 +143,7 @@ class ImageCache:
                 )
         return size
 
-    def _readable(
+    def _read_in_parts(
         self, wanted: Sequence[tuple[Image, Size | None]], places: Sequence[int], bad: list[int]
     ) -> Iterator[list[tuple[Image, Size | None, Tensor]]]:
         """Yield the images at the given places in parts of one size; places of unreadable ones are added to `bad`."""
@@ -174,7 +174,7 @@ class ImageCache:
         if tuple(samples.shape[1:]) != self.shapes[size]:
             raise UsageError(f"{first} gives a sample of {list(samples.shape[1:])}, expected {list(self.shapes[size])}")
         for (image, size, _), sample in zip(part, samples, strict=True):
-            file = self._file(image, size)
+            file = self._locate(image, size)
             partial = file.with_suffix(f".{secrets.token_hex(4)}")
             try:
                 save_tensors({NAME: sample.contiguous()}, partial)
@@ -215,7 +215,7 @@ class ImageCache:
                 f"`data.cache` {self.folder} was written with other settings ({differs}): set it to another folder"
             )
 
-    def _list(self, left_out: Sequence[str]) -> None:
+    def _list_left_out(self, left_out: Sequence[str]) -> None:
         """Write the names of the images that are left out into the folder, one group per line."""
         file = self.folder / LEFT_OUT
         try:
@@ -228,14 +228,14 @@ class ImageCache:
 
     def _holds(self, image: Image, size: Size | None) -> bool:
         """Return whether an image's sample is in the folder, whole."""
-        file = self._file(image, size)
+        file = self._locate(image, size)
         try:
             with safe_open(file, framework="pt") as tensors:
                 return tuple(tensors.get_slice(NAME).get_shape()) == self.shapes[size]
         except (OSError, SafetensorError):
             return False
 
-    def _file(self, image: Image, size: Size | None) -> Path:
+    def _locate(self, image: Image, size: Size | None) -> Path:
         """Return the file of an image at a size: by its bytes, the settings, and the code that opens and encodes it."""
         try:
             key = [self.settings, encoding_code(), str(size), digest_file(image)]

@@ -13,7 +13,7 @@ from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import MOST_WEIGHT, Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import CAPTION_FILES, FileRecord, is_data_set, is_text, read_lines, rows
+from fluvial.engines.data.tables import CAPTION_FILES, FileRecord, is_data_set, is_text, read_lines, read_rows
 from fluvial.engines.errors import UsageError
 from fluvial.models import images as files
 from fluvial.models.images import ENDINGS, natural
@@ -87,14 +87,14 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each caption, and the caption with its image."""
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None and path.is_dir() and not is_data_set(path):
-        yield from _pairs(path, source)
+        yield from _read_pairs(path, source)
         return
     if table is None and path.is_file() and is_text(path):
         raise UsageError(
             f"data {path} is text, expected a folder of images, or records: .jsonl, .json, .csv, .tsv, .parquet, .tar"
         )
     folder = path if path.is_dir() else path.parent
-    for row in rows(table or path, "data"):
+    for row in read_rows(table or path, "data"):
         columns = dict(row.columns)
         if "image" not in columns and "file_name" in columns:
             columns["image"] = columns.pop("file_name")
@@ -104,7 +104,7 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         yield row.where, prompt
 
 
-def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+def _read_pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the captions of a folder whose images have a text file of the same name beside them."""
     seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
     files = sorted((file for file in seen if file.is_file()), key=natural)

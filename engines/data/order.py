@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from fluvial.core.random import Key, fold_in, key, permute, uniform
-from fluvial.engines.data.prompt_table import PromptKind, kinds_of, select
+from fluvial.engines.data.prompt_table import PromptKind, list_kinds, select
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -27,7 +27,7 @@ ORDER = 2**62
 Party = TypeVar("Party")
 
 
-def _exact(weight: float | Fraction) -> Fraction:
+def _to_fraction(weight: float | Fraction) -> Fraction:
     """Return the decimal number that a weight was typed as."""
     return Fraction(str(weight))
 
@@ -42,7 +42,7 @@ def _group(codes: "array[int]", parties: Mapping[int, Party]) -> dict[Party, Seq
     return dict(places)
 
 
-def order_key(seed: int) -> Key:
+def derive_order_key(seed: int) -> Key:
     """Return the key of the order of prompts."""
     return fold_in(key(seed), ORDER)
 
@@ -80,7 +80,7 @@ class Turns(Generic[Party]):
         self.period = sum(self.shares.values())
         self._taken, self._done = dict.fromkeys(self.shares, 0), 0
 
-    def after(self, first: int, count: int) -> list[tuple[Party, int]]:
+    def take(self, first: int, count: int) -> list[tuple[Party, int]]:
         """Return the party of each of `count` turns from number `first` on, and the number of its own turns before."""
         periods, first = divmod(first, self.period)
         if first < self._done:  # a period is walked from its beginning
@@ -114,9 +114,9 @@ class PromptOrder:
     def __init__(
         self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | Mapping[str, Fraction] | None = None
     ) -> None:
-        kinds, codes = kinds_of(prompts)
+        kinds, codes = list_kinds(prompts)
         members = _group(codes, {code: kinds[code].source for code in dict.fromkeys(codes)})
-        self.turns = Turns({source: _exact((weights or {}).get(source, 1.0)) for source in members})
+        self.turns = Turns({source: _to_fraction((weights or {}).get(source, 1.0)) for source in members})
         self.epochs = {
             source: _Epochs(places, kinds, codes, fold_in(key, number))
             for number, (source, places) in enumerate(members.items())
@@ -124,7 +124,7 @@ class PromptOrder:
 
     def places(self, first: int, count: int) -> list[int]:
         """Return the indices of `count` prompts, from number `first` of the order on."""
-        return [self.epochs[source].at(position) for source, position in self.turns.after(first, count)]
+        return [self.epochs[source].look_up(position) for source, position in self.turns.take(first, count)]
 
 
 class _Epochs:
@@ -138,7 +138,7 @@ class _Epochs:
         self._epoch, self._first, self._end = -1, 0, 0
         self._shuffle, self._sums = Shuffle(self.key, 0), torch.zeros(0)
 
-    def at(self, position: int) -> int:
+    def look_up(self, position: int) -> int:
         """Return the prompt at a position of the endless order."""
         if not self._first <= position < self._end:
             self._seek(position)
@@ -147,15 +147,15 @@ class _Epochs:
             return self.members[int(torch.searchsorted(self._sums, place, right=True))]
         return self.members[place // ((self._end - self._first) // len(self.members))]
 
-    def _start(self, epoch: int) -> int:
+    def _count_before(self, epoch: int) -> int:
         """Return the number of prompts of all epochs before one: those of weight w were there ceil(epoch w) times."""
         return sum(count * math.ceil(epoch * weight) for weight, count in self.counts.items())
 
     def _seek(self, position: int) -> None:
         """Begin the epoch of a position."""
         mean = sum(count * weight for weight, count in self.counts.items())
-        epoch = bisect_right(range(int(position / mean) + 2), position, key=self._start) - 1
-        self._epoch, self._first, self._end = epoch, self._start(epoch), self._start(epoch + 1)
+        epoch = bisect_right(range(int(position / mean) + 2), position, key=self._count_before) - 1
+        self._epoch, self._first, self._end = epoch, self._count_before(epoch), self._count_before(epoch + 1)
         self._shuffle = Shuffle(fold_in(self.key, epoch), self._end - self._first)
         if len(self.counts) > 1:
             times = [math.ceil((epoch + 1) * kind.weight) - math.ceil(epoch * kind.weight) for kind in self.kinds]
@@ -176,16 +176,16 @@ class BatchOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        kinds, codes = kinds_of(prompts)
+        kinds, codes = list_kinds(prompts)
         counts = Counter(codes)
         totals: defaultdict[str, Fraction] = defaultdict(Fraction)  # weight of the prompts of each source
         for code, count in counts.items():
-            totals[kinds[code].source] += count * _exact(kinds[code].weight)
+            totals[kinds[code].source] += count * _to_fraction(kinds[code].weight)
         self.members = _group(codes, {code: kinds[code].size for code in counts})
         mass: dict[Size | None, defaultdict[str, Fraction]] = {size: defaultdict(Fraction) for size in self.members}
         for code, count in counts.items():
-            kind, share = kinds[code], _exact((weights or {}).get(kinds[code].source, 1.0))
-            mass[kind.size][kind.source] += share * count * _exact(kind.weight) / totals[kind.source]
+            kind, share = kinds[code], _to_fraction((weights or {}).get(kinds[code].source, 1.0))
+            mass[kind.size][kind.source] += share * count * _to_fraction(kind.weight) / totals[kind.source]
         self.turns = Turns({size: sum(parts.values(), Fraction()) for size, parts in mass.items()})
         if len(self.members) == 1:
             self.orders = {size: PromptOrder(prompts, key, weights) for size in self.members}
@@ -197,7 +197,7 @@ class BatchOrder:
 
     def batch(self, number: int, count: int) -> list[int]:
         """Return the indices of the `count` prompts of a batch, whose number is from 0 on."""
-        [(size, before)] = self.turns.after(number, 1)
+        [(size, before)] = self.turns.take(number, 1)
         return self.of_size(size, before * count, count)
 
     def of_size(self, size: Size | None, first: int, count: int) -> list[int]:
@@ -205,7 +205,7 @@ class BatchOrder:
         return [self.members[size][place] for place in self.orders[size].places(first, count)]
 
 
-class Pool:
+class PromptPool:
     """Prompts to draw from at random, those of a draw of one size.
 
     Args:
@@ -213,7 +213,7 @@ class Pool:
     """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.kinds, self.codes = kinds_of(prompts)
+        self.kinds, self.codes = list_kinds(prompts)
         self.members = _group(self.codes, {code: self.kinds[code].size for code in dict.fromkeys(self.codes)})
 
     def draw(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
@@ -221,23 +221,23 @@ class Pool:
         draws, first = uniform(key, (count,)), list[int]()
         if size == "any" and len(self.members) > 1:
             first, draws = [int(draws[0] * len(self.codes))], draws[1:]
-        members = self._of_size(first, size)
+        members = self._choose_members(first, size)
         return [*first, *(members[place] for place in (draws * len(members)).long().tolist())]
 
     def draw_distinct(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
         """Return the indices of `count` prompts of a size, all of them before one comes again; any is that of one drawn."""
-        members = self._of_size([int(uniform(key, (1,)) * len(self.codes))], size)
+        members = self._choose_members([int(uniform(key, (1,)) * len(self.codes))], size)
         rounds = [Shuffle(fold_in(key, number), len(members)) for number in range(-(-count // len(members)))]
         return [members[rounds[number // len(members)][number % len(members)]] for number in range(count)]
 
-    def _of_size(self, first: Sequence[int], size: Size | Literal["any"] | None) -> Sequence[int]:
+    def _choose_members(self, first: Sequence[int], size: Size | Literal["any"] | None) -> Sequence[int]:
         """Return the indices of the prompts of a size; any size is that of the first prompt, or the only one."""
         if size != "any":
             return self.members[size]
         return self.members[self.kinds[self.codes[first[0]]].size] if first else next(iter(self.members.values()))
 
 
-def size_of_batch(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
+def draw_size(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
     """Return the size of a batch: that of its prompts, else one that is drawn, each as likely."""
     size = prompts[0].size
     return sizes[int(uniform(key, (1,)) * len(sizes))] if size is None else size

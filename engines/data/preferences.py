@@ -20,7 +20,7 @@ from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import Prompt, read_file
-from fluvial.engines.data.tables import FileRecord, is_data_set, rows
+from fluvial.engines.data.tables import FileRecord, is_data_set, read_rows
 from fluvial.engines.errors import UsageError
 
 PREFERENCES = "preferences.jsonl"
@@ -143,7 +143,7 @@ def read_preferences(
             "the job"
         )
     preferences = []
-    for record in preference_records(folder, check=check, heldout=heldout, skip=skip):
+    for record in read_preference_records(folder, check=check, heldout=heldout, skip=skip):
         try:
             samples = encode(torch.stack([read_image(image) for image in (record.win, record.lose)]))
         except (UsageError, RuntimeError) as error:
@@ -154,7 +154,7 @@ def read_preferences(
     return tuple(preferences)
 
 
-def preference_records(
+def read_preference_records(
     path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), skip: Sequence[str] = ()
 ) -> tuple[PreferenceRecord, ...]:
     """Return the preferences of a folder or a file, without reading their images.
@@ -181,19 +181,19 @@ def preference_records(
     file = path / PREFERENCES if is_folder and not is_data_set(path) else path
     folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
     preferences: list[PreferenceRecord] = []
-    for row in rows(file, "preferences"):
+    for row in read_rows(file, "preferences"):
         text = row.columns.get("prompt", row.columns.get("caption"))
         if not isinstance(text, str) or not text.strip():
             raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
         [prompt] = check_prompts([(row.where, Prompt(text.strip()))], check=check, heldout=apart)
         if prompt.text not in left_out:
-            preferences += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
+            preferences += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _read_pairs(row, folder)]
     if not preferences:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
     return tuple(preferences)
 
 
-def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
+def _read_pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
     """Yield the (preferred, rejected) images of a record."""
     columns = row.columns
 
@@ -202,10 +202,10 @@ def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path |
 
     for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
         if {first, second, "label_0"} <= set(columns):
-            label = _of_cell(columns["label_0"])
+            label = _parse_cell(columns["label_0"])
             if label not in (0, 0.5, 1):
                 raise UsageError(f"{row.where}, column label_0 is {label!r}, expected 0, 0.5 or 1")
-            if label != 0.5 and _of_cell(columns.get("has_label", True)):
+            if label != 0.5 and _parse_cell(columns.get("has_label", True)):
                 win, lose = (first, second) if label == 1 else (second, first)
                 yield image(columns[win], win), image(columns[lose], lose)
             return
@@ -223,7 +223,7 @@ def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path |
         )
 
 
-def _of_cell(value: Any) -> Any:
+def _parse_cell(value: Any) -> Any:
     """Return the number or bool that a cell of a table of text stands for; other values as they are."""
     try:
         return json.loads(value.lower()) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fluvial.engines import plugins
-from fluvial.engines.data.tables import FileRecord, plain_row
+from fluvial.engines.data.tables import FileRecord, drop_nulls
 from fluvial.engines.errors import UsageError
 
 MARK = "@"  # before the name of a set
@@ -33,7 +33,7 @@ def ocr(part: Part) -> Iterator[Record]:
         *(("notice", text) for text in LISTS["notices"]),
         *(("number", f"{word} {number}") for word, numbers in LISTS["numbered"].items() for number in numbers),
     ]
-    chosen = _part(part, texts, heldout=20)
+    chosen = _take_part(part, texts, heldout=20)
     for (tag, text), sign in _shuffle(product(chosen, LISTS["signs"])):
         yield {"prompt": sign.format(text), "tag": tag}
 
@@ -42,55 +42,68 @@ def geneval(part: Part) -> Iterator[Record]:
     """Objects, counts, colours and positions in GenEval's six tags, with its metadata."""
     classes = LISTS["classes"]
     coloured, pairs = [name for name in classes if name != "person"], list(permutations(classes, 2))
-    for name in _part(part, classes, heldout=16):
-        yield _make_row("single_object", f"a photo of {_a(name)}", _one(name))
-    for one, other in _part(part, list(combinations(classes, 2)), heldout=50, most=400):
-        yield _make_row("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
-    for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
-        yield _count_objects(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
-    for name, colour in _part(part, list(product(coloured, LISTS["colours"])), heldout=50, most=400):
-        yield _make_row("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
-    for (one, other), where in _part(part, list(product(pairs, LISTS["positions"])), heldout=50, most=800):
-        placed = {**_one(one), "position": [where, 0]}
-        yield _make_row("position", f"a photo of {_a(one)} {where} {_a(other)}", _one(other), placed)
-    for one, other in _part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
-        first, second = _two_colours(one, other)
-        text = f"a photo of {_a(first)} {one} and {_a(second)} {other}"
-        yield _make_row("color_attr", text, {**_one(one), "color": first}, {**_one(other), "color": second})
+    for name in _take_part(part, classes, heldout=16):
+        yield _make_record("single_object", f"a photo of {_add_article(name)}", _describe_one(name))
+    for one, other in _take_part(part, list(combinations(classes, 2)), heldout=50, most=400):
+        yield _make_record(
+            "two_object",
+            f"a photo of {_add_article(one)} and {_add_article(other)}",
+            _describe_one(one),
+            _describe_one(other),
+        )
+    for name, number in _take_part(part, list(product(_list_countable(), (2, 3, 4))), heldout=40):
+        yield _count_objects(f"a photo of {NUMBERS[number]} {_pluralise(name)}", name, number)
+    for name, colour in _take_part(part, list(product(coloured, LISTS["colours"])), heldout=50, most=400):
+        yield _make_record("colors", f"a photo of {_add_article(colour)} {name}", {**_describe_one(name), "color": colour})
+    for (one, other), where in _take_part(part, list(product(pairs, LISTS["positions"])), heldout=50, most=800):
+        placed = {**_describe_one(one), "position": [where, 0]}
+        yield _make_record(
+            "position", f"a photo of {_add_article(one)} {where} {_add_article(other)}", _describe_one(other), placed
+        )
+    for one, other in _take_part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
+        first, second = _choose_two_colours(one, other)
+        text = f"a photo of {_add_article(first)} {one} and {_add_article(second)} {other}"
+        yield _make_record(
+            "color_attr", text, {**_describe_one(one), "color": first}, {**_describe_one(other), "color": second}
+        )
 
 
 def animals(part: Part) -> Iterator[Record]:
     """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
-    chosen = _part(part, LISTS["animals"], heldout=10)
-    yield from ({"prompt": _a(animal), "tag": "alone"} for animal in chosen)
+    chosen = _take_part(part, LISTS["animals"], heldout=10)
+    yield from ({"prompt": _add_article(animal), "tag": "alone"} for animal in chosen)
     for animal, activity in _shuffle(product(chosen, LISTS["activities"])):
-        yield {"prompt": f"{_a(animal)} {activity}", "tag": "activity"}
+        yield {"prompt": f"{_add_article(animal)} {activity}", "tag": "activity"}
 
 
 def counting(part: Part) -> Iterator[Record]:
     """Objects in numbers from two to six and in several settings, with GenEval's metadata."""
-    chosen = _part(part, list(product(_countable(), NUMBERS)), heldout=40)
+    chosen = _take_part(part, list(product(_list_countable(), NUMBERS)), heldout=40)
     places = ("on a white background", "in a bright studio", "seen from above", "in an oil painting", "in a pencil drawing")
     for (name, number), place in _shuffle(product(chosen, places)):
-        yield _count_objects(f"{NUMBERS[number]} {_plural(name)} {place}", name, number)
+        yield _count_objects(f"{NUMBERS[number]} {_pluralise(name)} {place}", name, number)
 
 
 def drawbench_like(part: Part) -> Iterator[Record]:
     """General prompts in eight categories, for rewards that predict preferences."""
     bare, places, animals = LISTS["things"], LISTS["settings"], LISTS["animals"]
-    things = [_a(thing) for thing in bare]
+    things = [_add_article(thing) for thing in bare]
     kinds: dict[str, Iterable[str]] = {
-        "colour": (f"{_a(colour)} {thing} {place}" for colour, thing, place in product(LISTS["colours"], bare, places)),
-        "count": (f"{NUMBERS[n]} {_plural(thing)} {place}" for n, thing, place in product((2, 3, 4), bare, places)),
-        "material": (f"{_a(thing)} made of {material}" for thing, material in product(bare, LISTS["materials"])),
+        "colour": (
+            f"{_add_article(colour)} {thing} {place}" for colour, thing, place in product(LISTS["colours"], bare, places)
+        ),
+        "count": (f"{NUMBERS[n]} {_pluralise(thing)} {place}" for n, thing, place in product((2, 3, 4), bare, places)),
+        "material": (f"{_add_article(thing)} made of {material}" for thing, material in product(bare, LISTS["materials"])),
         "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), LISTS["sizes"])),
         "setting": (f"{thing} {place}" for thing, place in product(things, places)),
         "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, places, LISTS["styles"])),
         "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, LISTS["notices"])),
-        "animal": (f"{_a(one)} {doing} {place}" for one, doing, place in product(animals, LISTS["activities"], places)),
+        "animal": (
+            f"{_add_article(one)} {doing} {place}" for one, doing, place in product(animals, LISTS["activities"], places)
+        ),
     }
     for tag, texts in kinds.items():
-        yield from ({"prompt": text, "tag": tag} for text in _part(part, list(texts), heldout=25, most=250))
+        yield from ({"prompt": text, "tag": tag} for text in _take_part(part, list(texts), heldout=25, most=250))
 
 
 def handwriting(part: Part, first: str) -> Iterator[Record]:
@@ -116,7 +129,7 @@ def is_set(word: object) -> bool:
     return str(word).startswith(MARK)
 
 
-def records(word: str, part: Part) -> Iterator[FileRecord]:
+def read_set(word: str, part: Part) -> Iterator[FileRecord]:
     """Yield the records of a part of a prompt set, each with its place for messages.
 
     Args:
@@ -133,7 +146,7 @@ def records(word: str, part: Part) -> Iterator[FileRecord]:
             where = f"prompt set {word}, {part} record {number}"
             if not isinstance(record, Mapping):
                 raise UsageError(f"{where} is a {type(record).__name__}, expected a mapping with a column prompt")
-            yield plain_row(FileRecord(where, dict(record)))
+            yield drop_nulls(FileRecord(where, dict(record)))
     except UsageError:
         raise
     except Exception as error:
@@ -150,32 +163,32 @@ def _shuffle(items: Iterable[T]) -> list[T]:
     return sorted(items, key=_digest)
 
 
-def _part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = None) -> list[T]:
+def _take_part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = None) -> list[T]:
     """Return a part of items: in the order of their SHA-256 the first are held out, and up to `most` others train."""
     ordered = _shuffle(dict.fromkeys(items))
     return ordered[:heldout] if part == "heldout" else ordered[heldout:][:most]
 
 
-def _a(noun: str) -> str:
+def _add_article(noun: str) -> str:
     """Return a noun phrase with its article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in LISTS["uncounted"] else noun
 
 
-def _plural(noun: str) -> str:
+def _pluralise(noun: str) -> str:
     if noun in LISTS["plurals"]:
         return LISTS["plurals"][noun]
     return noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
 
 
-def _countable() -> list[str]:
+def _list_countable() -> list[str]:
     return [name for name in LISTS["classes"] if name not in LISTS["uncounted"]]
 
 
-def _one(name: str) -> dict[str, Any]:
+def _describe_one(name: str) -> dict[str, Any]:
     return {"class": name, "count": 1}
 
 
-def _make_row(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
+def _make_record(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
     return {"prompt": prompt, "tag": tag, "include": list(include), "exclude": []}
 
 
@@ -185,7 +198,7 @@ def _count_objects(prompt: str, name: str, number: int) -> Record:
     return {"prompt": prompt, "tag": "counting", "include": [include], "exclude": [exclude]}
 
 
-def _two_colours(one: str, other: str) -> tuple[str, str]:
+def _choose_two_colours(one: str, other: str) -> tuple[str, str]:
     """Return two different colours for a pair of objects."""
     colours, (first, step, *_) = LISTS["colours"], _digest((one, other))
     place = first % len(colours)

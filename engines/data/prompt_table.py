@@ -118,7 +118,7 @@ class PromptTable(Sequence[Prompt]):
         return prompt
 
 
-def kinds_of(prompts: Sequence[Prompt]) -> "tuple[list[PromptKind], array[int]]":
+def list_kinds(prompts: Sequence[Prompt]) -> "tuple[list[PromptKind], array[int]]":
     """Return the kinds of prompts, and the index of each prompt's kind, as 32-bit integers."""
     if isinstance(prompts, PromptTable):
         return prompts.kinds, prompts.codes()
@@ -132,7 +132,7 @@ def select(prompts: Sequence[Prompt], places: Iterable[int]) -> Sequence[Prompt]
     return prompts.select(places) if isinstance(prompts, PromptTable) else tuple(prompts[place] for place in places)
 
 
-def examples(*parts: Sequence[Prompt]) -> Iterator[Prompt]:
+def list_examples(*parts: Sequence[Prompt]) -> Iterator[Prompt]:
     """Yield prompts so that none left out has anything but its text that one before it lacks, for checks of fields."""
     for part in parts:
         yield from part.examples() if isinstance(part, PromptTable) else part

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
-from fluvial.engines.data.prompt_table import PromptTable, examples, select
+from fluvial.engines.data.prompt_table import PromptTable, list_examples, select
 from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
-from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, rows
+from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, read_rows
 from fluvial.engines.errors import UsageError
 
 
@@ -28,7 +28,7 @@ class PromptSource(NamedTuple):
     weight: float  # share of the samples, relative to the other sources
 
 
-def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource, ...]:
+def parse_sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource, ...]:
     """Return the files and prompt sets that are named, each as `file` or `file=weight`; a set is `@name`.
 
     Raises:
@@ -160,7 +160,7 @@ def read_sources(
         read: function that reads a file, `read_prompts` or `images.read_images`.
         field: setting that names the files, for messages.
     """
-    listed = sources(words, field)
+    listed = parse_sources(words, field)
     prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in listed]
     table = prompts[0] if len(prompts) == 1 else PromptTable(chain.from_iterable(prompts))
     return table, {each.name: each.weight for each in listed}
@@ -184,10 +184,10 @@ def read_heldout(
         check, media: arguments of `read_prompts`.
         field: setting that names the files, for messages.
     """
-    files = sources(words, field=field)
+    files = parse_sources(words, field=field)
     if weighted := [each.path for each in files if each.weight != 1]:
         raise UsageError(f"`{field}` gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
-    names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
+    names = [each.name for each in (parse_sources(trained) if len(files) == len(trained) else files)]
     parts = (
         read_prompts(each.path, check=check, source=name, media=media, part="heldout")
         for each, name in zip(files, names, strict=True)
@@ -211,7 +211,7 @@ def hold_out(
         words: files and prompt sets, see `sources`.
         check, media: arguments of `read_prompts`.
     """
-    sets = [str(each.path) for each in sources(words) if is_set(each.path)]
+    sets = [str(each.path) for each in parse_sources(words) if is_set(each.path)]
     if not sets:
         return split_off(prompts)
     apart = read_heldout(sets, (), check=check, media=media)
@@ -239,7 +239,7 @@ def split_off(prompts: Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[Pro
     return select(prompts, train or range(len(prompts))), select(prompts, apart)
 
 
-def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> PromptTable:
+def assign_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> PromptTable:
     """Return prompts with the size that the columns `size`, or `width` and `height`, of their records are nearest to.
 
     A prompt without these columns keeps none; the size of its samples is drawn.
@@ -266,15 +266,15 @@ def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> Pro
     return PromptTable(sized())
 
 
-def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
+def list_source_weights(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each source that prompts come from, in the order of their first prompts; 1 if none is given."""
-    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in examples(prompts))}
+    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in list_examples(prompts))}
 
 
 def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each prompt of a file or a prompt set, and the prompt."""
     if is_set(path):
-        for row in prompt_sets.records(str(path), part):
+        for row in prompt_sets.read_set(str(path), part):
             yield row.where, parse_prompt(row, folder=Path(), source=source, media=media)
         return
     if is_text(path) and not path.is_dir():
@@ -282,5 +282,5 @@ def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> It
             yield where, Prompt(line, source=source)
         return
     folder = path if path.is_dir() else path.parent
-    for row in rows(path, "prompts file"):
+    for row in read_rows(path, "prompts file"):
         yield row.where, parse_prompt(row, folder=folder, source=source, media=media)

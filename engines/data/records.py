@@ -156,7 +156,7 @@ def parse_prompt(
         image=None if "image" in arguments else _first(files.get("image")),
         video=None if "video" in arguments else _first(files.get("video")),
         audio=None if "audio" in arguments else _first(files.get("audio")),
-        weight=_weight(row),
+        weight=_read_weight(row),
         tag=read_column(row, "tag"),
         source=source,
         metadata=metadata,
@@ -209,7 +209,7 @@ def read_file(value: Any, where: str, folder: Path, *, or_folder: bool = False) 
     return path.absolute()
 
 
-def _weight(row: FileRecord) -> float:
+def _read_weight(row: FileRecord) -> float:
     value = row.columns.get("weight", 1.0)
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -51,7 +51,7 @@ def is_hub(word: object) -> bool:
     return str(word).startswith(HUB)
 
 
-def rows(path: Path, what: str) -> Iterator[FileRecord]:
+def read_rows(path: Path, what: str) -> Iterator[FileRecord]:
     """Yield the records of a file in their order; a null is an absent column.
 
     Args:
@@ -63,7 +63,7 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
         UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
     """
     label = f"{what} {path}"
-    read = _hub if is_hub(path) else _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
+    read = _read_hub if is_hub(path) else _read_data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
     if read is None and not path.exists():
         text = "" if path.suffix else "; texts go into a file with one per line, or to Job(model, prompts=[...])"
         raise UsageError(f"{label} cannot be read: No such file or directory{text}")
@@ -72,10 +72,10 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
             f"{label} ends in {path.suffix or 'nothing'}, expected {', '.join(PROMPT_FILES)}, or a folder that datasets "
             "saved to disk"
         )
-    yield from map(plain_row, read(path, label))
+    yield from map(drop_nulls, read(path, label))
 
 
-def plain_row(row: FileRecord) -> FileRecord:
+def drop_nulls(row: FileRecord) -> FileRecord:
     """Return a record without its nulls. UsageError: a column holds half a character."""
     columns = {name: value for name, value in row.columns.items() if not _is_null(value)}
     if (cut := next((name for name, value in columns.items() if has_half_character(value)), None)) is not None:
@@ -97,7 +97,7 @@ def read_text(path: Path, label: str) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    with _file_errors(label), path.open(encoding="utf-8-sig", newline="") as file:
+    with _convert_file_errors(label), path.open(encoding="utf-8-sig", newline="") as file:
         text = file.read()
     if "\0" in text:  # of UTF-16 without a byte-order mark
         raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
@@ -112,7 +112,7 @@ def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
     Raises:
         UsageError: the file cannot be read.
     """
-    with _file_errors(label), path.open(encoding="utf-8-sig") as file:
+    with _convert_file_errors(label), path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if "\0" in line:  # of UTF-16 without a byte-order mark
                 raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
@@ -120,12 +120,12 @@ def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
                 yield f"{label}, line {number}", text
 
 
-def _json_lines(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_json_lines(path: Path, label: str) -> Iterator[FileRecord]:
     for where, line in read_lines(path, label):
-        yield FileRecord(where, _columns(line, where))
+        yield FileRecord(where, _parse_columns(line, where))
 
 
-def _columns(text: str | bytes, where: str) -> dict[str, Any]:
+def _parse_columns(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the columns of a JSON object."""
     try:
         record = json.loads(text)
@@ -136,7 +136,7 @@ def _columns(text: str | bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_json_array(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
     try:
         content = json.loads(read_text(path, label))
@@ -152,7 +152,7 @@ def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
         yield FileRecord(f"{label}, record {number}", record)
 
 
-def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
+def _read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
     """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
     lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True, delimiter=delimiter)
     filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
@@ -171,7 +171,7 @@ def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
 
 
-def _toml(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_toml(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the tables `[[prompts]]` of a file."""
     try:
         content = tomllib.loads(read_text(path, label)).get("prompts")
@@ -183,7 +183,7 @@ def _toml(path: Path, label: str) -> Iterator[FileRecord]:
         yield FileRecord(f"{label}, table {number}", record)
 
 
-def _tar(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_tar(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the samples of a tar of webdataset: files one after the other whose names are equal up to the first dot.
 
     The text of a .txt or .caption is the column `prompt`, an image is `image`, a .json holds columns of its own, and any
@@ -194,27 +194,27 @@ def _tar(path: Path, label: str) -> Iterator[FileRecord]:
         folder, slash, name = member.name.rpartition("/")
         return f"{folder}{slash}{name.partition('.')[0]}"
 
-    with _file_errors(label), tarfile.open(path) as archive:
+    with _convert_file_errors(label), tarfile.open(path) as archive:
         for name, members in groupby(filter(tarfile.TarInfo.isfile, archive), key):
             where, columns = f"{label}, sample {name}", dict[str, Any]()
             for member in members:
                 ending, data = member.name.removeprefix(f"{name}."), archive.extractfile(member).read()  # type: ignore[union-attr]
                 if ending == "json":
-                    columns |= _columns(data, where)
+                    columns |= _parse_columns(data, where)
                 else:
                     column = "image" if f".{ending.lower()}" in ENDINGS else "prompt" if ending in CAPTION_FILES else ending
                     columns[column] = data.decode().strip() if column == "prompt" else data
             yield FileRecord(where, columns)
 
 
-def _parquet(path: Path, label: str) -> Iterator[FileRecord]:
-    with _arrow_errors(label):
+def _read_parquet(path: Path, label: str) -> Iterator[FileRecord]:
+    with _convert_arrow_errors(label):
         from pyarrow.parquet import ParquetFile
 
-        yield from _records(ParquetFile(path).iter_batches(), label)
+        yield from _read_batches(ParquetFile(path).iter_batches(), label)
 
 
-def _hub(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_hub(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the rows of a data set of the Hub, which is downloaded into the Hub's cache; by default default/train."""
     from huggingface_hub import snapshot_download
 
@@ -230,21 +230,21 @@ def _hub(path: Path, label: str) -> Iterator[FileRecord]:
         hint = f"name one of {', '.join(there)}" if there else f"name both, as in {path}/CONFIG/SPLIT"
         raise UsageError(f"{label} has no configuration {config} with a split {split}: {hint}")
     for file in files:
-        yield from _parquet(file, label)
+        yield from _read_parquet(file, label)
 
 
-def _data_set(folder: Path, label: str) -> Iterator[FileRecord]:
+def _read_data_set(folder: Path, label: str) -> Iterator[FileRecord]:
     """Yield the rows of a data set that was saved to disk, from its Arrow files."""
     if (folder / SPLITS).is_file():
         splits = ", ".join(json.loads(read_text(folder / SPLITS, label)).get("splits", ()))
         raise UsageError(f"{label} holds several splits ({splits}): name the folder of one")
     if not (folder / STATE).is_file():
         raise UsageError(f"{label} is a folder without {STATE}, expected a file, or a folder that datasets saved to disk")
-    with _arrow_errors(label):
+    with _convert_arrow_errors(label):
         from pyarrow import ipc, memory_map
 
         files = [_whole(folder / entry["filename"]) for entry in json.loads(read_text(folder / STATE, label))["_data_files"]]
-        yield from _records((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
+        yield from _read_batches((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
 
 
 def _whole(file: Path) -> Path:
@@ -257,7 +257,7 @@ def _whole(file: Path) -> Path:
     return file
 
 
-def _records(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
+def _read_batches(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
     """Yield the rows of Arrow's batches."""
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, start=1):
@@ -270,7 +270,7 @@ def _is_null(value: Any) -> bool:
 
 
 @contextmanager
-def _file_errors(label: str) -> Iterator[None]:
+def _convert_file_errors(label: str) -> Iterator[None]:
     """Turn an error of the file system, or of the encoding, into one line."""
     try:
         yield
@@ -284,7 +284,7 @@ def _file_errors(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def _arrow_errors(label: str) -> Iterator[None]:
+def _convert_arrow_errors(label: str) -> Iterator[None]:
     """Turn a missing pyarrow, and an error of Arrow or of the file, into one line."""
     try:
         yield
@@ -298,7 +298,7 @@ def _arrow_errors(label: str) -> Iterator[None]:
 
 
 _FORMATS: dict[str, Callable[[Path, str], Iterator[FileRecord]]] = {
-    **{".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t")},
-    **{".parquet": _parquet, ".toml": _toml, ".tar": _tar},
+    **{".jsonl": _read_json_lines, ".json": _read_json_array, ".csv": _read_csv, ".tsv": partial(_read_csv, delimiter="\t")},
+    **{".parquet": _read_parquet, ".toml": _read_toml, ".tar": _read_tar},
 }
 PROMPT_FILES = (TEXT, *_FORMATS)  # endings of files of prompts

@@ -92,7 +92,7 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     """
     held = () if run is None else read_records(run / "metrics.jsonl")
     records = [record for record in held if record["update"] <= card.update]
-    title, points, unit = _curve(records)
+    title, points, unit = _read_curve(records)
     for draw in plugins.load_all("curves") if len(points) > 1 else ():
         draw(out / CURVE, title, points, unit)
     summary = (None if run is None else read_json(run / "summary.json")) or {}
@@ -100,25 +100,27 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     images = None if run is None else run / "samples" / ("before-after.png" if final else f"update-{card.update:04d}.png")
     if images is not None and images.is_file():
         shutil.copyfile(images, out / SAMPLES)
-    text = [_front_matter(card), _introduction(card), _loading(card), _settings(card)]
-    text += [_results(records, summary if final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file())]
+    text = [_format_front_matter(card), _format_introduction(card), _format_loading(card), _format_settings(card)]
+    text += [
+        _format_results(records, summary if final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file())
+    ]
     (out / CARD).write_text("\n\n".join(part for part in text if part) + "\n", encoding="utf-8")
 
 
-def _front_matter(card: Card) -> str:
+def _format_front_matter(card: Card) -> str:
     lines = ["---"]
     if card.hub_id:
         lines += [f"base_model: {card.hub_id}", f"base_model_relation: {'adapter' if card.is_adapter else 'finetune'}"]
     if card.pipeline or card.network:
         lines.append("library_name: diffusers")
     lines += [f"pipeline_tag: {'text-to-video' if card.video else 'text-to-image'}"]
-    lines += _licence(card.folder)
+    lines += _read_licence(card.folder)
     tags = ["fluvial", "diffusers", card.method.partition(":")[2] or card.method]
     tags += ["lora"] * card.is_adapter + ["comfyui"] * (card.kind == "comfyui")
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
-def _licence(folder: Path | None) -> list[str]:
+def _read_licence(folder: Path | None) -> list[str]:
     """Return the lines about the licence in the base model's own card; none where it says nothing."""
     if folder is None or not (folder / CARD).is_file():
         return []
@@ -126,7 +128,7 @@ def _licence(folder: Path | None) -> list[str]:
     return LICENCE.findall(front[1]) if front else []
 
 
-def _introduction(card: Card) -> str:
+def _format_introduction(card: Card) -> str:
     what = f"{FORMS[card.settings['lora']['form']['kind']]} adapter of" if card.is_adapter else "weights of"
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
     lines = [f"The {what} {base} after {card.update} updates of `{card.method}` by fluvial, in {card.dtype}."]
@@ -139,11 +141,11 @@ def _introduction(card: Card) -> str:
     return f"# {card.base}, post-trained with {card.method}\n\n{' '.join(filter(None, lines))}"
 
 
-def _loading(card: Card) -> str:
+def _format_loading(card: Card) -> str:
     """Return how the files are loaded, in code."""
     base = card.hub_id or "path/to/the/base/model"
     folders = [f"path/to/this/folder/{part}" for part in card.parts] or ["path/to/this/folder"]
-    named = [*zip(card.parts or (_component(card),), folders, strict=True)]
+    named = [*zip(card.parts or (_name_component(card),), folders, strict=True)]
     imported, opened = "DiffusionPipeline", f'pipeline = DiffusionPipeline.from_pretrained("{base}")'
     if card.kind == "comfyui":
         target, file = ("loras", COMFY_LORA) if card.is_adapter else ("diffusion_models", COMFY_WEIGHTS)
@@ -152,14 +154,14 @@ def _loading(card: Card) -> str:
     if card.kind == "full":
         code = ['pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder")']
     elif card.kind == "lora" and card.pipeline and card.settings["lora"]["form"]["kind"] == "lokr":  # pipelines refuse it
-        code = [opened, *(f"pipeline.{name}.{_adapter(card, folder)}" for name, folder in named)]
+        code = [opened, *(f"pipeline.{name}.{_format_adapter_call(card, folder)}" for name, folder in named)]
     elif card.kind == "lora" and card.pipeline:
         first, *second = folders
         code = [opened, f'pipeline.load_lora_weights("{first}")']
         code += [f'pipeline.load_lora_weights("{other}", load_into_transformer_2=True)' for other in second]
     elif card.kind == "lora":
         imported = str(card.network)
-        code = [f'network = {card.network}.from_pretrained("{base}")', f"network.{_adapter(card, folders[0])}"]
+        code = [f'network = {card.network}.from_pretrained("{base}")', f"network.{_format_adapter_call(card, folders[0])}"]
     elif card.network:
         imported = f"DiffusionPipeline, {card.network}" if card.pipeline else card.network
         code = [f'{name} = {card.network}.from_pretrained("{folder}")' for name, folder in named]
@@ -171,17 +173,17 @@ def _loading(card: Card) -> str:
     return "\n".join(["## Use", "", "```python", f"from diffusers import {imported}", "", *code, "```"])
 
 
-def _component(card: Card) -> str:
+def _name_component(card: Card) -> str:
     """Return the name of a network in diffusers' pipelines."""
     return "unet" if "UNet" in str(card.network) else "transformer"
 
 
-def _adapter(card: Card, folder: str) -> str:
+def _format_adapter_call(card: Card, folder: str) -> str:
     """Return the call with which a network opens an adapter; its keys begin with the network's name."""
-    return f'load_lora_adapter("{folder}", weight_name="{LORA}", prefix="{_component(card)}")'
+    return f'load_lora_adapter("{folder}", weight_name="{LORA}", prefix="{_name_component(card)}")'
 
 
-def _settings(card: Card) -> str:
+def _format_settings(card: Card) -> str:
     """Return the settings of the run that are not the defaults of its method."""
     ours, theirs = flat(card.settings), flat(card.defaults)
     rows = [
@@ -195,7 +197,7 @@ def _settings(card: Card) -> str:
     return "\n".join([head, "", "| field | value |", "|---|---|", *rows])
 
 
-def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve: bool, images: bool) -> str:
+def _format_results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve: bool, images: bool) -> str:
     """Return what was measured: the curve, scores of held-out prompts before training and last, and samples."""
     evaluations = [record for record in records if record.get("score")]
     lines: list[str] = []
@@ -208,7 +210,7 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
             for name in last.get(kind) or {}:
                 before, after = (record.get(kind, {}).get(name) for record in (first, last))
                 if kind == "score" or before or after:
-                    lines.append(f"| {label}, `{name}` | {_number(before)} | {_number(after)} |")
+                    lines.append(f"| {label}, `{name}` | {_format_number(before)} | {_format_number(after)} |")
         lines.append("")
     counted = {
         "eval_samples": "samples of the last evaluation",
@@ -217,7 +219,9 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
         "ranks": "processes",
         "seed": "seed",
     }
-    rows = [f"| {label} | {_number(summary[name])} |" for name, label in counted.items() if summary.get(name) is not None]
+    rows = [
+        f"| {label} | {_format_number(summary[name])} |" for name, label in counted.items() if summary.get(name) is not None
+    ]
     if rows:
         lines += ["| run | |", "|---|---|", *rows, ""]
     if images:
@@ -225,7 +229,7 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
     return "\n".join(["## Results", "", *lines]).rstrip() if lines else ""
 
 
-def _curve(records: list[dict[str, Any]]) -> tuple[str, list[tuple[float, float]], str]:
+def _read_curve(records: list[dict[str, Any]]) -> tuple[str, list[tuple[float, float]], str]:
     """Return title, points and unit of the curve of the reward; of a run without rewards, of the loss."""
     points = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
     if points:
@@ -233,5 +237,5 @@ def _curve(records: list[dict[str, Any]]) -> tuple[str, list[tuple[float, float]
     return "Loss while training", [(r["update"], r["loss"]) for r in records if r.get("loss") is not None], ""
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
-from fluvial.engines.export.model_folder import export, split_by_network, write_lora, writing
+from fluvial.engines.export.model_folder import convert_write_errors, export, split_by_network, write_lora
 from fluvial.engines.files import save_tensors
 from fluvial.engines.gathered import gather, gather_weights
 from fluvial.models import DiffusionModel
@@ -92,7 +92,7 @@ def write(
     elif kind == "full":
         folder, part = Path(getattr(model, "folder")), str(getattr(model, "part"))  # noqa: B009
         trained = [*module] if isinstance(module, nn.ModuleDict) else [part]
-        with writing(out, world, "export"):
+        with convert_write_errors(out, world, "export"):
             if world.is_main:
                 copy_parts(folder, out, without=trained)
         export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **options)
@@ -129,8 +129,8 @@ def _write_original(
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
     lengths = dict[str, Tensor]()
     if adapter and settings is not None and isinstance(read_form(module), Dora):
-        lengths = _lengths(module, pipeline, tensors, settings, world)
-    with writing(out, world, "export"):
+        lengths = _compute_lengths(module, pipeline, tensors, settings, world)
+    with convert_write_errors(out, world, "export"):
         if not world.is_main:
             return
         scales = {name: part for name, _, part in split_by_network(module, lengths)}
@@ -148,7 +148,7 @@ def _write_original(
 
 
 @collective
-def _lengths(
+def _compute_lengths(
     module: nn.Module, pipeline: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], world: World
 ) -> dict[str, Tensor]:
     """Return what ComfyUI scales the rows of a DoRA by, on the main rank, see `adapter_to_original`.

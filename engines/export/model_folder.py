@@ -56,7 +56,7 @@ def export(
     tensors = gather_weights(module, average=average, merge=merge, dtype=dtype)
     for name, network, like in split_by_network(module, layout(module, average=average, merge=merge, dtype=dtype)):
         named = zip(like, (tensor for _, tensor in islice(tensors, len(like))), strict=True)
-        write_model(named, out / name, like=like, config=_config(network), max_shard_size=max_shard_size, world=world)
+        write_model(named, out / name, like=like, config=_format_config(network), max_shard_size=max_shard_size, world=world)
 
 
 def write_model(
@@ -87,17 +87,17 @@ def write_model(
     missing = {file: len(names) for file, names in plan.filename_to_tensors.items()}
     held: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
     pattern = re.compile(rf"{MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-    with _replacing(pattern, out, world) as folder:
+    with _replace_files(pattern, out, world) as folder:
         for name, tensor in weights:
             file = plan.tensor_to_filename[name]
             if world.is_main:
                 held[file][name] = tensor
             missing[file] -= 1
             if not missing[file]:
-                with writing(out, world):
+                with convert_write_errors(out, world):
                     if world.is_main:
                         save_tensors(held.pop(file), folder / file, metadata={"format": "pt"})
-        with writing(out, world):
+        with convert_write_errors(out, world):
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -149,28 +149,28 @@ def write_lora(
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = gather_weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, names in split_by_network(module, like):
-        part = component(network)
+        part = name_component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(names, islice(tensors, len(names)), strict=True)}
         place = out / name
-        with _replacing(re.compile(re.escape(LORA)), place, world) as folder, writing(place, world):
+        with _replace_files(re.compile(re.escape(LORA)), place, world) as folder, convert_write_errors(place, world):
             if world.is_main:
                 save_tensors(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
 
 
-def component(network: nn.Module) -> str:
+def name_component(network: nn.Module) -> str:
     """Return the name of a network in diffusers' pipelines."""
     from diffusers import UNet2DConditionModel
 
     return "unet" if isinstance(network, UNet2DConditionModel) else "transformer"
 
 
-def components(module: nn.Module) -> dict[str, nn.Module]:
+def list_components(module: nn.Module) -> dict[str, nn.Module]:
     """Return the networks of a module by their names in diffusers' pipelines; an nn.ModuleDict names them itself."""
-    return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
+    return dict(module.items()) if isinstance(module, nn.ModuleDict) else {name_component(module): module}
 
 
-def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
+def list_base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
     """Return a network's tensors without adapters (with `parameters`, also without buffers).
 
     They share its storage, except the weights of quantised layers, which are dequantised.
@@ -187,7 +187,7 @@ def split_by_network(module: nn.Module, named: Mapping[str, Tensor]) -> Iterator
         yield name, network, {key.removeprefix(prefix): tensor for key, tensor in named.items() if key.startswith(prefix)}
 
 
-def _config(module: nn.Module) -> str | None:
+def _format_config(module: nn.Module) -> str | None:
     """Return the text of config.json as diffusers writes it, if the module is one of its models."""
     from diffusers import ConfigMixin
 
@@ -200,15 +200,17 @@ def _config(module: nn.Module) -> str | None:
 
 
 @contextmanager
-def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
+def _replace_files(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
     """Yield a temporary folder, whose files are moved to `out` when all of them are on the disk.
 
     Files of `out` that match the pattern and were not written again are removed. An index is removed before its files are
     replaced: opening the folder between two moves then fails, rather than mixing two exports.
     """
-    with _temporary(out / ".partial", out, world) as folder:  # within `out`, so on the same disk even if `out` is a link
+    with _open_temporary(
+        out / ".partial", out, world
+    ) as folder:  # within `out`, so on the same disk even if `out` is a link
         yield folder
-        with writing(out, world):
+        with convert_write_errors(out, world):
             if world.is_main:
                 files = sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
                 for path in [*files, folder]:
@@ -225,10 +227,10 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
 
 
 @contextmanager
-def _temporary(folder: Path, out: Path, world: World, what: str = "weights") -> Iterator[Path]:
+def _open_temporary(folder: Path, out: Path, world: World, what: str = "weights") -> Iterator[Path]:
     """Yield a new folder in which rank 0 prepares `out`; nothing of it is left afterwards."""
     try:
-        with writing(out, world, what):
+        with convert_write_errors(out, world, what):
             if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
                 folder.mkdir(parents=True)
@@ -239,7 +241,7 @@ def _temporary(folder: Path, out: Path, world: World, what: str = "weights") -> 
 
 
 @contextmanager
-def writing(out: Path, world: World, what: str = "weights") -> Iterator[None]:
+def convert_write_errors(out: Path, world: World, what: str = "weights") -> Iterator[None]:
     """Turn errors of writing into a RunError of one line, on every rank if on one. No rank may communicate inside."""
     with world.agreed():
         try:
@@ -289,9 +291,9 @@ def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path
     Raises:
         RunError: the folder cannot be written; `out` is as before.
     """
-    with _temporary(out.with_name(f".{out.name}.partial"), out, world, "export") as draft:
+    with _open_temporary(out.with_name(f".{out.name}.partial"), out, world, "export") as draft:
         yield draft
-        with writing(out, world, "export"):
+        with convert_write_errors(out, world, "export"):
             if world.is_main:
                 files = sorted(path for path in draft.rglob("*") if path.is_file())
                 sizes = {path.relative_to(draft).as_posix(): path.stat().st_size for path in files}

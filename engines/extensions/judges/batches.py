@@ -20,40 +20,40 @@ from fluvial.models.images import as_image
 QUALITY = 95  # of JPEG, as published clients send it
 
 
-def frames(sample: Tensor) -> list[Tensor]:
+def list_frames(sample: Tensor) -> list[Tensor]:
     """Return the frames `[C, H, W]` of a video `[C, F, H, W]`; an image is its only frame."""
     return list(sample.unbind(1)) if sample.ndim == 4 else [sample]
 
 
-def spread(sample: Tensor, most: int) -> list[Tensor]:
+def pick_frames(sample: Tensor, most: int) -> list[Tensor]:
     """Return at most `most` evenly spaced frames of a sample, the first and the last among them."""
-    every_frame = frames(sample)
+    every_frame = list_frames(sample)
     if len(every_frame) <= most:
         return every_frame
     steps = max(most - 1, 1)
     return [every_frame[round(number * (len(every_frame) - 1) / steps)] for number in range(most)]
 
 
-def png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
+def encode_png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
     """Return an image `[C, H, W]` in [0, 1] as a PNG file, resized to `size` x `size` pixels unless that is 0.
 
     Args:
         colour: whether to convert an image of one channel to RGB.
     """
-    return _file(image, size, colour=colour, format="PNG")
+    return _encode(image, size, colour=colour, format="PNG")
 
 
-def jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
+def encode_jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
     """Return an image `[C, H, W]` in [0, 1] as a JPEG file."""
-    return _file(image, 0, format="JPEG", quality=quality)
+    return _encode(image, 0, format="JPEG", quality=quality)
 
 
-def as_text(file: bytes) -> str:
+def to_base64(file: bytes) -> str:
     """Return a file as base64."""
     return base64.b64encode(file).decode("ascii")
 
 
-def _file(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
+def _encode(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
     file, made = io.BytesIO(), as_image(image, width=1, colour=colour)
     if size:
         made = made.resize((size, size), Image.Resampling.BICUBIC)
@@ -64,7 +64,7 @@ def _file(image: Tensor, size: int, *, colour: bool = True, **options: object) -
 T = TypeVar("T")
 
 
-def in_batches(
+def score_in_batches(
     images: Tensor,
     prompts: Sequence[str],
     scored: Callable[[Tensor, slice], Sequence[object]],
@@ -109,7 +109,7 @@ def in_batches(
     return table
 
 
-def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
+def read_field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
     """Return a field of a reply, any JSON value, as a value of a type.
 
     Raises:
@@ -129,21 +129,21 @@ def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
         raise RunError(f"{where} {problem}") from None
 
 
-def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
+def read_scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
     """Return a field of a reply that is a list of one score per sample, NaN for a value that is no number.
 
     Raises:
         RunError: it is no list of that many values, or holds no numbers.
     """
-    values: list[Any] = field(reply, name, list[Any], where=where)
+    values: list[Any] = read_field(reply, name, list[Any], where=where)
     if len(values) != count:
         raise RunError(f"{where}: {name} has {len(values)} values, expected {count}, one per sample")
     if read_numbers(values) is None:
         raise RunError(f"{where} answered with another form: {name} is {describe(values)}, expected numbers")
-    return [score(value) for value in values]
+    return [read_score(value) for value in values]
 
 
-def score(value: Any) -> float:
+def read_score(value: Any) -> float:
     """Return a number as a score; NaN, which is no score, for all else, what is not finite, and more than `LARGEST`."""
     number = read_number(value)
     return number if number is not None and abs(number) <= LARGEST else math.nan

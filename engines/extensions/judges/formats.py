@@ -13,15 +13,15 @@ from torch import Tensor
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges.batches import (
     QUALITY,
-    as_text,
     check_positive,
-    field,
-    frames,
-    in_batches,
-    jpeg,
-    png,
-    score,
-    scores,
+    encode_jpeg,
+    encode_png,
+    list_frames,
+    read_field,
+    read_score,
+    read_scores,
+    score_in_batches,
+    to_base64,
 )
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 
@@ -69,7 +69,7 @@ NAMES: dict[str, Any] = {
 }
 
 
-class Nowhere(io.StringIO):
+class NullFile(io.StringIO):
     """File that keeps nothing."""
 
     def write(self, text: str) -> int:
@@ -88,7 +88,7 @@ class _Unpickler(pickle.Unpickler):
         return NAMES[full]
 
 
-def loads(data: bytes) -> Any:
+def unpickle(data: bytes) -> Any:
     """Return the value of a pickle of None, bools, numbers, numbers of numpy, texts, bytes, lists, tuples and dicts.
 
     pickle.loads calls whatever function a pickle names: who answers a request would run code in the training process. Here
@@ -107,7 +107,7 @@ def loads(data: bytes) -> Any:
             if opcode.name == "LONG_BINPUT" and (argument or 0) > number:  # a place in memory that would take gigabytes
                 raise ForbiddenPickleError("the pickle is damaged")
         # It raises for a stack that does not end with one value. Indented lines would be as long as the stack is deep.
-        pickletools.dis(data, out=Nowhere(), indentlevel=0)
+        pickletools.dis(data, out=NullFile(), indentlevel=0)
         return _Unpickler(io.BytesIO(data)).load()
     except ForbiddenPickleError:
         raise
@@ -148,19 +148,21 @@ class FlowFactory:
 
         def score_part(samples: Tensor, part: slice) -> list[float]:
             conditions = None if condition_images is None else condition_images[part]
-            answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])], conditions))
-            return scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
+            answer = self.server.post("/compute", self._build_payload(samples, [*map(str, prompts[part])], conditions))
+            return read_scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
 
-        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        return score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
-    def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        files = [[as_text(png(frame)) for frame in frames(sample)] for sample in samples]
+    def _build_payload(
+        self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None
+    ) -> dict[str, Any]:
+        files = [[to_base64(encode_png(frame)) for frame in list_frames(sample)] for sample in samples]
         videos = samples.ndim == 5
         return {
             "prompt": prompts,
             "image": None if videos else [file for (file,) in files],
             "video": files if videos else None,
-            "condition_images": None if conditions is None else [[as_text(png(image))] for image in conditions],
+            "condition_images": None if conditions is None else [[to_base64(encode_png(image))] for image in conditions],
             "condition_videos": None,
         }
 
@@ -213,28 +215,28 @@ class UniRL:
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             requests = [
                 {
-                    "history": [{"text": str(prompt), "image_b64": as_text(jpeg(sample, quality=self.quality))}],
+                    "history": [{"text": str(prompt), "image_b64": to_base64(encode_jpeg(sample, quality=self.quality))}],
                     "required_rewards": list(self.rewards),
                     "metadata": {name: value for name, value in record.items() if _is_json(value)},
                 }
                 for sample, prompt, record in zip(samples, prompts[part], metadata[part], strict=True)
             ]
-            return self._read(self.server.post("/score", {"requests": requests}), len(requests))
+            return self._read_scores(self.server.post("/score", {"requests": requests}), len(requests))
 
-        scores = in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        scores = score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
         if len(self.rewards) == 1:
             return scores[:, 0]
         return {"score": scores.sum(1), **dict(zip(self.rewards, scores.unbind(1), strict=True))}
 
-    def _read(self, answer: Any, count: int) -> list[list[float]]:
+    def _read_scores(self, answer: Any, count: int) -> list[list[float]]:
         """Return the score of each reward for each sample of a reply, NaN for one that is missing."""
         where = f"{self.server.address}/score"
-        results = [_mapping(result) for result in field(answer, "results", list[Any], where=where)]
-        errors: list[Any] = field({"errors": answer.get("errors") or []}, "errors", list[Any], where=where)
-        problems = [_mapping(problem) for problem in errors]
+        results = [_as_mapping(result) for result in read_field(answer, "results", list[Any], where=where)]
+        errors: list[Any] = read_field({"errors": answer.get("errors") or []}, "errors", list[Any], where=where)
+        problems = [_as_mapping(problem) for problem in errors]
         if len(results) != count:
             raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
-        scores = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
+        scores = [[self._reduce_metrics(_as_mapping(result.get(name))) for name in self.rewards] for result in results]
         said = [
             f"{name}: {format_reply(str(problem[name]))}"
             for problem in problems
@@ -246,9 +248,9 @@ class UniRL:
             raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
         return scores
 
-    def _value(self, metrics: Mapping[str, Any]) -> float:
+    def _reduce_metrics(self, metrics: Mapping[str, Any]) -> float:
         """Return the score among the numbers of one reward, NaN if there are none."""
-        values = [score(value) for value in metrics.values()] or [math.nan]
+        values = [read_score(value) for value in metrics.values()] or [math.nan]
         # What max() makes of NaN depends on the order.
         return math.nan if any(map(math.isnan, values)) else METRICS[self.metric](values)
 
@@ -299,21 +301,21 @@ class FlowGrpo:
         where = self.server.address
 
         def score_part(samples: Tensor, part: slice) -> list[float]:
-            request = self._request(samples, [*map(str, prompts[part])], metadata[part])
+            request = self._build_request(samples, [*map(str, prompts[part])], metadata[part])
             body = pickle.dumps(request, protocol=4)
             answer = self.server.post_bytes("", body, content_type="application/octet-stream")
             try:
-                value = loads(answer)
+                value = unpickle(answer)
             except ForbiddenPickleError as error:
                 raise RunError(
                     f"{where} answered with what is no pickle of numbers ({error}): {format_reply(answer)}"
                 ) from error
-            return scores(value, self.field, len(samples), where=where)
+            return read_scores(value, self.field, len(samples), where=where)
 
-        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        return score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
-    def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        files = [jpeg(sample) for sample in samples]
+    def _build_request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        files = [encode_jpeg(sample) for sample in samples]
         if self.form == "deqa":
             return {"images": files}
         if self.form == "unified":
@@ -325,7 +327,7 @@ class FlowGrpo:
         return {"images": files, "prompts": prompts, "metadata": {}}
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _as_mapping(value: Any) -> dict[str, Any]:
     """Return a JSON object; an empty one for anything else, which has no score of a sample."""
     return value if isinstance(value, dict) else {}
 

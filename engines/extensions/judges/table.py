@@ -25,10 +25,10 @@ CLIENTS: dict[str, type] = {
 HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
 
 
-def maker(name: str) -> Callable[..., Any]:
+def build_maker(name: str) -> Callable[..., Any]:
     """Return the function that makes a client, whose arguments are those of `HttpClient` and of the client's class."""
     kind = CLIENTS[name]
-    server, of_format = _parameters(HttpClient), _parameters(kind)
+    server, of_format = _list_parameters(HttpClient), _list_parameters(kind)
 
     def make(**values: Any) -> Any:
         of_server = {key: value for key, value in values.items() if key in server}
@@ -41,8 +41,8 @@ def maker(name: str) -> Callable[..., Any]:
     return make
 
 
-def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+def _list_parameters(kind: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in inspect.signature(kind).parameters.items() if name not in HIDDEN}
 
 
-MAKERS = {name: maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`
+MAKERS = {name: build_maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`

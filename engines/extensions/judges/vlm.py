@@ -17,7 +17,15 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError, convert_errors
-from fluvial.engines.extensions.judges.batches import as_text, check_positive, field, in_batches, png, score, spread
+from fluvial.engines.extensions.judges.batches import (
+    check_positive,
+    encode_png,
+    pick_frames,
+    read_field,
+    read_score,
+    score_in_batches,
+    to_base64,
+)
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.scoring.pairwise import win_rates
@@ -70,7 +78,7 @@ class ListedModel(Struct, frozen=True):
     id: str
 
 
-class Rated(Struct, frozen=True):
+class RatingReply(Struct, frozen=True):
     """A rating, as a model is told to write it."""
 
     score: float
@@ -118,10 +126,10 @@ class Chat:
         Raises:
             RunError: there is no reply, or it has another form.
         """
-        urls = [f"data:image/png;base64,{as_text(file)}" for file in images]
+        urls = [f"data:image/png;base64,{to_base64(file)}" for file in images]
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         request: dict[str, Any] = {
-            "model": self._model(),
+            "model": self._find_model(),
             "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
             "temperature": 0,
             "max_tokens": max_tokens,
@@ -133,14 +141,15 @@ class Chat:
             request["response_format"] = {"type": "json_schema", "json_schema": shape}
         answer = self.server.post(f"{self.path}/chat/completions", request)
         where = f"{self.server.address}{self.path}/chat/completions"
-        choices: list[ChatChoice] = field(answer, "choices", Annotated[list[ChatChoice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
+        at_least_one: Any = Annotated[list[ChatChoice], Meta(min_length=1)]
+        choices: list[ChatChoice] = read_field(answer, "choices", at_least_one, where=where)
         first = choices[0].logprobs
         tokens = first.content[0].top_logprobs if first is not None and first.content else []
         # Rounding may lift a certain token above 0. A NaN counts as impossible.
         known = {top.token: min(top.logprob, 0.0) if top.logprob == top.logprob else -math.inf for top in tokens}
         return ChatAnswer(choices[0].message.content or "", known)
 
-    def probability(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
+    def ask_probabilities(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
         """Return the probability that the reply begins with one of the words of each answer, in any case and with blanks.
 
         Raises:
@@ -157,12 +166,12 @@ class Chat:
             for words in answers
         ]
 
-    def _model(self) -> str:
+    def _find_model(self) -> str:
         """Return the name of the model, which is asked for once."""
         with self._lock:
             if not self.model:
                 where = f"{self.server.address}{self.path}/models"
-                listed: list[ListedModel] = field(
+                listed: list[ListedModel] = read_field(
                     self.server.get(f"{self.path}/models"), "data", list[ListedModel], where=where
                 )
                 if len(listed) != 1:
@@ -183,7 +192,7 @@ class YesNo:
     """
 
     def __init__(self, server: HttpClient, *, model: str = "", template: Path | None = None) -> None:
-        self.chat, self.question = Chat(server, model=model), question_of(template, "yes_no")
+        self.chat, self.question = Chat(server, model=model), read_question(template, "yes_no")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the probability for each sample, `[B]`; NaN where neither yes nor no is likely.
@@ -193,10 +202,10 @@ class YesNo:
         """
 
         def ask_number(files: list[bytes], number: int) -> float:
-            yes, no = self.chat.probability(files, self.question.replace(PLACE, str(prompts[number])), ["yes"], ["no"])
+            yes, no = self.chat.ask_probabilities(files, self.question.replace(PLACE, str(prompts[number])), ["yes"], ["no"])
             return yes / (yes + no) if yes + no > 0 else math.nan
 
-        return _each_sample(images, prompts, self.chat, ask_number)
+        return _score_each(images, prompts, self.chat, ask_number)
 
 
 class Rating:
@@ -221,7 +230,7 @@ class Rating:
     ) -> None:
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise UsageError(f"low is {low:g} and high is {high:g}, expected numbers, the first below the second")
-        self.chat, self.question = Chat(server, model=model), question_of(template, "rating")
+        self.chat, self.question = Chat(server, model=model), read_question(template, "rating")
         check_positive("max_tokens", max_tokens)
         self.low, self.high, self.max_tokens = low, high, max_tokens
 
@@ -242,10 +251,10 @@ class Rating:
 
         def ask_number(files: list[bytes], number: int) -> float:
             text = question.replace(PLACE, str(prompts[number]))
-            rating = _rating(self.chat.ask(files, text, max_tokens=self.max_tokens, schema=schema).text)
+            rating = _parse_rating(self.chat.ask(files, text, max_tokens=self.max_tokens, schema=schema).text)
             return (rating - self.low) / (self.high - self.low) if self.low <= rating <= self.high else math.nan
 
-        return _each_sample(images, prompts, self.chat, ask_number)
+        return _score_each(images, prompts, self.chat, ask_number)
 
 
 class UnifiedReward:
@@ -264,7 +273,7 @@ class UnifiedReward:
     ) -> None:
         if size < 0:
             raise UsageError("size", size, "pixels, or 0 for images as they are")
-        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward")
+        self.chat, self.question = Chat(server, model=model), read_question(template, "unified_reward")
         check_positive("max_tokens", max_tokens)
         self.size, self.max_tokens = size, max_tokens
 
@@ -281,7 +290,7 @@ class UnifiedReward:
             rating = float(match[1]) if match else math.nan
             return rating / 5 if rating <= 5 else math.nan
 
-        return _each_sample(images, prompts, self.chat, ask_number, size=self.size)
+        return _score_each(images, prompts, self.chat, ask_number, size=self.size)
 
 
 class UnifiedReward2:
@@ -306,7 +315,7 @@ class UnifiedReward2:
     ) -> None:
         if score not in ("mean", *AXES):
             raise UsageError("score", score, f"one of mean, {', '.join(AXES)}")
-        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward_2")
+        self.chat, self.question = Chat(server, model=model), read_question(template, "unified_reward_2")
         check_positive("max_tokens", max_tokens)
         self.score, self.max_tokens = score, max_tokens
 
@@ -318,7 +327,7 @@ class UnifiedReward2:
         """
 
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
-            files = [png(frame) for frame in spread(samples[0], FRAMES)]
+            files = [encode_png(frame) for frame in pick_frames(samples[0], FRAMES)]
             text = self.question.replace(PLACE, str(prompts[part.start]))
             said = {
                 name.lower(): float(number)
@@ -326,7 +335,7 @@ class UnifiedReward2:
             }
             return [[said.get(axis, math.nan) / 5 for axis in AXES]]
 
-        answers = in_batches(images, prompts, score_part, server=self.chat.server, batch=1)
+        answers = score_in_batches(images, prompts, score_part, server=self.chat.server, batch=1)
         columns = {axis: answers[..., i] for i, axis in enumerate(AXES)}
         return {"score": columns.get(self.score, answers.mean(-1)), **columns}
 
@@ -357,7 +366,7 @@ class Questions:
     ) -> None:
         if mean not in ("arithmetic", "geometric"):
             raise UsageError("mean", mean, "arithmetic or geometric")
-        self.chat, self.question = Chat(server, model=model), question_of(template, "question")
+        self.chat, self.question = Chat(server, model=model), read_question(template, "question")
         self.column, self.mean = column, mean
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -367,28 +376,31 @@ class Questions:
             RunError: a prompt has no questions, no request succeeded, or the server gives no log-probabilities.
         """
         lists = [
-            _pairs(record.get(self.column), self.column, prompt) for record, prompt in zip(metadata, prompts, strict=True)
+            _read_questions(record.get(self.column), self.column, prompt)
+            for record, prompt in zip(metadata, prompts, strict=True)
         ]
 
         def ask_number(files: list[bytes], number: int) -> float:
             values = []
             for question, expected in lists[number]:
-                (probability,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
+                (probability,) = self.chat.ask_probabilities(
+                    files, self.question.replace(PLACE, question), list_spellings(expected)
+                )
                 values.append(min(probability, 1.0))
             if self.mean == "arithmetic":
                 return math.fsum(values) / len(values)
             return math.prod(value ** (1 / len(values)) for value in values)
 
-        return _each_sample(images, prompts, self.chat, ask_number)
+        return _score_each(images, prompts, self.chat, ask_number)
 
 
-def spellings(answer: str) -> list[str]:
+def list_spellings(answer: str) -> list[str]:
     """Return an answer and, if it is a number up to ten in words, its digits."""
     word = answer.strip().lower()
     return [word, str(NUMBERS.index(word))] if word in NUMBERS else [word]
 
 
-def question_of(path: Path | None, name: str) -> str:
+def read_question(path: Path | None, name: str) -> str:
     """Return the text of a question: that of the user's file, or the built-in one of a name.
 
     Raises:
@@ -402,28 +414,28 @@ def question_of(path: Path | None, name: str) -> str:
     return text
 
 
-def _each_sample(
+def _score_each(
     images: Tensor, prompts: Sequence[str], chat: Chat, asked: Callable[[list[bytes], int], float], *, size: int = 0
 ) -> Tensor:
     """Return `ask_number(PNG files of a sample, its number)` for each sample, `[B]`."""
 
     def score_part(samples: Tensor, part: slice) -> list[float]:
-        files = [png(frame, size=size) for frame in spread(samples[0], FRAMES)]
-        return [score(asked(files, part.start))]
+        files = [encode_png(frame, size=size) for frame in pick_frames(samples[0], FRAMES)]
+        return [read_score(asked(files, part.start))]
 
-    return in_batches(images, prompts, score_part, server=chat.server, batch=1)
+    return score_in_batches(images, prompts, score_part, server=chat.server, batch=1)
 
 
-def _rating(text: str) -> float:
+def _parse_rating(text: str) -> float:
     """Return the number in {"score": number}, NaN for any other text."""
     inner = re.sub(r"^```(?:json)?|```$", "", text.strip()).strip()
     try:
-        return score(msgspec.json.decode(inner, type=Rated).score)
+        return read_score(msgspec.json.decode(inner, type=RatingReply).score)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return math.nan
 
 
-def _pairs(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
+def _read_questions(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
     """Return the questions of a prompt with their answers; RunError if there are none."""
     missing = f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer"
     with convert_errors(RunError, WireError, says=missing):
@@ -455,7 +467,7 @@ class WinRate:
     ) -> None:
         self.chat, self.size, self.max_tokens = Chat(server, model=model), size, max_tokens
         check_positive("max_tokens", max_tokens)
-        self.questions = {name: question_of(template, name) for name in KINDS}
+        self.questions = {name: read_question(template, name) for name in KINDS}
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], group: int, condition_images: Sequence[Tensor] | None = None
@@ -476,21 +488,21 @@ class WinRate:
                 "win_rate compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
             )
         samples, pairs = images.detach().cpu().float(), list(combinations(range(len(images)), 2))
-        files = [[png(frame, size=self.size) for frame in spread(sample, FRAMES)] for sample in samples]
+        files = [[encode_png(frame, size=self.size) for frame in pick_frames(sample, FRAMES)] for sample in samples]
         name = "pairwise_video" if images.ndim == 5 else "pairwise" if condition_images is None else "pairwise_edit"
-        before = [png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
+        before = [encode_png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
         question = self.questions[name].replace(PLACE, str(prompts[0]))
 
         def compare(_: Tensor, part: slice) -> list[float]:
             first, second = pairs[part.start]
             shown = [*before, *files[first], *files[second]]
-            return [verdict(self.chat.ask(shown, question, max_tokens=self.max_tokens).text, KINDS[name])]
+            return [parse_verdict(self.chat.ask(shown, question, max_tokens=self.max_tokens).text, KINDS[name])]
 
-        won = in_batches(torch.arange(len(pairs)), [question] * len(pairs), compare, server=self.chat.server, batch=1)
+        won = score_in_batches(torch.arange(len(pairs)), [question] * len(pairs), compare, server=self.chat.server, batch=1)
         return win_rates(won, len(images))
 
 
-def verdict(text: str, kind: str) -> float:
+def parse_verdict(text: str, kind: str) -> float:
     """Return 1 if a reply says that the first sample is better, 0 for the second, and 0.5 if it says neither.
 
     Args:

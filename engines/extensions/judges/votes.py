@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.judges.batches import as_text, field, png
+from fluvial.engines.extensions.judges.batches import encode_png, read_field, to_base64
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.scoring.pairwise import bradley_terry
 
@@ -71,39 +71,39 @@ class Votes:
             raise UsageError(f"it takes images, and these are videos {list(images.shape[1:])}")
         body = {
             "prompt": prompts[0],
-            "images": [as_text(png(image, colour=False)) for image in images.detach().cpu().float()],
+            "images": [to_base64(encode_png(image, colour=False)) for image in images.detach().cpu().float()],
         }
         state, asked = self.server.post("/groups", body), WaitingGroup(body, Future())
-        group_name = field(state, "group", str, where=self._where)
+        group_name = read_field(state, "group", str, where=self._where)
         if not self._settle(state, asked):
             with self._lock:
                 self._waiting[group_name] = asked
                 if not self._asking:
                     self._asking = True
-                    threading.Thread(target=self._ask, name="votes", daemon=True).start()
+                    threading.Thread(target=self._poll, name="votes", daemon=True).start()
         return asked.scores
 
     @property
     def _where(self) -> str:
         return f"the server of votes {self.server.address}"
 
-    def _counts(self, state: Any) -> tuple[int, int]:
+    def _read_counts(self, state: Any) -> tuple[int, int]:
         """Return how many comparisons of a group there are, and how many are wanted."""
-        return field(state, "done", int, where=self._where), field(state, "wanted", int, where=self._where)
+        return read_field(state, "done", int, where=self._where), read_field(state, "wanted", int, where=self._where)
 
     def _settle(self, state: Any, asked: WaitingGroup) -> bool:
         """Set the scores of a group if it has all its votes, and return whether it has."""
-        done, wanted = self._counts(state)
+        done, wanted = self._read_counts(state)
         if done < wanted:
             return False
         count = len(asked.body["images"])
-        wins = torch.tensor(field(state, "wins", list[list[float]], where=self._where), dtype=torch.float64)
+        wins = torch.tensor(read_field(state, "wins", list[list[float]], where=self._where), dtype=torch.float64)
         if wins.shape != (count, count):
             raise RunError(f"{self._where}: wins has the shape {list(wins.shape)}, expected [{count}, {count}]")
         asked.scores.set_result(bradley_terry(wins, prior=self.prior).tolist())
         return True
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         """Ask for votes until no group waits."""
         known, since = -1, self.clock.monotonic()
         printed = since + LINE_AFTER - LINE_EVERY
@@ -114,15 +114,15 @@ class Votes:
                     self._asking = False
                     return
             try:
-                done, wanted, settled = self._votes(waiting)
+                done, wanted, settled = self._read_votes(waiting)
             except Exception as error:  # whatever the server answers: the groups are told
-                self._end(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
+                self._fail(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
                 continue
             now = self.clock.monotonic()
             if settled or done != known:
                 known, since = -1 if settled else done, now
             if now - since > self.waits_for_people:
-                self._end(waiting, RunError(f"{self._where}: no vote within `wait` {self.waits_for_people:g} s"))
+                self._fail(waiting, RunError(f"{self._where}: no vote within `wait` {self.waits_for_people:g} s"))
                 continue
             if now - printed > LINE_EVERY and os.environ.get("RANK", "0") == "0" and not settled:
                 printed = now
@@ -130,15 +130,15 @@ class Votes:
                 print(line, file=sys.stderr, flush=True)
             self.clock.sleep(EVERY)
 
-    def _votes(self, waiting: dict[str, WaitingGroup]) -> tuple[int, int, int]:
+    def _read_votes(self, waiting: dict[str, WaitingGroup]) -> tuple[int, int, int]:
         """Ask for the votes of groups, and return how many there are and are wanted, and how many groups have all."""
-        states = field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
+        states = read_field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
         done = wanted = settled = 0
         for name, asked in waiting.items():
             state = states.get(name)
             if state is None:  # a server that was started again has the votes, and not what is asked
                 state = self.server.post("/groups", asked.body)
-            there, asks = self._counts(state)
+            there, asks = self._read_counts(state)
             done, wanted = done + there, wanted + asks
             if self._settle(state, asked):
                 settled += 1
@@ -146,7 +146,7 @@ class Votes:
                     del self._waiting[name]
         return done, wanted, settled
 
-    def _end(self, waiting: dict[str, WaitingGroup], error: Exception) -> None:
+    def _fail(self, waiting: dict[str, WaitingGroup], error: Exception) -> None:
         """Give groups no score."""
         for name, asked in waiting.items():
             with self._lock:

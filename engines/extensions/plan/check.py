@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fluvial.engines.engine.engine import Engine, LossFn
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass, plan
+from fluvial.engines.extensions.plan.plan import PlanConfig, build_pass_shape, plan
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import default_device, is_accelerator
@@ -106,7 +106,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)
+    asked = build_pass_shape(model, config.pipeline, config.steps, guided=config.guidance)
     whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
@@ -162,7 +162,7 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
     gradients: list[int] = []
 
     def before_step(*_: Any) -> None:
-        gradients.append(_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
+        gradients.append(_count_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
 
     def update() -> None:
         count = weight.shape[0]
@@ -172,21 +172,23 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
     update()
     hook.remove()
     module = engine.module
-    moments = [part for state in engine.optimizer.state.values() for tensor in state.values() for part in _parts(tensor)]
+    moments = [
+        part for state in engine.optimizer.state.values() for tensor in state.values() for part in _list_parts(tensor)
+    ]
     held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
     with LiveStorages(held) as live:
         update()
     return MeasuredBytes(
-        parameters=_bytes(module.parameters()),
-        buffers=_bytes(module.buffers()),
-        moments=_bytes(moments),
-        average=_bytes(engine.average.values()),
+        parameters=_count_bytes(module.parameters()),
+        buffers=_count_bytes(module.buffers()),
+        moments=_count_bytes(moments),
+        average=_count_bytes(engine.average.values()),
         gradients=max(gradients),
         peak=live.peak,
     )
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _list_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that hold this rank's part of a tensor of the optimizer: several if it is quantised."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not is_traceable_wrapper_subclass(local):
@@ -194,6 +196,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's parts of tensors."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -17,11 +17,11 @@ from fluvial.engines.extensions.plan.plan import (
     Knobs,
     MemoryPlan,
     PlanConfig,
+    choose_size,
+    choose_unit,
     find_transformer,
     plan,
-    size_of_run,
-    turns_to_fit,
-    unit_of,
+    search_knobs,
 )
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
@@ -33,7 +33,7 @@ from fluvial.models.shapes import ModularShape, text_encoder_bytes
 TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
 
 
-def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
+def plan_steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
     """Return the plan as it is, and after each setting that is turned, with the setting's flag.
 
     Args:
@@ -42,11 +42,11 @@ def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tu
     Raises:
         RunError: no combination of settings fits.
     """
-    turned, last = turns_to_fit(name, config, knobs)
+    turned, last = search_knobs(name, config, knobs)
     if not last.fits:
-        unit = unit_of(last.need)
+        unit = choose_unit(last.need)
         raise RunError(
-            f"{name} does not fit into {config.room_in_words}: the least is {unit.of(last.need)} {unit.name}, with "
+            f"{name} does not fit into {config.room_in_words}: the least is {unit.format(last.need)} {unit.name}, with "
             f"{' '.join(flags for flags, _ in turned) or 'the settings as they are'}"
         )
     return [("as it is", plan(name, config)), *((flags, plan(name, each)) for flags, each in turned)]
@@ -54,7 +54,7 @@ def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tu
 
 def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the settings that fit, and what each saves; RunError if none do."""
-    steps = steps_to_fit(name, config)
+    steps = plan_steps_to_fit(name, config)
     console.print(tabulate_savings(name, steps), highlight=False)
     flags = " ".join(flags for flags, _ in steps[1:])
     fits = f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}."
@@ -64,11 +64,11 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
 
 def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
-    unit = unit_of(max(best.need for _, best in steps))
+    unit = choose_unit(max(best.need for _, best in steps))
     rows, before = dict[str, tuple[str, ...]](), None
     for flags, best in steps:
-        saved = "" if before is None else unit.of(max(0, before - best.need))
-        rows[flags] = (unit.of(best.update.total), unit.of(best.rollout.total), saved)
+        saved = "" if before is None else unit.format(max(0, before - best.need))
+        rows[flags] = (unit.format(best.update.total), unit.format(best.rollout.total), saved)
         before = best.need
     return table(f"{name}: {unit.name} on each GPU", ("update", "rollout", "saves"), rows)
 
@@ -94,9 +94,9 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
         return config, None
     name = base_model(config.model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
-    asked = replace(plan_of(config, name, ranks, device), gpu=gpu or here)
+    asked = replace(to_plan_config(config, name, ranks, device), gpu=gpu or here)
     keeps_text = name in MODELS or isinstance(find_transformer(name), ModularShape)  # modular pipelines keep their encoders
-    steps = steps_to_fit(name, asked, ENGINE_KNOBS)
+    steps = plan_steps_to_fit(name, asked, ENGINE_KNOBS)
     planned = steps[-1][1].config
     micro_batch = config.engine.micro_batch if planned.micro_batch == asked.micro_batch else planned.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
@@ -105,7 +105,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
         half = config.engine.compute_dtype(device).itemsize == 2 or pipeline.frozen == "bfloat16"
         dtype = torch.bfloat16 if half else torch.float32
-        pipeline = replace(pipeline, text_base=_text_base(name, asked, pipeline.text_base, dtype))
+        pipeline = replace(pipeline, text_base=_choose_text_base(name, asked, pipeline.text_base, dtype))
         said.append(
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
@@ -116,7 +116,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
-def _text_base(name: str, asked: PlanConfig, wanted: Any, dtype: torch.dtype) -> Any:
+def _choose_text_base(name: str, asked: PlanConfig, wanted: Any, dtype: torch.dtype) -> Any:
     """Return the most exact format in which the text encoders fit, before the network is there.
 
     Raises:
@@ -132,7 +132,7 @@ def _text_base(name: str, asked: PlanConfig, wanted: Any, dtype: torch.dtype) ->
     )
 
 
-def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
+def to_plan_config(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
     """Return the plan of a run, whose micro-batch is one sample where the run finds it by trial.
 
     Args:
@@ -151,7 +151,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
     return PlanConfig(
         gpus=ranks,
         train=config.train,
-        pipeline=size_of_run(model, config.pipeline),
+        pipeline=choose_size(model, config.pipeline),
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and any(isinstance(network, Start | Base) for network in config.networks.values()),

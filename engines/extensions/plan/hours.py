@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.extensions.plan.plan import build_on_meta, find_pass, find_transformer, size_of_run
+from fluvial.engines.extensions.plan.plan import build_on_meta, build_pass_shape, choose_size, find_transformer
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Trained
 from fluvial.engines.run.method import RecordedRows
@@ -51,7 +51,7 @@ def count_run(config: TrainConfig, name: str) -> RunFlops:
     """
     method, model = config.method, find_transformer(name)
     sampling, rows, guided = method.sampling, method.rows, method.sampling.guidance.scale != 1
-    asked = find_pass(model, size_of_run(model, config.pipeline), sampling.steps, guided=guided)
+    asked = build_pass_shape(model, choose_size(model, config.pipeline), sampling.steps, guided=guided)
     with convert_errors(UsageError, ValueError, says=f"the operations of {name} cannot be counted"):
         forward, both = count_pass(name, config.train == "lora", config.lora, asked)
     halves = 2 if guided and not isinstance(model, ModularShape) else 1

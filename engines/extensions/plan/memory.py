@@ -33,7 +33,7 @@ Phase = Literal["update", "rollout"]
 Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
 
 
-class Stretch(NamedTuple):
+class ActivationSpan(NamedTuple):
     """Bytes of the activations while a unit of communication computes: a block, or what is in no block."""
 
     unit: int  # number of the block; what is in no block comes after the last one
@@ -76,7 +76,7 @@ def account(
     engine: EngineConfig,
     device: torch.device,
     ranks: int,
-    activations: Sequence[Stretch],
+    activations: Sequence[ActivationSpan],
     trajectory: int = 0,
     micro_batches: int = 2,
     frozen: int = 0,
@@ -154,7 +154,7 @@ def account(
     accumulated = 0
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
-    units, whole = _units(module, blocks), is_whole(module, engine, ranks=ranks)
+    units, whole = _list_units(module, blocks), is_whole(module, engine, ranks=ranks)
     sizes = [sum(parameter.numel() for parameter in unit if parameter not in codes) for unit in units]
     trainable = [sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units]
     if whole and any(sizes_of[p] != reduce for p in trained):
@@ -164,7 +164,7 @@ def account(
     brought = max((sum(pair) for pair in pairwise([*moving, *moving[:1]])), default=0)
     reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
 
-    def measure_gathered(stretch: Stretch) -> int:
+    def measure_gathered(stretch: ActivationSpan) -> int:
         if whole:
             return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute) + brought
         if engine.comm == "keep":
@@ -174,7 +174,7 @@ def account(
         other = of_block if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
         return compute * (rest + of_block + (other if shards > 1 else 0))
 
-    def measure_communication(number: int, stretch: Stretch) -> int:
+    def measure_communication(number: int, stretch: ActivationSpan) -> int:
         if whole:
             bucket = largest_bucket([reduce * p.numel() for p in trained]) if update and ranks > 1 else 0
             return max(0, bucket - stretch.peak)  # after the backward pass
@@ -205,7 +205,7 @@ def account(
     )
 
 
-def activations(
+def measure_activations(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     forward: Forward,
@@ -213,7 +213,7 @@ def activations(
     engine: EngineConfig,
     device: torch.device,
     grad: bool,
-) -> tuple[Stretch, ...]:
+) -> tuple[ActivationSpan, ...]:
     """Return the bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
 
     The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing. Saved and
@@ -243,23 +243,23 @@ def activations(
     quantise_base(module, blocks, engine, dtype)
     checkpoint_blocks(blocks, engine)
     live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
-    units = _units(module, blocks)
-    stretches = _Stretches(live, units, list(blocks))
+    units = _list_units(module, blocks)
+    stretches = _SpanRecorder(live, units, list(blocks))
     with live, torch.set_grad_enabled(grad):
         out = forward(module)
         if grad:
-            stretches.turn()
+            stretches.begin_backward()
             out.float().square().sum().backward()
         stretches.end()
     split = engine.context_parallel
     return tuple(each._replace(peak=each.peak // split, after=each.after // split) for each in stretches.recorded)
 
 
-class _Stretches:
+class _SpanRecorder:
     """The stretches of a pass, found by hooks. Each gradient is dropped as it arrives."""
 
     def __init__(self, live: LiveStorages, units: list[list[nn.Parameter]], blocks: list[nn.Module]) -> None:
-        self.live, self.recorded = live, list[Stretch]()
+        self.live, self.recorded = live, list[ActivationSpan]()
         self.unit = self.rest = len(blocks)
         self.backward = False
         for number, block in enumerate(blocks):
@@ -270,14 +270,14 @@ class _Stretches:
             for parameter in missing:
                 parameter.register_post_accumulate_grad_hook(partial(self._free_gradient, number, missing))
 
-    def turn(self) -> None:
+    def begin_backward(self) -> None:
         """Begin the backward pass, in the last block."""
         self.end()
         self.unit, self.backward = self.rest - 1 if self.rest else self.rest, True
 
     def end(self, *, reduces: bool = False) -> None:
         """End the present stretch."""
-        self.recorded.append(Stretch(self.unit, self.live.peak, self.live.now, self.backward, reduces))
+        self.recorded.append(ActivationSpan(self.unit, self.live.peak, self.live.now, self.backward, reduces))
         self.live.peak = self.live.now
 
     def _forward(self, number: int, *_: Any) -> None:
@@ -327,7 +327,7 @@ def _measure_quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: E
     return {layer.weight: FORMATS[engine.base].nbytes(layer.weight.shape) for layer in layers}
 
 
-def _units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+def _list_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """Return the parameters of each unit of communication: the blocks, then what is in no block."""
     inside = [list(block.parameters()) for block in blocks]
     taken = {id(parameter) for unit in inside for parameter in unit}

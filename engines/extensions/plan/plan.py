@@ -18,7 +18,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
-from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
+from fluvial.engines.extensions.plan.memory import Accounting, ActivationSpan, Phase
 from fluvial.engines.run.jobs.settings import PipelineConfig, parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
@@ -191,7 +191,9 @@ class MemoryPlan(NamedTuple):
 Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
 
 
-def _engine(where: Callable[[PlanConfig], bool] = lambda config: True, **fields: Any) -> Callable[[PlanConfig], PlanConfig]:
+def _change_engine(
+    where: Callable[[PlanConfig], bool] = lambda config: True, **fields: Any
+) -> Callable[[PlanConfig], PlanConfig]:
     """Return a change of settings of the engine, of the plans that `where` is true of."""
     return lambda config: replace(config, engine=replace(config.engine, **fields)) if where(config) else config
 
@@ -228,17 +230,17 @@ def _can_round(config: PlanConfig) -> bool:
 # rounded, the host's bandwidth, and last the number of trained parameters.
 SWAP = "--engine.offload blocks"
 ENGINE_KNOBS: Knobs = {
-    "--engine.checkpointing block": _engine(_keeps_blocks, checkpointing="block"),
-    "--engine.checkpointing host": _engine(_keeps_blocks, checkpointing="host"),
+    "--engine.checkpointing block": _change_engine(_keeps_blocks, checkpointing="block"),
+    "--engine.checkpointing host": _change_engine(_keeps_blocks, checkpointing="host"),
     "--micro-batch 1": lambda config: config if config.micro_batch is None else replace(config, micro_batch=1),
-    "--engine.comm reshard": _engine(lambda config: not _needs_whole(config), comm="reshard"),
-    "--engine.grad-sync every": _engine(grad_sync="every"),
-    "--engine.masters bfloat16": _engine(_can_round, masters="bfloat16"),
-    "--engine.base int8": _engine(_has_base, base="int8"),
-    SWAP: _engine(_can_swap, offload="blocks"),
-    "--engine.base nf4": _engine(_has_base, base="nf4"),
+    "--engine.comm reshard": _change_engine(lambda config: not _needs_whole(config), comm="reshard"),
+    "--engine.grad-sync every": _change_engine(grad_sync="every"),
+    "--engine.masters bfloat16": _change_engine(_can_round, masters="bfloat16"),
+    "--engine.base int8": _change_engine(_has_base, base="int8"),
+    SWAP: _change_engine(_can_swap, offload="blocks"),
+    "--engine.base nf4": _change_engine(_has_base, base="nf4"),
     # A quantised base is not sharded.
-    "--engine.offload always": _engine(
+    "--engine.offload always": _change_engine(
         lambda config: (
             config.engine.base == "auto" and config.engine.offload in ("none", "phases") and not _needs_whole(config)
         ),
@@ -269,7 +271,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     for option, value in () if modular else (("pipeline.call", config.pipeline.call), ("schedule", config.schedule)):
         if value:
             raise no_effect(option, f"with {name}, which is not a modular pipeline")
-    asked = find_pass(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    asked = build_pass_shape(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
     asked = asked._replace(compute=config.engine.compute_dtype(device))
     if isinstance(model, ModelShape) and (asked.frames or 1) > 1 and not model.makes_videos:
         raise UsageError("pipeline.frames", asked.frames, hint=f"{name} makes images alone; leave it out")
@@ -283,7 +285,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
         copies, itemsize = 2 + config.step_cache.order, config.engine.compute_dtype(device).itemsize
-        kept = copies * itemsize * _block_output(name, batch * halves, asked)
+        kept = copies * itemsize * _measure_block_output(name, batch * halves, asked)
     if config.merged:
         weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
@@ -291,7 +293,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     def phase(kind: Phase) -> Accounting:
         update = kind == "update"
         with computed():
-            stretches = _activations(
+            stretches = _measure_activations(
                 name,
                 config.train,
                 config.lora,
@@ -334,23 +336,23 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         images = min(batch, DECODED)
         # The pool of a graph, which holds the activations of a pass, is no other computation's.
         graph = held.graph + (held.activations if graphed else 0)
-        decode = held._replace(activations=_decoder(name, images, asked), graph=graph)
+        decode = held._replace(activations=_measure_decoder(name, images, asked), graph=graph)
     return MemoryPlan(config, phase("update"), rollout, decode)
 
 
-def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, MemoryPlan]:
+def find_flags_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, MemoryPlan]:
     """Return the flags that make a configuration fit, and its plan with them. If none do, they are those that need least.
 
     Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
     """
-    turned, planned = turns_to_fit(name, config, knobs)
+    turned, planned = search_knobs(name, config, knobs)
     return " ".join(flags for flags, _ in turned), planned
 
 
-Turned = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
+TurnedKnobs = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
 
 
-def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[Turned, MemoryPlan]:
+def search_knobs(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[TurnedKnobs, MemoryPlan]:
     """Return the flags one by one, and the plan with them; see `first_to_fit`.
 
     Args:
@@ -359,7 +361,7 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[T
         knobs: settings that may be turned, the cheapest first.
     """
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
-    least: tuple[Turned, MemoryPlan] | None = None
+    least: tuple[TurnedKnobs, MemoryPlan] | None = None
     for choice in product((False, True), repeat=len(left)):
         # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
@@ -377,7 +379,7 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[T
     return least
 
 
-def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned, MemoryPlan]:
+def _swap_fewest(name: str, steps: TurnedKnobs, planned: MemoryPlan) -> tuple[TurnedKnobs, MemoryPlan]:
     """Return settings that fit with the fewest blocks on the host, if SWAP is among them."""
     if SWAP not in [flags for flags, _ in steps]:
         return steps, planned
@@ -401,28 +403,30 @@ def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned,
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
     """Print the plan of a configuration, and the flags that make it fit if it does not."""
     planned = plan(name, config)
-    unit = unit_of(planned.need)
+    unit = choose_unit(planned.need)
     phases = planned.phases
     rows = {
-        kind.replace("_", " "): tuple(map(unit.of, sizes))
+        kind.replace("_", " "): tuple(map(unit.format, sizes))
         for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
         if any(sizes) and kind not in ("host", "copied")
     }
-    rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
+    rows["all"] = tuple(unit.format(phase.total) for phase in phases.values())
     if any(phase.host for phase in phases.values()):
-        rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
+        rows["on the host instead"] = tuple(unit.format(phase.host) for phase in phases.values())
     module = build_on_meta(name, "full", config.lora)
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     console.print(
-        f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False, soft_wrap=True
+        f"{name}: {_format_count(count)} parameters, {config.train}, on {_format_gpus(config.gpus)}",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
     room = config.room_in_words
     if planned.fits:
         line = f"It fits into {room}."
     else:
-        flags, mended = first_to_fit(name, config)
-        need = f"{unit.of(mended.need)} {unit.name}"
+        flags, mended = find_flags_to_fit(name, config)
+        need = f"{unit.format(mended.need)} {unit.name}"
         line = f"It does not fit into {room}. "
         line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
         planned = mended
@@ -437,16 +441,16 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     degree = math.lcm(replicas, config.engine.context_parallel)
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
     settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
-    plans = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
-    unit = unit_of(max(best.need for _, best in plans))
+    plans = [find_flags_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
+    unit = choose_unit(max(best.need for _, best in plans))
     rows = {}
     for flags, best in plans:
         says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
         phases = best.phases.values()
-        rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
+        rows[f"{best.config.train}, {_format_gpus(best.config.gpus)}"] = (
             says,
-            *(unit.of(phase.total) for phase in phases),
-            unit.of(max(phase.host for phase in phases)),
+            *(unit.format(phase.total) for phase in phases),
+            unit.format(max(phase.host for phase in phases)),
         )
     console.print(f"{name}: flags with which it fits into {config.room_in_words}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("flags", *plans[0][1].phases, "host"), rows), highlight=False)
@@ -458,12 +462,12 @@ class Unit(NamedTuple):
     name: str
     size: int
 
-    def of(self, size: int) -> str:
+    def format(self, size: int) -> str:
         """Return a number of bytes in this unit."""
         return f"{size / self.size:.2f}" if size else "-"
 
 
-def unit_of(largest: int) -> Unit:
+def choose_unit(largest: int) -> Unit:
     """Return the unit that a largest number of bytes is shown in."""
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
@@ -488,7 +492,7 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, asked: PassShape) -> int:
+def _measure_block_output(name: str, samples: int, asked: PassShape) -> int:
     """Return the largest number of values that a block returns of some samples."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
@@ -504,7 +508,7 @@ def _block_output(name: str, samples: int, asked: PassShape) -> int:
 
 
 @cache
-def _decoder(name: str, images: int, asked: PassShape) -> int:
+def _measure_decoder(name: str, images: int, asked: PassShape) -> int:
     """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
     model = find_transformer(name)
     assert model.decoder is not None
@@ -516,7 +520,7 @@ def _decoder(name: str, images: int, asked: PassShape) -> int:
 
 
 @cache
-def _activations(
+def _measure_activations(
     name: str,
     train: Train,
     lora: LoraConfig,
@@ -526,14 +530,14 @@ def _activations(
     samples: int,
     asked: PassShape,
     grad: bool,
-) -> tuple[Stretch, ...]:
+) -> tuple[ActivationSpan, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
     forward = partial(model.predict, samples=samples, asked=asked)
-    return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+    return memory.measure_activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
 
 
-def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
+def choose_size(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
     """Return the size that a run is planned for."""
     height, width = config.size
     if isinstance(model, ModularShape):
@@ -541,14 +545,14 @@ def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> Ima
     return ImageSize() if model.resolution is None else ImageSize(height, width, config.frames)
 
 
-def find_pass(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
+def build_pass_shape(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
     """Return what a pass of a model is computed for."""
     return PassShape(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _gpus(number: int) -> str:
+def _format_gpus(number: int) -> str:
     return "1 GPU" if number == 1 else f"{number} GPUs"

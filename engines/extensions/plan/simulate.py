@@ -114,7 +114,7 @@ def simulate(rollouts: Sequence[float], updates: Sequence[float], *, push: float
     return Timeline(begun, made, learnt, versions, waited)
 
 
-def steady(rollout: float, update: float, *, push: float = 0.0, ahead: int = 0) -> float:
+def compute_steady_seconds(rollout: float, update: float, *, push: float = 0.0, ahead: int = 0) -> float:
     """Return the seconds per rollout of a long run in which all rollouts, and all updates, take equally long.
 
     They are max(update, push + rollout, (push + rollout + update) / (K + 1)): the trainer's, the servers', and those of the
@@ -128,13 +128,13 @@ def share_seconds(seconds: float, samples: int, parts: int) -> float:
     return seconds * math.ceil(samples / parts) / samples
 
 
-def times(mean: float, spread: float, stream: Random, count: int) -> list[float]:
+def draw_times(mean: float, spread: float, stream: Random, count: int) -> list[float]:
     """Return log-normal times with this mean, and a standard deviation of `spread` times the mean."""
     width = math.sqrt(math.log1p(spread * spread))
     return [mean * math.exp(width * stream.gauss(0.0, 1.0) - width * width / 2) for _ in range(count)]
 
 
-def run_of(config: AheadConfig, *, servers: int, ahead: int, gpus: int | None = None) -> Timeline:
+def simulate_config(config: AheadConfig, *, servers: int, ahead: int, gpus: int | None = None) -> Timeline:
     """Return a simulated run of a configuration.
 
     Args:
@@ -144,38 +144,38 @@ def run_of(config: AheadConfig, *, servers: int, ahead: int, gpus: int | None = 
         gpus: number of GPUs of the trainer, by default those that its seconds were measured on.
     """
     rollout = share_seconds(config.rollout_seconds, config.samples, servers)
-    update = _update_seconds(config, config.gpus if gpus is None else gpus)
+    update = _scale_update_seconds(config, config.gpus if gpus is None else gpus)
     streams = Random(f"rollouts {config.seed}"), Random(f"updates {config.seed}")
     made, learnt = (
-        times(mean, config.spread, stream, ROLLOUTS) for mean, stream in zip((rollout, update), streams, strict=True)
+        draw_times(mean, config.spread, stream, ROLLOUTS) for mean, stream in zip((rollout, update), streams, strict=True)
     )
     return simulate(made, learnt, push=config.push_seconds, ahead=ahead)
 
 
-def least(config: AheadConfig) -> tuple[int, int] | None:
+def find_least(config: AheadConfig) -> tuple[int, int] | None:
     """Return the least number of servers that keep the trainer busy, and the least K with which they do; None if none do."""
     if config.servers is not None:
-        return _least_ahead(config, config.servers)
+        return _find_least_ahead(config, config.servers)
     low, high = 1, 1
-    while _least_ahead(config, high) is None:
+    while _find_least_ahead(config, high) is None:
         if high >= config.samples:  # more servers would have no sample each
             return None
         low, high = high + 1, min(2 * high, config.samples)
     while low < high:  # more servers are never slower
         middle = (low + high) // 2
-        low, high = (low, middle) if _least_ahead(config, middle) is not None else (middle + 1, high)
-    return _least_ahead(config, high)
+        low, high = (low, middle) if _find_least_ahead(config, middle) is not None else (middle + 1, high)
+    return _find_least_ahead(config, high)
 
 
-def _least_ahead(config: AheadConfig, servers: int) -> tuple[int, int] | None:
+def _find_least_ahead(config: AheadConfig, servers: int) -> tuple[int, int] | None:
     """Return the servers with the least K with which they keep the trainer busy."""
     for ahead in range(config.ahead + 1):
-        if run_of(config, servers=servers, ahead=ahead).idle <= config.idle:
+        if simulate_config(config, servers=servers, ahead=ahead).idle <= config.idle:
             return servers, ahead
     return None
 
 
-class Split(NamedTuple):
+class GpuSplit(NamedTuple):
     """GPUs divided between a trainer and servers."""
 
     gpus: int  # of the trainer
@@ -185,26 +185,26 @@ class Split(NamedTuple):
     in_turn: float  # seconds per rollout if all GPUs sample, and then all learn
 
 
-def best_split(config: AheadConfig, total: int) -> Split:
+def find_best_split(config: AheadConfig, total: int) -> GpuSplit:
     """Return how a number of GPUs makes most rollouts per second, with the least K that does not slow it by over 1 %."""
     most = (total - 1) // config.server_gpus
 
     def seconds(servers: int) -> float:
         rollout = share_seconds(config.rollout_seconds, config.samples, servers)
-        update = _update_seconds(config, total - servers * config.server_gpus)
-        return steady(rollout, update, push=config.push_seconds, ahead=config.ahead)
+        update = _scale_update_seconds(config, total - servers * config.server_gpus)
+        return compute_steady_seconds(rollout, update, push=config.push_seconds, ahead=config.ahead)
 
     servers = min(range(1, most + 1), key=seconds)
     gpus = total - servers * config.server_gpus
-    runs = [run_of(config, servers=servers, ahead=ahead, gpus=gpus) for ahead in range(config.ahead + 1)]
+    runs = [simulate_config(config, servers=servers, ahead=ahead, gpus=gpus) for ahead in range(config.ahead + 1)]
     ahead = next(k for k, run in enumerate(runs) if run.seconds <= 1.01 * runs[-1].seconds)
     everyone = total // config.server_gpus
     in_turn = (
         share_seconds(config.rollout_seconds, config.samples, everyone)
-        + _update_seconds(config, total)
+        + _scale_update_seconds(config, total)
         + config.push_seconds
     )
-    return Split(gpus, servers, ahead, runs[ahead], in_turn)
+    return GpuSplit(gpus, servers, ahead, runs[ahead], in_turn)
 
 
 def show(config: AheadConfig, *, console: Console) -> None:
@@ -219,29 +219,31 @@ def show(config: AheadConfig, *, console: Console) -> None:
     if config.most_gpus <= config.server_gpus:
         expected = f"more than the {config.server_gpus} GPUs of a server"
         raise UsageError("most_gpus", config.most_gpus, expected, "a trainer needs one as well")
-    fewest = least(config)
+    fewest = find_least(config)
     most = config.servers or (fewest[0] if fewest else config.samples)
     counts = [*(() if config.servers else (2**power for power in range(most.bit_length()) if 2**power < most)), most]
     rows = {
-        _servers(count): tuple(f"{run_of(config, servers=count, ahead=ahead).idle:.1%}" for ahead in range(config.ahead + 1))
+        _format_servers(count): tuple(
+            f"{simulate_config(config, servers=count, ahead=ahead).idle:.1%}" for ahead in range(config.ahead + 1)
+        )
         for count in counts
     }
     heads = tuple(f"K = {ahead}" for ahead in range(config.ahead + 1))
     gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
     console.print(table(f"time that a trainer on {gpus} waits, by updates ahead", heads, rows), highlight=False)
     if fewest is None:
-        who = _servers(config.servers) if config.servers else "no number of servers"
+        who = _format_servers(config.servers) if config.servers else "no number of servers"
         verb = "do not keep" if config.servers and config.servers > 1 else "does not keep" if config.servers else "keeps"
         line = f"With K up to {config.ahead}, {who} {verb} the trainer busy ({config.idle:.0%} idle at most)."
     else:
-        run = run_of(config, servers=fewest[0], ahead=fewest[1])
+        run = simulate_config(config, servers=fewest[0], ahead=fewest[1])
         line = (
-            f"{_servers(fewest[0])} and K = {fewest[1]} keep the trainer busy: it waits {run.idle:.1%} of the time, and a "
-            f"rollout takes {run.seconds_per_rollout:.3g} s."
+            f"{_format_servers(fewest[0])} and K = {fewest[1]} keep the trainer busy: it waits {run.idle:.1%} of the time, "
+            f"and a rollout takes {run.seconds_per_rollout:.3g} s."
         )
     console.print(line, highlight=False, soft_wrap=True)
     totals = (2**power for power in range(1, config.most_gpus.bit_length()) if config.server_gpus < 2**power)
-    splits = {total: best_split(config, total) for total in totals}
+    splits = {total: find_best_split(config, total) for total in totals}
     rows = {
         f"{total} GPUs": (
             str(split.gpus),
@@ -258,11 +260,11 @@ def show(config: AheadConfig, *, console: Console) -> None:
     console.print("in turn: samples/s if all GPUs sample, and then all learn.", highlight=False, soft_wrap=True)
 
 
-def _update_seconds(config: AheadConfig, gpus: int) -> float:
+def _scale_update_seconds(config: AheadConfig, gpus: int) -> float:
     """Return the seconds of the updates on a number of GPUs, each with whole samples."""
     alone = config.update_seconds / math.ceil(config.samples / config.gpus)  # per sample of a GPU
     return alone * math.ceil(config.samples / gpus)
 
 
-def _servers(count: int) -> str:
+def _format_servers(count: int) -> str:
     return "1 server" if count == 1 else f"{count} servers"

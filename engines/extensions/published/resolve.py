@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fluvial.engines.extensions.published.runs import Citation, PublishedRun, always, as_flag, find
+from fluvial.engines.extensions.published.runs import Citation, PublishedRun, as_flag, find_run, load_constants
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, read_record
@@ -30,10 +30,10 @@ def resolve(run: PublishedRun) -> TrainConfig:
 
 def configure(name: str) -> TrainConfig:
     """Return the configuration of the published run of a name, see `find` and `resolve`; recipes begin with it."""
-    return resolve(find(name))
+    return resolve(find_run(name))
 
 
-def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
+def compare_settings(run: PublishedRun) -> Iterator[ComparedSetting]:
     """Yield each setting of the configuration, and what a source states besides, in the order of a config.json.
 
     A setting that no source states is assumed, whatever its value.
@@ -43,7 +43,7 @@ def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
     stated |= {*run.published, *run.deviations}
     tables = [path for name in ours for path in accumulate(name.split("."), "{}.{}".format)]  # each name after its tables
     for name in dict.fromkeys([*tables, *run.settings, *run.published, *run.deviations]):
-        value = next((format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), "")
+        value = next((format_value(values[name]) for values in (ours, run.fixed, load_constants()) if name in values), "")
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:

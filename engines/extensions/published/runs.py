@@ -79,7 +79,7 @@ class PublishedRun:
         from fluvial.engines.scoring.advantages import AdvantageConfig
 
         without = {"advantage": AdvantageConfig(), "kl": KLConfig()}  # what a method does that has no such settings
-        kind, values, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _names_of_run()
+        kind, values, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _list_run_settings()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
             if (parents or [last])[0] in of_run or has_field(kind, name.split(".")):
@@ -93,7 +93,7 @@ class PublishedRun:
 
     def overlay(self) -> dict[str, Any]:
         """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
-        record, fixed, names = dict[str, Any](), self.fixed, _names_of_run()
+        record, fixed, names = dict[str, Any](), self.fixed, _list_run_settings()
         for name, setting in self.settings.items():
             if name in fixed:
                 continue
@@ -106,7 +106,7 @@ class PublishedRun:
 
 
 @cache
-def _names_of_run() -> frozenset[str]:
+def _list_run_settings() -> frozenset[str]:
     """Return the names of a run's settings that are not its method's."""
     from fluvial.engines.run.config import TrainConfig  # imports torch, which the list of runs does without
 
@@ -118,17 +118,17 @@ def load_published() -> Mapping[str, PublishedRun]:
     """Return all published runs by name, source by source."""
     shared = _read(COMMON)["block"]
     names = sorted(entry.name for entry in DATA.iterdir() if entry.name.endswith(".toml"))
-    return {run.name: run for name in names for run in _runs(_read(name.removesuffix(".toml")), shared)}
+    return {run.name: run for name in names for run in _parse_runs(_read(name.removesuffix(".toml")), shared)}
 
 
 @cache
-def always() -> Mapping[str, Any]:
+def load_constants() -> Mapping[str, Any]:
     """Return what every run of fluvial has, whatever its configuration, by the names under which runs state it."""
     always: dict[str, Any] = _read(COMMON)["always"]
     return always
 
 
-def find(name: str) -> PublishedRun:
+def find_run(name: str) -> PublishedRun:
     """Return a published run by its name.
 
     Raises:
@@ -146,15 +146,15 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:
+def _parse_runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:
     """Yield the runs of a file; each extends blocks of the file, and `shared` ones."""
     blocks = {**shared, **table.get("block", {})}
     for name, entry in table.get("run", {}).items():
         run, source = PublishedRun(name), None
-        for part in _chain(entry, blocks):
-            source = _source(part.get("source", {}), source)
+        for part in _expand_blocks(entry, blocks):
+            source = _inherit_source(part.get("source", {}), source)
             run = _extend(run, part, source)
-        yield _rename(run)
+        yield _rename_settings(run)
 
 
 def as_flag(name: str) -> str:
@@ -162,7 +162,7 @@ def as_flag(name: str) -> str:
     return name if name == "method.name" else name.removeprefix("method.")
 
 
-def _rename(run: PublishedRun) -> PublishedRun:
+def _rename_settings(run: PublishedRun) -> PublishedRun:
     """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
     stated = run.settings.get("objective.name")
     method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
@@ -176,14 +176,14 @@ def _rename(run: PublishedRun) -> PublishedRun:
     return replace(run, settings=settings, published=published, deviations=deviations)
 
 
-def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _expand_blocks(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the blocks that an entry extends, the furthest first, and the entry."""
     for name in entry.get("extends", ()):
-        yield from _chain(blocks[name], blocks)
+        yield from _expand_blocks(blocks[name], blocks)
     yield entry
 
 
-def _source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
+def _inherit_source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
     """Return the source of a block; one that names no repository has the inherited one with other parts."""
     if "repo" in stated:
         return Citation(**stated)

@@ -29,7 +29,7 @@ def list_missing(run: PublishedRun) -> list[str]:
     return flags + (["a model with an adapter"] if "model" in run.deviations else [])
 
 
-def choose_accumulation(config: "TrainConfig", *, published: int, gpus: int) -> str:
+def describe_accumulation(config: "TrainConfig", *, published: int, gpus: int) -> str:
     """Return how an update keeps its samples on another number of GPUs.
 
     Args:
@@ -45,9 +45,9 @@ def choose_accumulation(config: "TrainConfig", *, published: int, gpus: int) -> 
     return said
 
 
-def lines(run: PublishedRun, config: "TrainConfig", *, gpus: int) -> Iterator[str]:
+def describe_requirements(run: PublishedRun, config: "TrainConfig", *, gpus: int) -> Iterator[str]:
     """Yield what a run takes on a number of GPUs, a fact per line."""
-    from fluvial.engines.data.prompt_sets import is_set, records  # imports torch, which the list of runs does without
+    from fluvial.engines.data.prompt_sets import is_set, read_set  # imports torch, which the list of runs does without
 
     sampling = config.method.sampling
     yield f"{run.name}: {run.algorithm} on {run.model}"
@@ -55,23 +55,23 @@ def lines(run: PublishedRun, config: "TrainConfig", *, gpus: int) -> Iterator[st
     size = "" if known is None else f", {known.gibibytes:.0f} GiB in bfloat16 without text encoders and VAE"
     yield f"  model    {config.model}, from the Hub or --model FOLDER{size}"
     for reward in config.rewards:
-        yield f"  reward   {reward}: {_reward(reward)}"
+        yield f"  reward   {reward}: {_describe_reward(reward)}"
     for word in config.prompts:
-        parts = [f"{sum(1 for _ in records(word, part))} prompts {said}" for part, said in PARTS] if is_set(word) else []
+        parts = [f"{sum(1 for _ in read_set(word, part))} prompts {said}" for part, said in PARTS] if is_set(word) else []
         stands = f", for {published}" if (published := run.published.get("prompts")) else ""
         yield f"  prompts  {word}: {' and '.join(parts)}{stands}; --prompts FILE takes others"
     if config.makes_samples:
         samples = f"{sampling.prompts} groups of {sampling.group} samples"
         yield f"  rollout  {samples}, {sampling.steps} steps, {config.updates_per_rollout} updates"
     if config.makes_samples and run.gpus and gpus != run.gpus:
-        yield f"  GPUs     {choose_accumulation(config, published=run.gpus, gpus=gpus)}"
+        yield f"  GPUs     {describe_accumulation(config, published=run.gpus, gpus=gpus)}"
     else:
         yield f"  GPUs     {gpus}, {'as published' if run.gpus else 'the source states none'}"
     missing = list_missing(run)
     yield f"  start    fluvial train {run.name}" + (f", with {', '.join(missing)} of your own" if missing else "")
 
 
-def _reward(text: str) -> str:
+def _describe_reward(text: str) -> str:
     """Return where a reward's weights come from, and what it needs."""
     if SERVER in text:
         return "asks a server, which you start"

@@ -19,7 +19,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
-from fluvial.engines.export.model_folder import components
+from fluvial.engines.export.model_folder import list_components
 from fluvial.engines.extensions.remote.binding import NUMBERS, Binding, has_probe, measure, probing
 from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
 from fluvial.engines.extensions.remote.requests import Asking, RequestOrder, check_sglang, check_sglang_steps
@@ -197,7 +197,7 @@ class Remote(RolloutSource):
         rule, rows = SAMPLERS[name], min(-(-NUMBERS * modules // event), len(set(requests.ids)))
         window = [*range(steps - rule.last_step_is_deterministic)]
         if rows * event >= NUMBERS * modules:  # a network that acts at low noise alone is seen at the last step
-            window = [window[0], *window[-1:][: len(components(engine.module)) - 1]]
+            window = [window[0], *window[-1:][: len(list_components(engine.module)) - 1]]
         if rows * event * len(window) < 2 * modules:  # fewer numbers than unknowns, and some for what no module explains
             return {}
         bound = rule.bind(ETA, sampling.schedule.levels)

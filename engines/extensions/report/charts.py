@@ -45,37 +45,37 @@ class LineChart(NamedTuple):
         return {label: thin(points) for label, points in finite.items() if points}
 
 
-def line_chart(chart: LineChart) -> str:
+def draw_lines(chart: LineChart) -> str:
     """Return a figure of lines as HTML, or nothing where no line has a finite point."""
     finite = chart.finite
     if not finite:
         return ""
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     _draw(axes, chart, finite)
-    return as_svg(figure, chart.title, chart.unit, [*finite])
+    return to_svg(figure, chart.title, chart.unit, [*finite])
 
 
-def bar_chart(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
+def draw_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
     """Return a figure of bars side by side: shares by position, by label; nothing where there are none."""
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
     if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     width = 0.8 / len(bars)
     for number, heights in enumerate(bars.values()):
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(positions))]
         axes.bar(places, [heights.get(position, 0.0) for position in positions], width)
     axes.set_xticks(range(len(positions)), positions, fontsize=8)
-    _finish(axes, xlabel, "share")
-    return as_svg(figure, title, "share of the samples", [*bars])
+    _finish_axes(axes, xlabel, "share")
+    return to_svg(figure, title, "share of the samples", [*bars])
 
 
-def curve(path: Path, title: str, points: Points, unit: str = "") -> None:
+def draw_curve(path: Path, title: str, points: Points, unit: str = "") -> None:
     """Draw one line over updates as a PNG; a card's is drawn so (`fluvial.curves`)."""
-    curves(path, [LineChart(title, {"": points}, unit)])
+    draw_curves(path, [LineChart(title, {"": points}, unit)])
 
 
-def curves(path: Path, charts: Sequence[LineChart]) -> None:
+def draw_curves(path: Path, charts: Sequence[LineChart]) -> None:
     """Write a PNG of line charts, two per row, about 1,000 pixels wide, so that it is readable within a page of text.
 
     Charts without points are left out if there are others.
@@ -106,7 +106,7 @@ def thin(points: Points) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in stretches]
 
 
-def _figure() -> "tuple[Figure, Axes]":
+def _make_figure() -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 2.6))
@@ -126,12 +126,12 @@ def _draw(axes: "Axes", chart: LineChart, lines: Mapping[str, Points]) -> None:
     for label, points in lines.items():
         marker = "o" if len(points) < 30 else None
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker, markersize=4)
-    _finish(axes, chart.xlabel, chart.y)
+    _finish_axes(axes, chart.xlabel, chart.y)
     if all(float(x).is_integer() for line in lines.values() for x, _ in line):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _finish(axes: "Axes", xlabel: str, y: str) -> None:
+def _finish_axes(axes: "Axes", xlabel: str, y: str) -> None:
     """Set the axes' range, numbers and label."""
     least, most = axes.dataLim.intervaly
     if y == "share":
@@ -146,7 +146,7 @@ def _finish(axes: "Axes", xlabel: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def as_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
+def to_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
     """Return a figure with its title, unit and legend as HTML; its text is text, and the same chart is the same bytes.
 
     The legend is left out where the only label is empty.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import page, panels
-from fluvial.engines.extensions.report.charts import LineChart, line_chart
+from fluvial.engines.extensions.report.charts import LineChart, draw_lines
 from fluvial.engines.run.log.records import flat, read_json, read_records
 
 FILE = "comparison.html"
@@ -107,24 +107,24 @@ def write(folders: Sequence[Path]) -> Path:
         raise UsageError(f"report compares {MOST_RUNS} runs at most, got {len(runs)}: name fewer folders")
     parents = {run.out.absolute().parent for run in runs}
     path = (runs[0].out.parent if len(parents) == 1 else Path()) / FILE
-    text = page.template("comparison.html").render(
+    text = page.load_template("comparison.html").render(
         runs=runs,
         scores=[*list_scores(runs)],
-        settings=differing(runs),
-        charts=[*filter(None, map(line_chart, list_charts(runs)))],
+        settings=find_differences(runs),
+        charts=[*filter(None, map(draw_lines, list_charts(runs)))],
         prompts=list_samples(runs),
     )
     return page.save(path, text)
 
 
-def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+def find_differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, by name: one value per run, `-` where a run does not have it."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in UNCOMPARED)
-    values = {name: [_show(run.config[name]) if name in run.config else "-" for run in runs] for name in names}
+    values = {name: [_format_value(run.config[name]) if name in run.config else "-" for run in runs] for name in names}
     return {name: each for name, each in values.items() if len({*each}) > 1}
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -141,14 +141,14 @@ def list_charts(runs: Sequence[ComparedRun]) -> Iterator[LineChart]:
     """Yield charts with a line per run: of the reward, of each evaluator, and of what says how a run goes."""
 
     def over(title: str, unit: str, *path: str, **options: Any) -> LineChart:
-        return LineChart(title, {run.name: panels.points(run.records, *path) for run in runs}, unit, **options)
+        return LineChart(title, {run.name: panels.read_points(run.records, *path) for run in runs}, unit, **options)
 
     yield over("Reward while training", "mean over the samples", "reward", "mean")
     for name in dict.fromkeys(name for run in runs for record in run.records for name in record.get("score") or {}):
         yield over(f"Held-out score, {name} evaluator", "mean over the samples", "score", name)
     yield over("Distance within groups", "root mean square between samples", "diversity", y="from_zero")
     yield over("Drift from the start", "relative change of the velocity", "drift", y="from_zero")
-    distances = panels.moving({run.name: panels.points(run.records, "objective", "kl_ref") for run in runs})
+    distances = panels.drop_zero_lines({run.name: panels.read_points(run.records, "objective", "kl_ref") for run in runs})
     yield LineChart("KL to the reference", distances, "nats", y="from_zero")
     yield over("Gradient norm", "before clipping", "grad_norm", y="from_zero")
     spent = {

@@ -38,7 +38,7 @@ def write(out: Path) -> Path:
         UsageError: the folder holds no run.
         RunError: the report cannot be written.
     """
-    return save(out / FILE, page(out))
+    return save(out / FILE, build_page(out))
 
 
 def save(path: Path, text: str) -> Path:
@@ -55,11 +55,11 @@ def finish(out: Path) -> Path:
         UsageError: the folder holds no run.
         RunError: the report cannot be written.
     """
-    charts.curves(out / "curves.png", panels.overview(list(read_records(out / "metrics.jsonl"))))
+    charts.draw_curves(out / "curves.png", panels.list_overview(list(read_records(out / "metrics.jsonl"))))
     return write(out)
 
 
-def damage(out: Path) -> list[str]:
+def find_damage(out: Path) -> list[str]:
     """Return what a report of a run folder leaves out, because it cannot be read: one line per file."""
     metrics, summary = out / "metrics.jsonl", out / "summary.json"
     lines_of = []
@@ -70,7 +70,7 @@ def damage(out: Path) -> list[str]:
     return [*lines_of, *(f"{file} is damaged: the report leaves it out" for file in files if read_json(file) is None)]
 
 
-def page(out: Path) -> str:
+def build_page(out: Path) -> str:
     """Return the report of a run folder.
 
     Raises:
@@ -84,32 +84,32 @@ def page(out: Path) -> str:
     printed = warnings.read_text(encoding="utf-8", errors="replace").splitlines() if warnings.is_file() else []
     sheets = {name: read_sheet(out / "samples", name) for name in ("before", "after", "best", "worst")}
     evaluation = list_evaluation(summary)
-    return template("page.html").render(
+    return load_template("page.html").render(
         name=out.resolve().name,
         about=describe_run(config, records),
-        results=[*results(records, evaluation)],
-        warnings=[*concerns(config, records, summary), *dict.fromkeys(printed)],
+        results=[*list_results(records, evaluation)],
+        warnings=[*list_concerns(config, records, summary), *dict.fromkeys(printed)],
         before=[] if sheets["after"] else sheets["before"],
         pairs=pair_samples(sheets["before"], sheets["after"]),
         unfolded=UNFOLDED,
-        charts=[*panels.charts(records)],
+        charts=[*panels.draw_charts(records)],
         sheets={"Best samples": sheets["best"], "Worst samples": sheets["worst"]},
-        cards=[*cards(records, summary)],
+        cards=[*list_cards(records, summary)],
         evaluation=evaluation,
-        others=[*flat(left_over(summary, evaluation))],
+        others=[*flatten(drop_evaluation(summary, evaluation))],
         config=json.dumps(config, indent=1),
     )
 
 
-def template(name: str) -> Template:
+def load_template(name: str) -> Template:
     """Return the template of a page, which shows every text as text."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "image": image_url, "sound": sound_url}
+    environment.filters |= {"number": format_number, "percent": format_percent, "image": encode_image, "sound": encode_sound}
     return environment.get_template(name)
 
 
-def _relative(place: str) -> str:
+def _shorten_path(place: str) -> str:
     """Return a path in the current folder as it is typed there, anything else as it is."""
     path = Path(place)
     return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else place
@@ -121,16 +121,16 @@ def describe_run(config: Record, records: Sequence[Record]) -> str:
     sampling = method.get("sampling") or {}
     done = max((record["update"] for record in records), default=0)
     parts = [
-        f"{method.get('name')} on {_relative(str(config.get('model')))}",
+        f"{method.get('name')} on {_shorten_path(str(config.get('model')))}",
         "LoRA" if config.get("train") == "lora" else "all weights",
-        f"sampler {phrase(sampling.get('sampler'))}, {sampling.get('steps')} steps",
+        f"sampler {format_choice(sampling.get('sampler'))}, {sampling.get('steps')} steps",
         f"{done} of {config.get('updates')} updates",
         f"seed {config.get('seed')}",
     ]
     return " · ".join(parts)
 
 
-def phrase(choice: Any) -> str:
+def format_choice(choice: Any) -> str:
     """Return a choice among kinds in words, e.g. "ddim (eta 1.0)"."""
     if not isinstance(choice, Mapping):
         return str(choice)
@@ -138,7 +138,7 @@ def phrase(choice: Any) -> str:
     return f"{kind} ({', '.join(settings)})" if settings else kind
 
 
-def concerns(config: Record, records: Sequence[Record], summary: Record) -> Iterator[str]:
+def list_concerns(config: Record, records: Sequence[Record], summary: Record) -> Iterator[str]:
     """Yield what is worth a look in a run, a sentence each; the summary is empty if it has not ended."""
     updates = [record for record in records if "grad_norm" in record]
     if not summary:
@@ -161,10 +161,10 @@ def concerns(config: Record, records: Sequence[Record], summary: Record) -> Iter
     spread = [record["diversity"] for record in updates if isinstance(record.get("diversity"), float)]
     if len(spread) > 1 and spread[-1] < LESS_DIVERSE * spread[0]:
         yield f"Samples of a group became more alike: their distance fell from {spread[0]:.3g} to {spread[-1]:.3g}."
-    yield from _hacking(updates, [record for record in records if "exact" in record])
+    yield from _find_hacking(updates, [record for record in records if "exact" in record])
 
 
-def _hacking(updates: Sequence[Record], evaluations: Sequence[Record]) -> Iterator[str]:
+def _find_hacking(updates: Sequence[Record], evaluations: Sequence[Record]) -> Iterator[str]:
     """Yield the evaluators whose score fell while the reward rose."""
     rewards = [record["reward"]["mean"] for record in updates if (record.get("reward") or {}).get("mean") is not None]
     quarter = max(len(rewards) // 4, 1)
@@ -197,7 +197,7 @@ class Result(NamedTuple):
     single: bool = False
 
 
-def results(records: Sequence[Record], evaluation: Sequence[Record]) -> Iterator[Result]:
+def list_results(records: Sequence[Record], evaluation: Sequence[Record]) -> Iterator[Result]:
     """Yield each evaluator's score before and after, with the interval of the change, and the reward."""
     evaluations = [record for record in records if "exact" in record]
     compared = {row["evaluator"]: row for row in evaluation if row["part"] == "all" and row["difference"] is not None}
@@ -205,7 +205,9 @@ def results(records: Sequence[Record], evaluation: Sequence[Record]) -> Iterator
         before, after = (
             tuple(each[kind].get(name) for kind in ("score", "exact")) for each in (evaluations[0], evaluations[-1])
         )
-        exact = "" if not (before[1] or after[1]) else f"exactly right {percent(before[1])} → {percent(after[1])}"
+        exact = (
+            "" if not (before[1] or after[1]) else f"exactly right {format_percent(before[1])} → {format_percent(after[1])}"
+        )
         what = f"held-out prompts, score by the {name} evaluator"
         yield Result(before[0], after[0], what, compared.get(name), exact, single=len(evaluations) == 1)
     rewards = [record["reward"]["mean"] for record in records if (record.get("reward") or {}).get("mean") is not None]
@@ -213,15 +215,15 @@ def results(records: Sequence[Record], evaluation: Sequence[Record]) -> Iterator
         yield Result(rewards[0], rewards[-1], "mean reward while training, first and last update")
 
 
-def cards(records: Sequence[Record], summary: Record) -> Iterator[tuple[str, str]]:
+def list_cards(records: Sequence[Record], summary: Record) -> Iterator[tuple[str, str]]:
     """Yield what the run took, each number with its label before it."""
     if updates := [record for record in records if "grad_norm" in record]:
         last = updates[-1]
-        yield "updates", number(last["update"])
+        yield "updates", format_number(last["update"])
         yield "samples", f"{last['samples']:,}" if "samples" in last else "unknown"
-        yield from ((f"GiB of memory, {name}", number(size)) for name, size in last.get("memory", {}).items())
+        yield from ((f"GiB of memory, {name}", format_number(size)) for name, size in last.get("memory", {}).items())
     if "samples_per_second" in summary:
-        yield "samples per second", number(summary["samples_per_second"])
+        yield "samples per second", format_number(summary["samples_per_second"])
 
 
 def list_evaluation(summary: Record) -> list[Record]:
@@ -231,30 +233,30 @@ def list_evaluation(summary: Record) -> list[Record]:
     return [{**dict.fromkeys(COLUMNS), **row} for row in evaluators]
 
 
-def left_over(summary: Record, evaluation: Sequence[Record]) -> Record:
+def drop_evaluation(summary: Record, evaluation: Sequence[Record]) -> Record:
     """Return what of a summary is not in the rows of its evaluation."""
     repeated = re.compile(r"(?s).*_(?:exact|score)_(?:before|after)" if evaluation else r"(?!)")
     return {name: value for name, value in summary.items() if name != EVALUATION and not repeated.fullmatch(name)}
 
 
-def flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dicts and lists with their paths in words, e.g. "train seconds by phase, rollout"."""
     for name, value in record.items():
         path = f"{prefix}{str(name).replace('_', ' ')}"
         if isinstance(value, list | tuple) and any(isinstance(each, Mapping | list) for each in value):
             value = {str(place): each for place, each in enumerate(value, start=1)}
         if isinstance(value, Mapping):
-            yield from flat(value, f"{path}, ")
+            yield from flatten(value, f"{path}, ")
         else:
-            yield path, ", ".join(map(number, value)) if isinstance(value, list | tuple) else value
+            yield path, ", ".join(map(format_number, value)) if isinstance(value, list | tuple) else value
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Return a share in percent, nothing without one."""
     return "" if share is None else f"{100 * share:.1f}\u00a0%"
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Return a value in few characters."""
     if isinstance(value, float):
         return f"{value:.3f}" if 0.001 <= abs(value) < 10 else f"{value:.4g}"
@@ -290,12 +292,12 @@ def pair_samples(before: Sequence[SheetSample], after: Sequence[SheetSample]) ->
     return sorted(pairs, key=lambda pair: -abs((pair[1].score or 0.0) - (pair[0].score or 0.0)))
 
 
-def sound_url(file: bytes) -> str:
+def encode_sound(file: bytes) -> str:
     """Return a WAV file as a data URL."""
     return f"data:audio/wav;base64,{base64.b64encode(file).decode()}"
 
 
-def image_url(image: Image.Image) -> str:
+def encode_image(image: Image.Image) -> str:
     """Return an image as a data URL: as PNG, or as JPEG if that is smaller."""
     kind, data = "png", _encode(image, "png", compress_level=6)
     if len(data) > LARGE and len(smaller := _encode(image, "jpeg", quality=88)) < len(data):

@@ -71,7 +71,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _ignore(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
 
@@ -79,7 +79,7 @@ class DeviceStream:
     """The one stream of the device, and an event in it: work is done at once, so that only the host ever waits."""
 
     stream_id = device_index = 0
-    wait = wait_stream = wait_event = record = _nothing
+    wait = wait_stream = wait_event = record = _ignore
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -119,12 +119,12 @@ def register() -> None:
     Without a real accelerator it must come before the first backward pass of the process: then autograd counts the devices.
     """
     hooks, guard = _Hooks(), _Guard()
-    _setup_privateuseone_for_python_backend(TYPE, _module(), hooks, guard)
+    _setup_privateuseone_for_python_backend(TYPE, _build_module(), hooks, guard)
     torch.distributed.Backend.default_device_backend_map.setdefault(TYPE, "fake")
     operators.register()
 
 
-def _module() -> types.ModuleType:
+def _build_module() -> types.ModuleType:
     """Return `torch.simulated`: what PyTorch, diffusers and fluvial ask of the module of a device."""
     module, stream, here = types.ModuleType(f"torch.{TYPE}"), DeviceStream(), lambda *_: contextlib.nullcontext()
     state = torch.zeros(16, dtype=torch.uint8)
@@ -132,17 +132,17 @@ def _module() -> types.ModuleType:
     held, most = (lambda *_: _active[-1].ledger.now), (lambda *_: _active[-1].ledger.peak)
     functions: dict[str, Any] = {
         "Stream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
-        "current_stream": always(stream), "default_stream": always(stream), "set_stream": _nothing,
+        "current_stream": always(stream), "default_stream": always(stream), "set_stream": _ignore,
         "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
         "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),
-        "set_device": _nothing, "synchronize": lambda *_: _active[-1].synchronized(), "empty_cache": _nothing,
+        "set_device": _ignore, "synchronize": lambda *_: _active[-1].synchronized(), "empty_cache": _ignore,
         "get_device_properties": lambda *_: _active[-1].accelerator,
         "get_device_name": lambda *_: _active[-1].accelerator.name, "get_device_capability": always((9, 0)),
         "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
         "memory_allocated": held, "memory_reserved": held, "max_memory_allocated": most, "max_memory_reserved": most,
         "reset_peak_memory_stats": lambda *_: _active[-1].ledger.reset_peak(),
         "mem_get_info": lambda *_: (_active[-1].accelerator.memory - held(), _active[-1].accelerator.memory),
-        "manual_seed": _nothing, "manual_seed_all": _nothing, "set_rng_state": _nothing, "get_rng_state": always(state),
+        "manual_seed": _ignore, "manual_seed_all": _ignore, "set_rng_state": _ignore, "get_rng_state": always(state),
     }  # fmt: skip
     for name, function in functions.items():
         setattr(module, name, function)

@@ -72,7 +72,7 @@ class OperationResult(NamedTuple):
     flops: int
 
 
-class Results:
+class ResultCache:
     """Results of operations on fake tensors. Arguments of shapes that were seen before take a quarter of the time.
 
     Args:
@@ -83,7 +83,7 @@ class Results:
         self.mode = mode
         self._known: dict[Hashable, OperationResult | None] = {}
 
-    def of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Return what an operation returns, and its floating-point operations.
 
         Host tensors among the arguments count by their shapes.
@@ -99,27 +99,27 @@ class Results:
         except TypeError:  # an argument has no hash
             return self._compute(func, args, kwargs)
         if known is not None:
-            return self._again(known, tensors), known.flops
+            return self._rebuild(known, tensors), known.flops
         out, flops = self._compute(func, args, kwargs)
         if key not in self._known:
-            self._known[key] = _what_it_does(func, tensors, out, flops)
+            self._known[key] = _describe_result(func, tensors, out, flops)
         return out, flops
 
     def _compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        args, kwargs = optree.tree_map(self._fake, (args, kwargs), none_is_leaf=True)
+        args, kwargs = optree.tree_map(self._to_fake, (args, kwargs), none_is_leaf=True)
         with self.mode:
             out = func(*args, **kwargs)
         formula = FORMULAS.get(func.overloadpacket)
         return out, 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
-    def _fake(self, leaf: Any) -> Any:
+    def _to_fake(self, leaf: Any) -> Any:
         """Return a host tensor without its values."""
         if isinstance(leaf, FakeTensor) or not isinstance(leaf, Tensor):
             return leaf
         with self.mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
-    def _again(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
+    def _rebuild(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
         """Return results like those before."""
         made = list[Tensor]()
         with torch._C._DisableTorchDispatch():
@@ -146,7 +146,7 @@ def _describe_leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
+def _describe_result(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
     """Return what an operation did, None if shapes do not decide it."""
     results, structure = optree.tree_flatten(out)
     every = [*tensors, *results]
@@ -178,14 +178,14 @@ MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
 UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
-def value_of(tensor: Tensor) -> Tensor | None:
+def read_value(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor on the host, if they are known and few."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "fluvial_value", None)
     return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
 
 
-def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
+def propagate_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
     """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
     values = _compute_values(func, args, kwargs, results)
     if values is not None:
@@ -207,7 +207,7 @@ def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: lis
     known = []
     for leaf in tree_iter((args, kwargs)):
         if isinstance(leaf, Tensor):
-            value = value_of(leaf)
+            value = read_value(leaf)
             if value is None:
                 return None
             known.append(value)

@@ -61,14 +61,14 @@ class Ledger:
         """Begin a new peak at what is held now."""
         self.peak, self.peak_entry = self.now, self.entries
 
-    def spike(self, size: int, line: str) -> None:
+    def add_spike(self, size: int, line: str) -> None:
         """Enter bytes that are freed at once."""
         number = self._lines.setdefault(line, len(self._lines))
         self._enter(number, size)
         self._enter(number, -size)
 
     @contextmanager
-    def inner_peak(self) -> Iterator[SimpleNamespace]:
+    def track_peak(self) -> Iterator[SimpleNamespace]:
         """Yield an object whose `peak` is the largest number of bytes within the context."""
         inner = SimpleNamespace(peak=self.now)
         self._inner.append(inner)
@@ -85,7 +85,7 @@ class Ledger:
         names = list(self._lines)
         return {names[number]: size for number, size in sums.most_common() if size > 0}
 
-    def curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
+    def sample_curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
         """Return the bytes that each line holds over the entries, and those of all others, at up to `POINTS` entries.
 
         Between two points the largest moment counts, so that no peak is lost.

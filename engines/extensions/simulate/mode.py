@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fluvial.engines.extensions.simulate.device import TYPE
-from fluvial.engines.extensions.simulate.fake import FakeMode, Results, follow, value_of
+from fluvial.engines.extensions.simulate.fake import FakeMode, ResultCache, propagate_values, read_value
 from fluvial.engines.extensions.simulate.memory import Ledger
 
 ROOT = str(Path(__file__).parents[3])
@@ -50,7 +50,7 @@ def _name_file(file: str) -> tuple[str, bool] | None:
     return "/".join(Path(name).parts[-2:]), False
 
 
-def place(depth: int = 2) -> str:
+def find_line(depth: int = 2) -> str:
     """Return the innermost line that is not PyTorch's, and the innermost one of fluvial with its function.
 
     For example "attention.py:31 < models/pipelines/sd3.py:90 predict".
@@ -84,7 +84,7 @@ class CollectiveCall(NamedTuple):
 def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> CollectiveCall | None:
     """Return what a collective sends, None for one of a single rank and for one that sends nothing."""
     name = function._schema.name.partition("::")[2]
-    ranks = _ranks(args, kwargs)
+    ranks = _count_ranks(args, kwargs)
     if ranks == 1 or any(word in name for word in SILENT):
         return None
     largest = max((tensor.nbytes for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)), default=0)
@@ -95,7 +95,7 @@ def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Collect
     return CollectiveCall(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
 
 
-def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:
+def _count_ranks(args: tuple, kwargs: dict[str, Any]) -> int:
     """Return the number of ranks of the group among the arguments."""
     for value in (*args, *kwargs.values()):
         with suppress(RuntimeError, TypeError, ValueError):  # the operation of a reduction is an object or a name, too
@@ -106,7 +106,7 @@ def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:
     return 1
 
 
-def same_values(function: Any, args: tuple) -> None:
+def gather_known_values(function: Any, args: tuple) -> None:
     """Give the results of a gather on the device the values of its input, where they are known."""
     name = function._schema.name
     if name == "c10d::allgather_":
@@ -118,11 +118,11 @@ def same_values(function: Any, args: tuple) -> None:
         return
     if (value := getattr(args[1], "fluvial_value", None)) is not None:
         result = torch.empty(args[0].shape, dtype=args[0].dtype)
-        same_everywhere(function, (result, value))
+        emulate_collective(function, (result, value))
         args[0].fluvial_value = result
 
 
-def same_everywhere(function: Any, args: tuple) -> None:
+def emulate_collective(function: Any, args: tuple) -> None:
     """Write the results of a collective on host tensors, as if every rank had passed what this one does."""
     name = function._schema.name.partition("::")[2]
     if name == "allgather_":
@@ -139,7 +139,7 @@ def same_everywhere(function: Any, args: tuple) -> None:
             output.zero_()
     elif name == "allreduce_":
         for tensor in args[0]:
-            tensor.mul_(_ranks(args[1:], {}))
+            tensor.mul_(_count_ranks(args[1:], {}))
 
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -182,7 +182,7 @@ class SimulatedMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeMode(allow_non_fake_inputs=True)
-        self._results = Results(self.fake)
+        self._results = ResultCache(self.fake)
         self.ledger, self.host = Ledger(), Ledger()
         self.waits: Counter[Wait] = Counter()
         self.calls: Counter[Traffic] = Counter()
@@ -216,26 +216,26 @@ class SimulatedMode(TorchDispatchMode):
 
     def note(self, kind: str, operation: str) -> None:
         """Note that the host waits."""
-        self.waits[Wait(self.phase, kind, operation, place(3))] += 1
+        self.waits[Wait(self.phase, kind, operation, find_line(3))] += 1
 
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         leaves = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         if name.startswith(("c10d::", "_c10d_functional")):
-            return self._collective(func, args, kwargs, fake=fake)
+            return self._run_collective(func, args, kwargs, fake=fake)
         if func.overloadpacket in (aten.is_pinned, aten._pin_memory) and leaves[0].device.type == "cpu":
             return fake if func.overloadpacket is aten.is_pinned else leaves[0] if fake else _pin(leaves[0])
         if not fake and (device := kwargs.get("device")) is not None and torch.device(device).type == TYPE:
             fake = True
         if not fake:
-            return self._on_host(func, args, kwargs, leaves)
+            return self._run_on_host(func, args, kwargs, leaves)
         handler = _HANDLERS.get(func.overloadpacket)
         if handler is not None and (done := handler(self, func, args, kwargs)) is not NotImplemented:
             return done
         return self._compute(func, args, kwargs)
 
-    def _on_host(self, func: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
+    def _run_on_host(self, func: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
         """Compute on the host, or only pretend to if the result is large."""
         if pinned := bool(kwargs.get("pin_memory")):
             kwargs = {**kwargs, "pin_memory": False}
@@ -248,9 +248,9 @@ class SimulatedMode(TorchDispatchMode):
 
     def _compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation, without values."""
-        out, flops = self._results.of(func, args, kwargs)
+        out, flops = self._results.run(func, args, kwargs)
         results = [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        follow(func, args, kwargs, results)
+        propagate_values(func, args, kwargs, results)
         self.operations[self.phase] += 1
         self.flops[self.phase] += flops
         self._count(func, results)
@@ -265,22 +265,22 @@ class SimulatedMode(TorchDispatchMode):
                 continue
             ledger, storage = self.ledger if kind == TYPE else self.host, tensor.untyped_storage()
             if not ledger.is_known(storage):
-                line = line or place(4) or f"backward, {func._schema.name.partition('::')[2]}"
+                line = line or find_line(4) or f"backward, {func._schema.name.partition('::')[2]}"
                 ledger.add(storage, line)
 
-    def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
+    def _run_collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
         call = describe_call(func, args, kwargs)
         if call is not None:
-            kind = Traffic(self.phase, call.name, call.ranks, place(4))
+            kind = Traffic(self.phase, call.name, call.ranks, find_line(4))
             self.calls[kind] += 1
             self.sent[kind] += call.sent
         with self.fake if fake else nullcontext():
             out = func(*args, **kwargs)
         if fake:
             self._count(func, [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)])
-            same_values(func, args)
+            gather_known_values(func, args)
         else:
-            same_everywhere(func, args)
+            emulate_collective(func, args)
         return out
 
     # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_compute`.
@@ -289,20 +289,20 @@ class SimulatedMode(TorchDispatchMode):
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == TYPE:
             self.note("read", func._schema.name.partition("::")[2])
-        value = value_of(tensor)
+        value = read_value(tensor)
         if value is not None:
             return value.item()
         return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
-    def _equal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _compare(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         self.note("read", "equal")
-        first, second = value_of(args[0]), value_of(args[1])
+        first, second = read_value(args[0]), read_value(args[1])
         return True if first is None or second is None else torch.equal(first, second)
 
-    def _true(self, mask: Tensor, operation: str) -> Tensor:
+    def _find_true(self, mask: Tensor, operation: str) -> Tensor:
         """Return the indices at which a mask is true `[N, dimensions]`: all of them if its values are not known."""
         self.note("read", operation)
-        value = value_of(mask)
+        value = read_value(mask)
         count = mask.numel() if value is None else int(value.count_nonzero())
         options = {"dtype": torch.int64, "device": mask.device}
         out: Tensor = self._compute(aten.empty.memory_format, ([count, mask.dim()],), options)
@@ -319,13 +319,13 @@ class SimulatedMode(TorchDispatchMode):
             dtype = kwargs.get("dtype") or source.dtype
             return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
         waits = not kwargs.get("non_blocking", False)
-        self._moves(source.device.type, target.type, source.nbytes, waits=waits, operation="to")
+        self._note_copy(source.device.type, target.type, source.nbytes, waits=waits, operation="to")
         options: dict[str, Any] = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
-        value = value_of(source)
+        value = read_value(source)
         if target.type == "cpu":
             if value is not None:
                 return value.to(options["dtype"]).clone()
-            return self._on_host(aten.zeros.default, (list(source.shape),), options, [])
+            return self._run_on_host(aten.zeros.default, (list(source.shape),), options, [])
         out = self._compute(aten.empty_like.default, (source,), options)
         if value is not None:
             out.fluvial_value = value.to(options["dtype"]).clone()
@@ -336,14 +336,14 @@ class SimulatedMode(TorchDispatchMode):
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if target.device.type == source.device.type:
             return NotImplemented
-        self._moves(source.device.type, target.device.type, source.nbytes, waits=waits, operation="copy_")
+        self._note_copy(source.device.type, target.device.type, source.nbytes, waits=waits, operation="copy_")
         if torch.broadcast_shapes(target.shape, source.shape) != target.shape:
             raise RuntimeError(f"copy_: a tensor of shape {list(source.shape)} does not fit into {list(target.shape)}")
         if isinstance(target, FakeTensor):
-            follow(func, args, kwargs, [target])
+            propagate_values(func, args, kwargs, [target])
         return target
 
-    def _moves(self, source: str, target: str, size: int, *, waits: bool, operation: str) -> None:
+    def _note_copy(self, source: str, target: str, size: int, *, waits: bool, operation: str) -> None:
         """Note a copy of some bytes between host and device."""
         if target == TYPE:
             self.copied[self.phase] += size
@@ -357,22 +357,22 @@ class SimulatedMode(TorchDispatchMode):
         places: list[Tensor | None] = []
         for each in args[1]:
             if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
-                places += self._compute(aten.unbind.int, (self._true(each, "index by a mask"), 1), {})
+                places += self._compute(aten.unbind.int, (self._find_true(each, "index by a mask"), 1), {})
             else:
                 if isinstance(each, Tensor) and each.device.type == "cpu":
                     self.note("blocking copy to the device", "index by a host tensor")
                 places.append(each)
         return self._compute(func, (args[0], places, *args[2:]), kwargs)
 
-    def _mask(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        number = len(self._true(args[1], "masked_select"))
+    def _select_masked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        number = len(self._find_true(args[1], "masked_select"))
         return self._compute(aten.empty.memory_format, ([number],), {"dtype": args[0].dtype, "device": args[0].device})
 
     def _repeat(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is not None:
             return NotImplemented
         self.note("read", "repeat_interleave")
-        value = value_of(args[0])
+        value = read_value(args[0])
         length = args[0].shape[0] if value is None else int(value.sum())
         return self._compute(func, args, {**kwargs, "output_size": length})
 
@@ -385,13 +385,13 @@ def _pin(tensor: Tensor) -> Tensor:
 _HANDLERS: dict[Any, Any] = {
     aten._local_scalar_dense: SimulatedMode._read,
     aten.item: SimulatedMode._read,
-    aten.equal: SimulatedMode._equal,
-    aten.nonzero: lambda mode, func, args, kwargs: mode._true(args[0], "nonzero"),
+    aten.equal: SimulatedMode._compare,
+    aten.nonzero: lambda mode, func, args, kwargs: mode._find_true(args[0], "nonzero"),
     aten._to_copy: SimulatedMode._to_copy,
     aten.copy_: SimulatedMode._copy,
     aten.index: SimulatedMode._index,
     aten.index_put_: SimulatedMode._index,
-    aten.masked_select: SimulatedMode._mask,
+    aten.masked_select: SimulatedMode._select_masked,
     aten.repeat_interleave: SimulatedMode._repeat,
     aten.record_stream: lambda *_: None,
     aten.is_pinned: lambda *_: False,

@@ -30,9 +30,9 @@ def register() -> None:
         library.impl("scaled_dot_product_attention", attention, key)
     everything.fallback(torch.library.fallthrough_kernel, KEY)  # the others are left as they are
     for name in LOWER.split():
-        library.impl(name, _cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
+        library.impl(name, _make_cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
     for name in FLOAT32.split():
-        library.impl(name, _cast(name, lambda: torch.float32), KEY)
+        library.impl(name, _make_cast(name, lambda: torch.float32), KEY)
     _library.extend((everything, library))
 
 
@@ -64,21 +64,21 @@ def attention(
     if half and attn_mask is None and heads <= LARGEST_HEAD:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     else:
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        bias = None if attn_mask is None else _to_bias(attn_mask, query, key)
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         kernel = aten._scaled_dot_product_efficient_attention
         out = kernel(query, key, value, bias, needs, dropout_p, is_causal, scale=scale)[0]
     return out[..., :heads] if padding else out
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _to_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return a mask as what is added to the scores, which are `[..., queries, keys]`."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
+def _make_cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
     """Return a kernel that casts floating-point tensors on the device, and calls an operation."""
     packet, _, overload = name.partition(".")
     function = getattr(getattr(aten, packet), overload or "default")

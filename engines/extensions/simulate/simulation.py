@@ -170,16 +170,16 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         patch.object(FakeTensor, "numpy", to_numpy),
         patch.object(FakeTensor, "__reduce_ex__", reduce_tensor),
         patch.object(FakeTensor, "record_stream", lambda *_: None),
-        patch.object(torch.Tensor, "data", property(*_data())),
+        patch.object(torch.Tensor, "data", property(*_make_data_accessors())),
         patch.object(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
         # Of the fake backend, which has none, PyTorch warns.
         patch.object(dist.ProcessGroup, "_has_hooks", lambda _: False),
-        patch.object(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
+        patch.object(torch.utils, "swap_tensors", _make_swap(torch.utils.swap_tensors)),
     ):
         yield
 
 
-def _swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _make_swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Return `torch.utils.swap_tensors` for fake tensors, to which fake modes keep weak references that it refuses."""
 
     def swap(first: Any, second: Any) -> None:
@@ -193,7 +193,7 @@ def _swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return swap
 
 
-def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]:
+def _make_data_accessors() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]:
     """Return how `Tensor.data` is read, and written: also with a tensor of another device, which PyTorch allows on CUDA."""
     plain = torch._C.TensorBase.data
 

@@ -58,7 +58,7 @@ class VoteFolder:
         except UsageError:
             self.close()
             raise
-        self.votes = [_vote(line) for line in self.lines]
+        self.votes = [_parse_vote(line) for line in self.lines]
 
     def close(self) -> None:
         """Free the folder for another process."""
@@ -67,7 +67,7 @@ class VoteFolder:
     def keep_images(self, group: str, images: Sequence[bytes]) -> None:
         """Write the images of a group that are not there yet."""
         for number, image in enumerate(images):
-            path = self.folder / image_name(group, number)
+            path = self.folder / name_image(group, number)
             if not path.exists():
                 self._write(path, image)
 
@@ -77,7 +77,7 @@ class VoteFolder:
         Raises:
             RunError: it cannot be written; then it does not count.
         """
-        first, second = (image_name(vote.group, number) for number in vote.pair)
+        first, second = (name_image(vote.group, number) for number in vote.pair)
         line = {
             "prompt": prompt,
             "image_0": first,
@@ -123,7 +123,7 @@ class VoteFolder:
         for number, text in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
                 line = json.loads(text)
-                _vote(line)
+                _parse_vote(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"{self.file}, line {number} is not a vote: choose a folder of votes, or a new one"
@@ -143,7 +143,7 @@ class VoteFolder:
             sync(path.parent)
 
 
-def group_id(prompt: str, images: Sequence[bytes]) -> str:
+def hash_group(prompt: str, images: Sequence[bytes]) -> str:
     """Return the id of a group: the same for the same prompt and images."""
     digest = hashlib.sha256(prompt.encode())
     for image in images:
@@ -151,11 +151,11 @@ def group_id(prompt: str, images: Sequence[bytes]) -> str:
     return digest.hexdigest()[:32]
 
 
-def image_name(group: str, number: int) -> str:
+def name_image(group: str, number: int) -> str:
     """Return the name of an image's file in the folder."""
     return f"{IMAGES}/{group}-{number:02d}.png"
 
 
-def _vote(line: dict[str, Any]) -> Vote:
+def _parse_vote(line: dict[str, Any]) -> Vote:
     first, second = map(int, line["pair"])
     return Vote(str(line["group"]), int(line["size"]), (first, second), float(line["label_0"]), str(line["voter"]))

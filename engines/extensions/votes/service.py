@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers import asgi
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
-from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
+from fluvial.engines.extensions.votes.records import Vote, VoteFolder, hash_group, name_image
 
 PAGE = resources.files("fluvial.engines.extensions.votes").joinpath("page.html").read_text(encoding="utf-8")
 SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
@@ -46,20 +46,20 @@ Voter = Annotated[str, Meta(min_length=1, max_length=60)]
 Index = Annotated[int, Meta(ge=0, le=63)]
 
 
-class Groups(Struct, frozen=True, forbid_unknown_fields=True):
+class GroupRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request of a training run for the votes on a group."""
 
     prompt: Annotated[str, Meta(max_length=100_000)]
     images: Annotated[list[str], Meta(min_length=2, max_length=64)]
 
 
-class GroupsRequest(Struct, frozen=True):
+class GroupStatesRequest(Struct, frozen=True):
     """A request for the state of groups."""
 
     groups: Annotated[list[str], Meta(max_length=100_000)]
 
 
-class Voting(Struct, frozen=True):
+class VoterRequest(Struct, frozen=True):
     """A request of a voter who votes on nothing."""
 
     voter: Voter
@@ -72,7 +72,7 @@ class ImageRequest(Struct, frozen=True):
     number: Index
 
 
-class Voted(Struct, frozen=True):
+class VoteRequest(Struct, frozen=True):
     """A vote."""
 
     voter: Voter
@@ -137,12 +137,12 @@ class VoteService:
 
     async def ask(self, request: Request) -> JSONResponse:
         """Take in a group, and return its state."""
-        body = await json_of(request, Groups, most_bytes=MOST_MB * 1_000_000)
-        images = await asyncio.to_thread(_images, body.images)
-        name = group_id(body.prompt, images)
+        body = await json_of(request, GroupRequest, most_bytes=MOST_MB * 1_000_000)
+        images = await asyncio.to_thread(_decode_images, body.images)
+        name = hash_group(body.prompt, images)
         if name not in self.groups:
             alike = len(set(images)) == 1
-            pairs = [] if alike else comparisons(len(images), self.rounds, name)
+            pairs = [] if alike else choose_pairs(len(images), self.rounds, name)
             wins = [[0.0] * len(images) for _ in images]
             if not alike:
                 self.folder.keep_images(name, images)
@@ -151,16 +151,18 @@ class VoteService:
                 if vote.group == name:
                     made.count(vote)
         self.groups[name].asked = self.clock()
-        return JSONResponse(self._state(name))
+        return JSONResponse(self._describe_group(name))
 
     async def votes(self, request: Request) -> JSONResponse:
         """Return the states of groups, null for those that are unknown."""
-        body = await json_of(request, GroupsRequest, most_bytes=MOST_MB * 1_000_000)
+        body = await json_of(request, GroupStatesRequest, most_bytes=MOST_MB * 1_000_000)
         now = self.clock()
         for name in body.groups:
             if name in self.groups:
                 self.groups[name].asked = now
-        return JSONResponse({"groups": {name: self._state(name) if name in self.groups else None for name in body.groups}})
+        return JSONResponse(
+            {"groups": {name: self._describe_group(name) if name in self.groups else None for name in body.groups}}
+        )
 
     async def page(self, request: Request) -> Response:
         """Return the page."""
@@ -169,8 +171,8 @@ class VoteService:
 
     async def next(self, request: Request) -> JSONResponse:
         """Return the comparison that a voter should make, and the progress."""
-        body = await json_of(request, Voting, most_bytes=100_000)
-        return JSONResponse(self._next(body.voter))
+        body = await json_of(request, VoterRequest, most_bytes=100_000)
+        return JSONResponse(self._choose_pair(body.voter))
 
     async def image(self, request: Request) -> Response:
         """Return an image of a group."""
@@ -178,11 +180,11 @@ class VoteService:
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
             raise RequestError("there is no such image", 404)
-        return Response((self.folder.folder / image_name(body.group, body.number)).read_bytes(), media_type="image/png")
+        return Response((self.folder.folder / name_image(body.group, body.number)).read_bytes(), media_type="image/png")
 
     async def vote(self, request: Request) -> JSONResponse:
         """Keep a vote, and return the next comparison."""
-        body = await json_of(request, Voted, most_bytes=100_000)
+        body = await json_of(request, VoteRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None:
             raise RequestError("no run has asked for this group", 404)
@@ -194,22 +196,22 @@ class VoteService:
         self.folder.append(vote, group.prompt)
         group.count(vote)
         self.shown.pop(body.voter, None)
-        return JSONResponse(self._next(body.voter))
+        return JSONResponse(self._choose_pair(body.voter))
 
     async def undo(self, request: Request) -> JSONResponse:
         """Take back the last vote of a voter, and show its comparison again."""
-        body = await json_of(request, Voting, most_bytes=100_000)
+        body = await json_of(request, VoterRequest, most_bytes=100_000)
         vote = self.folder.undo(body.voter)
         if vote is not None and vote.group in self.groups:
             self.groups[vote.group].count(vote, -1)
             self.shown[body.voter] = vote.group, vote.pair, self.clock()
-        return JSONResponse({**self._next(body.voter), "undone": vote is not None})
+        return JSONResponse({**self._choose_pair(body.voter), "undone": vote is not None})
 
-    def _state(self, name: str) -> dict[str, Any]:
+    def _describe_group(self, name: str) -> dict[str, Any]:
         group = self.groups[name]
         return {"group": name, "done": group.made, "wanted": len(group.pairs), "wins": group.wins}
 
-    def _next(self, voter: str) -> dict[str, Any]:
+    def _choose_pair(self, voter: str) -> dict[str, Any]:
         """Return the comparison that a voter sees: the one they saw before, or the first that nobody else looks at."""
         now = self.clock()
         live = {name: group for name, group in self.groups.items() if now - group.asked < FORGOTTEN and group.pairs}
@@ -246,7 +248,7 @@ class VoteService:
         return {"pair": shown, "progress": progress}
 
 
-def comparisons(size: int, rounds: int, seed: str) -> list[Pair]:
+def choose_pairs(size: int, rounds: int, seed: str) -> list[Pair]:
     """Return the pairs of a group that are compared, the smaller number first.
 
     Each round compares the images around a ring with those at one distance, which grows by one per round, so that each image
@@ -282,7 +284,7 @@ def application(service: VoteService, *, key: str) -> ASGIApp:
     return asgi.application(routes, close=service.folder.close, key=key, page="/")
 
 
-def _images(texts: list[str]) -> list[bytes]:
+def _decode_images(texts: list[str]) -> list[bytes]:
     """Return PNG files; RequestError if one is no PNG, they have several sizes, or too many pixels."""
     images, sizes = [], set()
     for text in texts:

@@ -18,9 +18,9 @@ from torch import Tensor
 from fluvial.core.random import key
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_size
-from fluvial.engines.data.order import BatchOrder, Pool, PromptOrder, size_of_batch
+from fluvial.engines.data.order import BatchOrder, PromptOrder, PromptPool, draw_size
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
-from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.prompts import assign_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_shapes, parse_size
 from fluvial.engines.engine.world import World
@@ -113,18 +113,18 @@ def test_draws_have_the_size_of_the_first() -> None:
     """And every prompt is drawn as often as every other; without sizes nothing is redrawn."""
     prompts, counts = prompts_of(6, 2, 1), Counter[int]()
     for number in range(600):
-        places = Pool(prompts).draw(key(number), 3)
+        places = PromptPool(prompts).draw(key(number), 3)
         assert len({prompts[place].size for place in places}) == 1
         counts.update(places)
     assert [counts[place] / 1800 for place in range(9)] == pytest.approx([1 / 9] * 9, abs=0.04)
     plain = as_prompts(["a", "b", "c"])
-    assert Pool(plain).draw(key(5), 4) == Pool([replace(prompt, size=TALL) for prompt in plain]).draw(key(5), 4)
+    assert PromptPool(plain).draw(key(5), 4) == PromptPool([replace(prompt, size=TALL) for prompt in plain]).draw(key(5), 4)
 
 
 def test_the_size_of_a_rollout() -> None:
     """That of its prompts, or each as likely."""
-    assert size_of_batch([Prompt("a", size=TALL)], key(0), SIZES) == TALL
-    drawn = Counter(size_of_batch([Prompt("a")], key(number), SIZES) for number in range(300))
+    assert draw_size([Prompt("a", size=TALL)], key(0), SIZES) == TALL
+    drawn = Counter(draw_size([Prompt("a")], key(number), SIZES) for number in range(300))
     assert set(drawn) == set(SIZES)
     assert min(drawn.values()) > 70
 
@@ -133,15 +133,15 @@ def test_records_name_the_size_of_their_samples() -> None:
     """By one column or two, as numbers or text; the nearest is taken, and what is no size is named."""
     given: list[Any] = [{"size": "16x24"}, {"width": 120, "height": "80"}, {"width": 5}, {}]
     prompts = [Prompt(str(number), metadata=columns) for number, columns in enumerate(given)]
-    assert [prompt.size for prompt in with_recorded_sizes(prompts, SIZES)] == [TALL, WIDE, None, None]
-    assert [prompt.metadata for prompt in with_recorded_sizes(prompts, SIZES)] == given
+    assert [prompt.size for prompt in assign_recorded_sizes(prompts, SIZES)] == [TALL, WIDE, None, None]
+    assert [prompt.metadata for prompt in assign_recorded_sizes(prompts, SIZES)] == given
     for columns, says in (
         ({"size": "big"}, r"prompt 'a fox': 'big' is not a size"),
         ({"width": 9.5, "height": 8}, "'9.5x8' is not a size"),
         ({"size": "8x80"}, "8x80 pixels fit none of the sizes 8x8 8x12 12x8"),
     ):
         with pytest.raises(UsageError, match=says):
-            with_recorded_sizes([Prompt("a fox", metadata=columns)], SIZES)
+            assign_recorded_sizes([Prompt("a fox", metadata=columns)], SIZES)
 
 
 def halved(images: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fluvial.core.random import key
 from fluvial.engines.data import order as module
-from fluvial.engines.data.order import BatchOrder, Pool, PromptOrder, order_key
+from fluvial.engines.data.order import BatchOrder, PromptOrder, PromptPool, derive_order_key
 from fluvial.engines.data.records import Prompt
 
 
@@ -23,7 +23,7 @@ def shuffle(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def order(prompts: Sequence[Prompt], seed: int = 0, **weights: Any) -> PromptOrder:
-    return PromptOrder(prompts, order_key(seed), weights)
+    return PromptOrder(prompts, derive_order_key(seed), weights)
 
 
 def test_an_epoch_sees_every_prompt_once() -> None:
@@ -81,14 +81,14 @@ def test_a_late_part_is_reached_at_once(weights: tuple[int, ...]) -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**63 - 1), st.integers(1, 40), st.integers(1, 90))
 def test_a_distinct_draw_takes_all_before_one_comes_again(seed: int, size: int, count: int) -> None:
-    drawn = Pool([Prompt(str(i)) for i in range(size)]).draw_distinct(key(seed), count)
+    drawn = PromptPool([Prompt(str(i)) for i in range(size)]).draw_distinct(key(seed), count)
     for start in range(0, count, size):
         assert len({*drawn[start : start + size]}) == min(size, count - start)
 
 
 def test_draws_are_uniform() -> None:
     """Each prompt comes as often as every other, with replacement and without: 6 standard deviations are allowed."""
-    pool, times, size = Pool([Prompt(str(i)) for i in range(10)]), 150, 10
+    pool, times, size = PromptPool([Prompt(str(i)) for i in range(10)]), 150, 10
     for draw in (pool.draw, pool.draw_distinct):
         counts = Counter(place for number in range(times) for place in draw(key(number), 3))
         spread = 6 * (3 * times / size * (1 - 1 / size)) ** 0.5

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fluvial.engines.data.images import read_images
-from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
+from fluvial.engines.data.preferences import read_preference_records
+from fluvial.engines.data.prompts import is_prompt_file, parse_sources, read_heldout, read_prompts, read_sources, split_off
 from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, read_files, texts
 from fluvial.engines.errors import UsageError
 
@@ -180,7 +180,7 @@ def as_metadata(prompts: list[str]) -> str:
 def read_from(file: Path) -> list[str]:
     """Return the texts of a file of any kind."""
     if file.name == "preferences.jsonl":
-        return [record.prompt.text for record in preference_records(file.parent, check=anything)]
+        return [record.prompt.text for record in read_preference_records(file.parent, check=anything)]
     if file.name.startswith(("metadata", "caption")):
         return texts(read_images(file.parent, check=anything))
     return texts(read_prompts(file, check=anything))
@@ -350,13 +350,13 @@ def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypat
 def test_files_are_named_with_weights(tmp_path: Path) -> None:
     """A file whose name itself has an equals sign is taken for what it is; two of one name go by their paths."""
     (tmp_path / "a=2").write_text("a fox")
-    found = sources([str(tmp_path / "a=2"), "b.txt=0.5", "x/c.txt", "y/c.txt"])
+    found = parse_sources([str(tmp_path / "a=2"), "b.txt=0.5", "x/c.txt", "y/c.txt"])
     assert [(each.name, each.weight) for each in found] == [("a=2", 1), ("b", 0.5), ("x/c.txt", 1), ("y/c.txt", 1)]
     for wrong, says in (("a=0", "weight '0'"), ("a=much", "weight 'much'"), ("a=inf", "weight 'inf'")):
         with pytest.raises(UsageError, match=says):
-            sources([wrong])
+            parse_sources([wrong])
     with pytest.raises(UsageError, match=r"names a\.txt twice"):
-        sources(["a.txt", "a.txt=2"])
+        parse_sources(["a.txt", "a.txt=2"])
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_name(hub: Path) -> None:
         here = [prompt for each in sorted((hub / file).iterdir()) for prompt in read_prompts(each, check=words)]
         assert [(prompt.text, prompt.metadata) for prompt in found] == [(prompt.text, prompt.metadata) for prompt in here]
         assert {prompt.source for prompt in found} == {word}
-    (source,) = sources(["hub:me/foxes=2"])
+    (source,) = parse_sources(["hub:me/foxes=2"])
     assert (source.name, source.weight) == ("hub:me/foxes", 2.0)
     assert is_prompt_file("hub:me/foxes")
 

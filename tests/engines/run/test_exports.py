@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
-from fluvial.engines.cli.eval_models import open_networks, settings_of_run
+from fluvial.engines.cli.eval_models import apply_run_settings, open_networks
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import formats
@@ -358,7 +358,7 @@ def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
     """Its weights are dequantised, and not rounded again; what the run started from is quantised as in the run."""
     config = handwriting_jobs.config(tmp_path / "run", train="lora", **{"engine.base": "int4"})
     train(config, handwriting_jobs.job())
-    asked = settings_of_run(str(config.out), EvalConfig(base="start"))
+    asked = apply_run_settings(str(config.out), EvalConfig(base="start"))
     with init_world() as world, ExitStack() as stack:
         subjects = open_networks(str(config.out), asked, world, stack)
         with subjects.ours.network() as module:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.engines.engine.shards import local
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.export.model_folder import base_tensors, components
+from fluvial.engines.export.model_folder import list_base_tensors, list_components
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.ranks import Ranks, together
 from fluvial.engines.extensions.wire.weight_buckets import (
@@ -135,7 +135,7 @@ class ServedWeights:
         self.version = 0  # number of updates that made the weights
         self._pushed: Staged = {}  # on the process that serves: what `exchange` takes
         self.roots = [root.resolve() for root in roots]
-        self.networks = components(module)
+        self.networks = list_components(module)
         self.adapters: dict[str, Applied] = {}
         self.last: dict[str, Applied] = {}  # those that were set last, which may be off
         self.loaded: dict[tuple[str, str], Adapter] = {}  # the last ones, by nickname and network
@@ -363,14 +363,14 @@ class ServedWeights:
 
     def _is_copied(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether tensors are a network's parameters alone, of the same dtypes."""
-        tensors_held = base_tensors(self.networks[name], parameters=True)
+        tensors_held = list_base_tensors(self.networks[name], parameters=True)
         return tensors_held.keys() == tensors.keys() and all(
             tensors_held[key].dtype == each.dtype for key, each in tensors.items()
         )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of a network without adapters, by name; they share its storage."""
-        return base_tensors(self.networks[name])
+        return list_base_tensors(self.networks[name])
 
     # Adapters
 
@@ -502,7 +502,7 @@ class ServedWeights:
         if name not in self._sums:
             network = self.networks[name.removesuffix(FACTORS)]
             if name in self.networks:
-                held_here = base_tensors(network, parameters=True)
+                held_here = list_base_tensors(network, parameters=True)
                 self._sums[name] = checksum((key, gather(held_here[key])) for key in sorted(held_here))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling
