@@ -140,7 +140,7 @@ def test_flow_grpo_speaks_in_pickles(form: Any, fields: set[str], answer: Any) -
     assert abs(red(body["images"][1]) - 1) <= 2
     if form == "geneval":
         assert body["meta_datas"] == [{"prompt": "a cat", "tag": "two"}, {"prompt": "a dog", "tag": ""}]
-    with pytest.raises(UsageError, match="trust_pickle is False, and http://server:1 speaks in pickles"):
+    with pytest.raises(UsageError, match="trust_pickle is False, and http://server:1 uses pickles"):
         FlowGrpo(server)
 
 

@@ -339,7 +339,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         "fit is '24', expected a number and a unit, e.g. 24GiB": {"fit": "24"},
         "fit is '0GiB', expected a number and a unit": {"fit": "0GiB"},
         "memory_gib has no effect with fit, which is the memory": {"fit": "24GiB", "memory_gib": 48.0},
-        "ask one question at a time": {"fit": "24GiB", "table": True},
+        "are both set: set one of them": {"fit": "24GiB", "table": True},
     }
     for says, changes in wrong.items():
         with pytest.raises(UsageError, match=re.escape(says)) as error:
@@ -347,7 +347,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
-    with pytest.raises(UsageError, match=r"pipeline.frames is 9.* makes images alone"):
+    with pytest.raises(UsageError, match=r"pipeline.frames is 9.* makes only images"):
         plan("handwriting", PlanConfig(pipeline=ImageSize(frames=9)))
     with pytest.raises(UsageError, match="images of one size only"):
         plan("handwriting", PlanConfig(pipeline=ImageSize(64, 64)))

@@ -52,15 +52,15 @@ def test_events_follow_from_each_other(run: list[tuple[float, float]], push: flo
     found = drawn(run, push, ahead)
     for number, version in enumerate(found.versions):
         assert number - version == min(number, ahead)
-        assert found.begun[number] >= (found.learnt[version - 1] if version else 0.0)
-        assert not number or found.begun[number] >= found.made[number - 1]
-        assert found.learnt[number] >= found.made[number] + run[number][1] - ROUNDING * found.seconds
+        assert found.starts[number] >= (found.update_ends[version - 1] if version else 0.0)
+        assert not number or found.starts[number] >= found.rollout_ends[number - 1]
+        assert found.update_ends[number] >= found.rollout_ends[number] + run[number][1] - ROUNDING * found.seconds
 
 
 @given(RUNS, PUSHES, AHEAD)
 def test_more_updates_ahead_are_never_slower(run: list[tuple[float, float]], push: float, ahead: int) -> None:
     one, more = drawn(run, push, ahead), drawn(run, push, ahead + 1)
-    assert all(b <= a + ROUNDING * a for a, b in zip(one.learnt, more.learnt, strict=True))
+    assert all(b <= a + ROUNDING * a for a, b in zip(one.update_ends, more.update_ends, strict=True))
 
 
 @given(RUNS, PUSHES)
