@@ -73,9 +73,9 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     from fluvial.engines.extensions.plan.fit import to_plan_config
     from fluvial.engines.extensions.plan.hours import count_run
     from fluvial.engines.extensions.plan.plan import PlanConfig
+    from fluvial.engines.extensions.published.requirements import describe_requirements
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import find_run
-    from fluvial.engines.extensions.published.takes import describe_requirements
 
     published = find_run(name)
     config = resolve(published)

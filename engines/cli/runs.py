@@ -7,8 +7,8 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, drop_flag, format_table, wrap
 from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.published.requirements import list_missing
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find_run, load_published
-from fluvial.engines.extensions.published.takes import list_missing
 
 USAGE = """usage: fluvial runs [NAME] [--json]
        fluvial runs ls [FOLDER ...] [--json]

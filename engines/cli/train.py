@@ -269,9 +269,9 @@ def _list_notes(
 
 def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
+    from fluvial.engines.extensions.published.requirements import describe_accumulation
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import load_published
-    from fluvial.engines.extensions.published.takes import describe_accumulation
 
     run = load_published().get(name)
     if run is None:

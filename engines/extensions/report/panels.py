@@ -1,4 +1,4 @@
-"""Which curves of a run are drawn, out of its records."""
+"""Charts of a run's records."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ BY_STEP = {"abs_log_ratio": "|log ratio|", "kl_old": "KL to the old policy", "kl
 
 
 def draw_charts(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the figures of a run's records as HTML; what was not recorded has none."""
+    """Yield the figures of a run's records as HTML; numbers that were not recorded have none."""
     yield from map(draw_lines, [*list_overview(records), *list_details(records)])
     updates = [record for record in records if "grad_norm" in record]
     yield draw_bars("Advantages", read_advantages(updates), xlabel="lower edge of the advantage")
 
 
 def list_overview(records: Sequence[Record]) -> list[LineChart]:
-    """Return the charts that say how a run goes: rewards, scores, signal, diversity, drift and gradient."""
+    """Return the main charts of a run: rewards, scores, signal, diversity, drift and gradient."""
     updates = [record for record in records if "grad_norm" in record]
     evaluations = [record for record in records if "exact" in record]
     exact = any(number for record in evaluations for number in record["exact"].values())
@@ -58,8 +58,8 @@ def list_details(records: Sequence[Record]) -> Iterator[LineChart]:
         "to the old": read_points(updates, "objective", "kl_old"),
     }
     yield LineChart("KL", drop_zero_lines(kl), "nats", y="from_zero")
-    for name, what in BY_STEP.items():
-        yield LineChart(f"{what} by step", drop_zero_lines(read_steps(updates, name)), "nats", xlabel="step", y="from_zero")
+    for name, title in BY_STEP.items():
+        yield LineChart(f"{title} by step", drop_zero_lines(read_steps(updates, name)), "nats", xlabel="step", y="from_zero")
     yield LineChart("Loss", {"": read_points(updates, "loss")})
     yield LineChart("Time per phase", read_lines(updates, "seconds"), "seconds per update", y="from_zero")
     yield _chart_size("Speed", "samples per second", updates, "speed", "samples_per_second")
@@ -69,12 +69,12 @@ def list_details(records: Sequence[Record]) -> Iterator[LineChart]:
 
 
 def _chart_size(title: str, unit: str, records: Sequence[Record], *path: str) -> LineChart:
-    """Return the chart of the numbers at a path in the records, from 0."""
+    """Return the chart of the numbers at a path in the records, with y from 0."""
     return LineChart(title, {"": read_points(records, *path)}, unit, y="from_zero")
 
 
 def read_points(records: Sequence[Record], *path: str) -> list[tuple[float, float]]:
-    """Return the numbers at a path in the records, over updates; records without one are left out."""
+    """Return the numbers at a path in the records, by update; records without one are left out."""
     pairs = []
     for record in records:
         value: Any = record
@@ -86,16 +86,16 @@ def read_points(records: Sequence[Record], *path: str) -> list[tuple[float, floa
 
 
 def read_lines(records: Sequence[Record], name: str, inner: str | None = None) -> dict[str, list[tuple[float, float]]]:
-    """Return a line of each number in a dict of the records; those that are not shown are counted in no line."""
+    """Return a line for each number in a dict of the records, at most `MOST_LINES` lines."""
     labels = dict.fromkeys(label for record in records for label in record.get(name) or {})
     path = () if inner is None else (inner,)
     return {label: read_points(records, name, label, *path) for label in list(labels)[:MOST_LINES]}
 
 
 def read_steps(updates: Sequence[Record], name: str) -> dict[str, list[tuple[float, float]]]:
-    """Return a number by step, or by level, at the first, a middle and the last update."""
-    held = [record for record in updates if name in (record.get("by_step") or {})]
-    chosen = {record["update"]: record for record in (held[:1] + held[len(held) // 2 :][:1] + held[-1:])}
+    """Return a number by step, or by level, at the first, the middle and the last update."""
+    stated = [record for record in updates if name in (record.get("by_step") or {})]
+    chosen = {record["update"]: record for record in (stated[:1] + stated[len(stated) // 2 :][:1] + stated[-1:])}
     return {
         f"update {update}": sorted(
             (float(step), float(value)) for step, value in record["by_step"][name].items() if value is not None
@@ -105,12 +105,12 @@ def read_steps(updates: Sequence[Record], name: str) -> dict[str, list[tuple[flo
 
 
 def drop_zero_lines(curves: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Sequence[tuple[float, float]]]:
-    """Return the lines that are not 0 throughout, as a KL is that a run does not have."""
+    """Return the lines that are not 0 throughout; the KL of a run without one is 0."""
     return {label: line for label, line in curves.items() if any(y for _, y in line)}
 
 
 def read_advantages(updates: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Return the shares of the samples by advantage, at the first and the last update."""
-    held = [record for record in updates if "advantage" in record]
-    chosen = {record["update"]: record["advantage"]["histogram"] for record in held[:1] + held[-1:]}
+    """Return the fraction of the samples by advantage, at the first and the last update."""
+    stated = [record for record in updates if "advantage" in record]
+    chosen = {record["update"]: record["advantage"]["histogram"] for record in stated[:1] + stated[-1:]}
     return {f"update {update}": dict(shares) for update, shares in chosen.items()}

@@ -11,9 +11,9 @@ from helpers import tiny_conditioned, tiny_pipelines
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS
 from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.published.requirements import describe_accumulation, describe_requirements, list_missing
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find_run, load_published
-from fluvial.engines.extensions.published.takes import describe_accumulation, describe_requirements, list_missing
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES, on_gpus
 from fluvial.engines.scoring.options import parse
