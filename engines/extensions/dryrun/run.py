@@ -103,7 +103,7 @@ class _Run:
 
     def __init__(self, simulation: Simulation, config: TrainConfig, scale: float) -> None:
         self.simulation, self.config, self.scale = simulation, config, scale
-        self.phase = simulation.phases.of
+        self.phase = simulation.phases.enter
         self.stored = self.micro_batches = 0
         self.layout: CheckpointLayout | None = None
 

@@ -1,6 +1,6 @@
-"""Fake tensors: a shape, a dtype, a device and a storage of a size, and results of operations on them.
+"""Fake tensors: a shape, a dtype, a device and a storage size, and the results of operations on them.
 
-Few numbers that follow from the host's, as lengths, masks and steps, have values (`follow`).
+Small tensors that follow from host values, such as lengths, masks and steps, have values (`propagate_values`).
 """
 
 import threading
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from fluvial.models.flops import FORMULAS
 
-# The shape of these results does not follow from shapes, or they change the shape of an argument.
+# The shapes of these results do not follow from shapes, or the operations change the shape of an argument.
 UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors in several threads: what PyTorch keeps in the mode is kept per thread.
+    """Mode of fake tensors for several threads: the state that PyTorch keeps in the mode is kept per thread.
 
-    PyTorch's own cache of results is off: `Results` is faster, and a view that it makes of an emptied storage fills that.
+    PyTorch's own cache of results is off: `ResultCache` is faster, and PyTorch's refills an emptied storage by a view of it.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -32,7 +32,7 @@ class FakeMode(FakeTensorMode):
 
     @property
     def in_kernel_invocation(self) -> bool:
-        """Whether a kernel of this thread is running, to which fake tensors say that they are on meta."""
+        """Whether this thread runs a kernel, for which fake tensors report the device meta."""
         return getattr(self._local, "in_kernel", False)
 
     @in_kernel_invocation.setter
@@ -53,9 +53,9 @@ class FakeMode(FakeTensorMode):
 
 
 class FakeResult(NamedTuple):
-    """A tensor that an operation returns."""
+    """Tensor returned by an operation."""
 
-    argument: int | None  # number of the tensor among the arguments that is returned or viewed
+    argument: int | None  # index of the returned or viewed tensor among the arguments
     is_view: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,18 +65,18 @@ class FakeResult(NamedTuple):
 
 
 class OperationResult(NamedTuple):
-    """Results and floating-point operations of an operation whose arguments have certain shapes."""
+    """Results and floating-point operations of an operation for certain shapes of its arguments."""
 
     results: tuple[FakeResult, ...]
-    structure: Any  # of what it returns
+    structure: Any  # pytree structure of the result
     flops: int
 
 
 class ResultCache:
-    """Results of operations on fake tensors. Arguments of shapes that were seen before take a quarter of the time.
+    """Cache of operations on fake tensors, by the shapes of their arguments; a hit takes a quarter of the time.
 
     Args:
-        mode: computes the results of shapes that are new.
+        mode: mode that computes the results for new shapes.
     """
 
     def __init__(self, mode: FakeMode) -> None:
@@ -84,12 +84,12 @@ class ResultCache:
         self._known: dict[Hashable, OperationResult | None] = {}
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Return what an operation returns, and its floating-point operations.
+        """Return the result of an operation and its floating-point operations.
 
-        Host tensors among the arguments count by their shapes.
+        Of host tensors among the arguments only the shapes count.
 
         Raises:
-            RuntimeError: the arguments do not go together, e.g. because of their shapes or devices.
+            RuntimeError: the arguments do not fit together, e.g. because of their shapes or devices.
         """
         leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -120,12 +120,12 @@ class ResultCache:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def _rebuild(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
-        """Return results like those before."""
-        made = list[Tensor]()
+        """Build the results of a known operation."""
+        results = list[Tensor]()
         with torch._C._DisableTorchDispatch():
             for result in known.results:
                 if result.argument is not None and not result.is_view:
-                    made.append(tensors[result.argument])
+                    results.append(tensors[result.argument])
                     continue
                 empty = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
                 if result.argument is not None:
@@ -134,12 +134,12 @@ class ResultCache:
                     empty.set_(storage, result.offset, result.shape, result.stride)
                     if storage.nbytes() != size:  # FSDP2 has emptied it
                         storage.resize_(size)
-                made.append(FakeTensor(self.mode, empty, result.device))
-        return optree.tree_unflatten(known.structure, made)
+                results.append(FakeTensor(self.mode, empty, result.device))
+        return optree.tree_unflatten(known.structure, results)
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
-    """Return what of an argument decides the results."""
+    """Return the properties of an argument on which the results depend."""
     if isinstance(leaf, Tensor):
         device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
         return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, device
@@ -147,13 +147,14 @@ def _describe_leaf(leaf: Any) -> Hashable:
 
 
 def _describe_result(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
-    """Return what an operation did, None if shapes do not decide it."""
+    """Return the effect of an operation; None if it does not depend on shapes only."""
     results, structure = optree.tree_flatten(out)
-    every = [*tensors, *results]
+    all_tensors = [*tensors, *results]
     if UNLIKE.intersection(func.tags) or not all(isinstance(each, FakeTensor) for each in results):
         return None
     if any(
-        each.is_complex() or each.layout != torch.strided or getattr(each, "constant", None) is not None for each in every
+        each.is_complex() or each.layout != torch.strided or getattr(each, "constant", None) is not None
+        for each in all_tensors
     ):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
@@ -171,22 +172,22 @@ def _describe_result(func: Any, tensors: Sequence[Tensor], out: Any, flops: int)
 
 
 aten = torch.ops.aten
-FEW = 2**16  # numbers of a tensor, at most
-# Floating-point values only as long as they are moved, cut and joined: rewards that are gathered.
+FEW = 2**16  # largest number of elements of a tensor with values
+# Floating-point tensors keep values only while they are moved, cut and joined, as rewards are when they are gathered.
 NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose unbind split"
 MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
 UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
 def read_value(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor on the host, if they are known and few."""
+    """Return the values of a tensor on the host if they are known and few, else None."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "fluvial_value", None)
     return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
 
 
 def propagate_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
-    """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
+    """Set the values of an operation's results if they follow from known ones, and remove outdated ones."""
     values = _compute_values(func, args, kwargs, results)
     if values is not None:
         for result, value in zip(results, values, strict=True):
@@ -197,7 +198,7 @@ def propagate_values(func: Any, args: tuple, kwargs: dict[str, Any], results: li
 
 
 def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
-    """Return the values of the results, None if they are not known."""
+    """Return the values of the results, or None if they are unknown."""
     packet = func.overloadpacket
     if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return None
