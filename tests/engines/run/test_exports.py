@@ -191,7 +191,7 @@ def test_an_export_is_not_written_over(ran: Ran, tmp_path: Path, fluvial: Any) -
     another = f"--out is {out}, which holds another export: name another folder"
     assert another in fluvial("export", run, "--as", "merged", "--out", out, code=2)
     assert another in fluvial("export", run, "--ema", "--out", out, code=2)
-    assert "which holds files of something else" in fluvial("export", run, "--out", tmp_path / "notes", code=2)
+    assert "which holds other files" in fluvial("export", run, "--out", tmp_path / "notes", code=2)
     (out / "pytorch_lora_weights.safetensors").write_bytes(b"cut")
     assert another in fluvial("export", run, "--out", out, code=2)
 
@@ -286,7 +286,7 @@ def test_formats_are_checked_before_training(tmp_path: Path) -> None:
     """A format that the run cannot have is an error before the first update, and not after hours."""
     for kind, says in (
         ("comfyui", "has no layout that ComfyUI reads, expected one of SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"),
-        ("full", "is no pipeline with a folder"),
+        ("full", "is not a pipeline with a folder"),
     ):
         with pytest.raises(ValueError, match=says):
             formats.check_format(kind, Handwriting(), adapted=True)  # type: ignore[arg-type]
