@@ -122,7 +122,7 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
         claim_preferences(config.out)
         count = len(job.prompts) if config.count is None else config.count
         order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
-        return _write(job, module, [job.prompts[place] for place in order.places(0, count)], config), count
+        return _write(job, module, [job.prompts[place] for place in order.take(0, count)], config), count
 
 
 def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: PreferencesConfig) -> int:

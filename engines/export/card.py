@@ -102,7 +102,9 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
         shutil.copyfile(images, out / SAMPLES)
     text = [_format_front_matter(card), _format_introduction(card), _format_loading(card), _format_settings(card)]
     text += [
-        _format_results(records, summary if final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file())
+        _format_results(
+            records, summary if is_final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file()
+        )
     ]
     (out / CARD).write_text("\n\n".join(part for part in text if part) + "\n", encoding="utf-8")
 

@@ -355,7 +355,7 @@ class RolloutSampler:
         """Return the indices of the next `count` prompts, or preferences, after a number of updates."""
         config = self.config
         if self._order is not None:
-            return self._order.batch(updates // config.updates_per_rollout, count)
+            return self._order.take_batch(updates // config.updates_per_rollout, count)
         drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
         return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
@@ -364,7 +364,7 @@ class RolloutSampler:
         config, sampling = self.config, self.method.sampling
         if self._further is not None:
             rounds = updates // config.updates_per_rollout * getattr(sampling.groups, "rounds", 1) + number - 1
-            return [self._known[place] for place in self._further.of_size(size, rounds * sampling.prompts, count)]
+            return [self._known[place] for place in self._further.take_size(size, rounds * sampling.prompts, count)]
         drawn = root
         if config.data.seed is not None:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)

@@ -79,14 +79,14 @@ def test_batches_have_one_size_and_epochs_are_whole() -> None:
     """Each size comes as often as its prompts do, and each of its prompts once per epoch of the size."""
     prompts = prompts_of(8, 4, 4)
     order = BatchOrder(prompts, key(0))
-    batches = [order.batch(number, 4) for number in range(16)]
+    batches = [order.take_batch(number, 4) for number in range(16)]
     for places in batches:
         assert len({prompts[place].size for place in places}) == 1
     for start in (0, 4, 8, 12):  # four batches of four are an epoch of all sixteen
         assert sorted(place for places in batches[start : start + 4] for place in places) == list(range(16))
-    assert batches != [BatchOrder(prompts, key(1)).batch(number, 4) for number in range(16)]
+    assert batches != [BatchOrder(prompts, key(1)).take_batch(number, 4) for number in range(16)]
     again = BatchOrder(prompts, key(0))
-    assert [again.batch(number, 4) for number in (9, 2, 15, 2)] == [batches[number] for number in (9, 2, 15, 2)]
+    assert [again.take_batch(number, 4) for number in (9, 2, 15, 2)] == [batches[number] for number in (9, 2, 15, 2)]
 
 
 def test_sources_keep_their_shares_over_sizes() -> None:
@@ -95,9 +95,9 @@ def test_sources_keep_their_shares_over_sizes() -> None:
     for source, sizes in (("a", (SQUARE, SQUARE, TALL)), ("b", (TALL, WIDE, WIDE, WIDE))):
         prompts += [Prompt(f"{source}{number}", source=source, size=size) for number, size in enumerate(sizes)]
     order = BatchOrder(prompts, key(0), {"a": 3.0})
-    drawn = Counter(prompts[place].source for number in range(1200) for place in order.batch(number, 2))
+    drawn = Counter(prompts[place].source for number in range(1200) for place in order.take_batch(number, 2))
     assert drawn["a"] / drawn.total() == pytest.approx(0.75, abs=0.01)
-    each = Counter(place for number in range(1200) for place in order.batch(number, 2))
+    each = Counter(place for number in range(1200) for place in order.take_batch(number, 2))
     assert [each[place] / each.total() for place in range(7)] == pytest.approx([1 / 4] * 3 + [1 / 16] * 4, abs=0.01)
 
 
@@ -106,7 +106,7 @@ def test_one_size_has_the_order_of_prompts(size: Size | None) -> None:
     """To the prompt, so that runs of one size draw as they did."""
     prompts = [Prompt(str(number), size=size) for number in range(7)]
     order, known = BatchOrder(prompts, key(3)), PromptOrder(prompts, key(3))
-    assert [order.batch(number, 3) for number in range(9)] == [known.places(3 * number, 3) for number in range(9)]
+    assert [order.take_batch(number, 3) for number in range(9)] == [known.take(3 * number, 3) for number in range(9)]
 
 
 def test_draws_have_the_size_of_the_first() -> None:

@@ -365,7 +365,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, one: World, monkeypatch: pyte
         write(tensors, path)
 
     monkeypatch.setattr(image_cache, "save_tensors", full)
-    with pytest.raises(RunError, match="No space left on device; what is encoded is kept, start again to go on"):
+    with pytest.raises(RunError, match="No space left on device; encoded images are kept, start again to continue"):
         cache(tmp_path).fill(images, one)
     monkeypatch.setattr(image_cache, "save_tensors", write)
     encode = Encoder()
