@@ -1,6 +1,6 @@
-"""Prompt sets that come with fluvial, named as `@ocr`: generated from templates, with a training and a held-out part.
+"""Built-in prompt sets, named as `@ocr`: generated from templates, with a training and a held-out part.
 
-They are not the published files, which `--prompts FILE` takes. A set of your own is a function from the part to its records,
+They are not the published files, which `--prompts FILE` takes. Your own set is a function from the part to its records,
 named as `@module:name` or declared as an entry point of `fluvial.prompts`.
 """
 
@@ -27,7 +27,7 @@ NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 def ocr(part: Part) -> Iterator[Record]:
-    """Text in double quotes, which the reward ocr reads; no training prompt has a held-out text."""
+    """Text in double quotes for the reward ocr; no training prompt has a held-out text."""
     texts = [
         *(("name", f"{kind} {place}") for kind, place in product(LISTS["sign_kinds"], LISTS["sign_places"])),
         *(("notice", text) for text in LISTS["notices"]),
@@ -69,7 +69,7 @@ def geneval(part: Part) -> Iterator[Record]:
 
 
 def animals(part: Part) -> Iterator[Record]:
-    """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
+    """Animals, alone and in human activities; no training prompt has a held-out animal."""
     chosen = _take_part(part, LISTS["animals"], heldout=10)
     yield from ({"prompt": _add_article(animal), "tag": "alone"} for animal in chosen)
     for animal, activity in _shuffle(product(chosen, LISTS["activities"])):
@@ -77,7 +77,7 @@ def animals(part: Part) -> Iterator[Record]:
 
 
 def counting(part: Part) -> Iterator[Record]:
-    """Objects in numbers from two to six and in several settings, with GenEval's metadata."""
+    """Two to six objects in several settings, with GenEval's metadata."""
     chosen = _take_part(part, list(product(_list_countable(), NUMBERS)), heldout=40)
     places = ("on a white background", "in a bright studio", "seen from above", "in an oil painting", "in a pencil drawing")
     for (name, number), place in _shuffle(product(chosen, places)):
@@ -107,7 +107,7 @@ def drawbench_like(part: Part) -> Iterator[Record]:
 
 
 def handwriting(part: Part, first: str) -> Iterator[Record]:
-    """Codes of the built-in model of handwriting whose first digit is one of `first`."""
+    """Codes of the built-in handwriting model whose first digit is one of `first`."""
     from fluvial.models.handwriting import codes  # imports torch
 
     yield from ({"prompt": code} for code in codes(part) if code[0] in first)
@@ -130,14 +130,14 @@ def is_set(word: object) -> bool:
 
 
 def read_set(word: str, part: Part) -> Iterator[FileRecord]:
-    """Yield the records of a part of a prompt set, each with its place for messages.
+    """Yield the records of a part of a prompt set, each with its number for messages.
 
     Args:
         word: `@name` or `@module:name`.
         part: train or heldout.
 
     Raises:
-        UsageError: there is no such set, or it is not a function of the part that gives records.
+        UsageError: there is no such set, or it is not a function that returns records of a part.
     """
     check = plugins.callable_with("part")
     prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field="prompts")
@@ -159,12 +159,12 @@ def _digest(item: object) -> bytes:
 
 
 def _shuffle(items: Iterable[T]) -> list[T]:
-    """Return items in the order of their SHA-256, which is the same on every machine and looks random."""
+    """Sort items by their SHA-256: a pseudo-random order that is the same on every machine."""
     return sorted(items, key=_digest)
 
 
 def _take_part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = None) -> list[T]:
-    """Return a part of items: in the order of their SHA-256 the first are held out, and up to `most` others train."""
+    """Return a part of items: the first `heldout` in the order of their SHA-256, or up to `most` of the others."""
     ordered = _shuffle(dict.fromkeys(items))
     return ordered[:heldout] if part == "heldout" else ordered[heldout:][:most]
 
@@ -193,7 +193,7 @@ def _make_record(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
 
 
 def _count_objects(prompt: str, name: str, number: int) -> Record:
-    """Return the record of exactly `number` objects, as GenEval writes it: at least as many, and not one more."""
+    """Return the record of exactly `number` objects, as in GenEval: at least `number`, not `number` + 1."""
     include, exclude = {"class": name, "count": number}, {"class": name, "count": number + 1}
     return {"prompt": prompt, "tag": "counting", "include": [include], "exclude": [exclude]}
 
@@ -201,5 +201,5 @@ def _count_objects(prompt: str, name: str, number: int) -> Record:
 def _choose_two_colours(one: str, other: str) -> tuple[str, str]:
     """Return two different colours for a pair of objects."""
     colours, (first, step, *_) = LISTS["colours"], _digest((one, other))
-    place = first % len(colours)
-    return colours[place], colours[(place + 1 + step % (len(colours) - 1)) % len(colours)]
+    index = first % len(colours)
+    return colours[index], colours[(index + 1 + step % (len(colours) - 1)) % len(colours)]

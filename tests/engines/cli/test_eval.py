@@ -223,7 +223,7 @@ WRONG = [
     ("{tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
     ("{tmp}/sd3 --prompts {tmp}/nothing.txt --rewards jpeg", "nothing.txt cannot be read: No such file"),
     ("{tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "did you mean 'jpeg'?"),
-    ("{tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
+    ("{tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, which has no effect on evaluations"),
     (f"{PROMPTED}=2", "evaluators have no weights"),
     (f"{PROMPTED} --seeds 0", "--seeds is 0, expected an integer in [1, 1048576]"),
     (f"{PROMPTED} --base start", "--weights is None and --lora is None"),

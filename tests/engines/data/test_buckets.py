@@ -65,7 +65,7 @@ def test_sizes_of_a_model() -> None:
     assert [nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
     shapes = parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2))
     assert shapes == {SQUARE: (3, 4, 4), TALL: (3, 6, 4)}
-    with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have one shape"):
+    with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have the same shape"):
         parse_shapes(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
 
 

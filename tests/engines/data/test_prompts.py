@@ -370,7 +370,7 @@ def test_several_files(tmp_path: Path) -> None:
     assert [prompt.source for prompt in prompts] == ["a", "a", "b", "b"]
     assert [prompt.source for prompt in read_heldout(paths[2:], paths[:2], check=words)] == ["a", "a", "b", "b"]
     assert {prompt.source for prompt in read_heldout(paths[3:], paths[:2], check=words)} == {"b-held"}
-    with pytest.raises(UsageError, match="all prompts are evaluated alike"):
+    with pytest.raises(UsageError, match="has no effect on evaluations"):
         read_heldout([f"{paths[2]}=2"], paths[:1], check=words)
 
 
