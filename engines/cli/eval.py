@@ -1,4 +1,4 @@
-"""`fluvial eval MODEL`: sample prompts with a model, a run or a checkpoint, and score the samples with evaluators."""
+"""`fluvial eval MODEL`: generate samples with a model, a run or a checkpoint, and score them with evaluators."""
 
 import json
 from contextlib import ExitStack
@@ -20,14 +20,14 @@ from fluvial.engines.run.record import CONVERTER
 from fluvial.engines.sampling.generate import on_device
 from fluvial.engines.sampling.solvers import serving_solver
 
-# Fields of a run's evaluation that are flags of this command by another name.
+# Fields of a run's evaluation whose flags have other names in this command.
 FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")} | {
     f"evaluation.{name}": f"pipeline.{name}" for name in ("height", "width")
 }
 
 
 def run(args: list[str]) -> None:
-    """Print what each evaluator finds, as JSON with --json, and write the folder if one is asked for."""
+    """Print the scores of each evaluator, as JSON with --json, and write the folder of `out`."""
     args, as_json = drop_flag(args, JSON)
     if asks(args):
         parse_config(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
@@ -40,7 +40,7 @@ def run(args: list[str]) -> None:
 
 
 def find_defaults(name: str, args: list[str]) -> EvalConfig:
-    """Return the settings of an evaluation where nothing is typed: of the suite, of the run, or of the kind of model."""
+    """Return the default settings of an evaluation: those of the suite, of the run, or of the kind of model."""
     preset = defaults_of(name)
     config = EvalConfig(
         seeds=1 if preset.samples is None else None,
@@ -52,14 +52,14 @@ def find_defaults(name: str, args: list[str]) -> EvalConfig:
     if suites := find_values(args, "--suite"):
         compared = find_source(name) is not None or bool(find_values(args, "--weights") or find_values(args, "--lora"))
         return apply_suite_settings(name, find(suites[-1]), config, compared=compared)
-    # Prompts of a file, and several samples per prompt, are wanted each and not drawn.
+    # With a file of prompts, or several samples per prompt, every prompt is sampled instead of random ones.
     if find_values(args, "--prompts") or find_values(args, "--seeds"):
         config = replace(config, seeds=config.seeds or 1, samples=None)
     return config
 
 
 def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
-    """Sample, score, print the table or the JSON of its rows, and write the folder."""
+    """Generate samples, score them, print the table or its rows as JSON, and write the folder."""
     keep_freed_memory()
     with init_world() as world, ExitStack() as stack:
         subjects = open_networks(name, config, world, stack)
@@ -91,9 +91,9 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
             print(json.dumps({"model": title, "settings": settings, "rows": as_records(table)}, indent=1, allow_nan=False))
         elif world.is_main:
             versus = "" if subjects.base is None else f", base {subjects.base.title}"
-            drawn = f"{config.steps} steps, guidance {config.guidance:g}"
-            asked = subjects.prompts if config.suite is None else f"suite {config.suite}"
-            for sheet in format_tables(f"{asked}, {ours.samples} samples of {title}, {drawn}{versus}", table):
-                console().print(sheet, highlight=False)
+            sampling = f"{config.steps} steps, guidance {config.guidance:g}"
+            prompts = subjects.prompts if config.suite is None else f"suite {config.suite}"
+            for part in format_tables(f"{prompts}, {ours.samples} samples of {title}, {sampling}{versus}", table):
+                console().print(part, highlight=False)
             if config.out is not None:
                 print(f"images, scores and table: {config.out}")
