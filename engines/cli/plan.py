@@ -1,6 +1,6 @@
-"""`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer.
+"""`fluvial plan MODEL`: compute the memory of training without a GPU; without MODEL, servers ahead of a trainer.
 
-MODEL may be a published run, whose settings are planned, with all that it takes.
+MODEL may be a published run; then its requirements are printed, and its settings are planned.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SECONDS = ("--rollout-seconds", "--update-seconds")
 
 
 def run(args: list[str]) -> None:
-    """Print the plan of a configuration, a table of the settings that fit, or a comparison with a real update.
+    """Print the plan of a configuration, the settings that fit, or a comparison with a measured update.
 
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
     """
@@ -52,22 +52,22 @@ def run(args: list[str]) -> None:
 
 
 def _show(name: str, config: "PlanConfig") -> None:
-    """Print the plan of a model, as the settings ask for it."""
+    """Print the plan of a model, the settings that fit, or the table, depending on the flags."""
     from fluvial.engines.extensions.plan.fit import show_fit
     from fluvial.engines.extensions.plan.plan import show, show_table
 
-    chosen = show_fit if config.fit is not None else show_table if config.table else show
+    show_output = show_fit if config.fit is not None else show_table if config.table else show
     with flags_in_errors(config):
-        chosen(name, config, console=console())
+        show_output(name, config, console=console())
 
 
 def _is_run(name: str) -> bool:
-    """Return whether a name is that of a published run, PROJECT/MODEL/TASK, and not of a folder."""
+    """Return whether a name is a published run, PROJECT/MODEL/TASK, not a folder."""
     return name.count("/") == 2 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _plan_run(name: str, flags: Sequence[str]) -> None:
-    """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
+    """Print the requirements of a published run and its memory on --gpus GPUs, by default as many as published."""
     import torch
 
     from fluvial.engines.extensions.plan.fit import to_plan_config
@@ -89,7 +89,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
         return
     if not set(HELP) & set(flags):
         print(f"  compute  {count_run(config, config.model)}")
-    asked = parse_config(planned, f"fluvial plan {name}", flags)
-    if asked.check:
+    plan_config = parse_config(planned, f"fluvial plan {name}", flags)
+    if plan_config.check:
         raise UsageError("--check makes an update of the built-in model, and has no effect with a published run; remove it")
-    _show(config.model, asked)
+    _show(config.model, plan_config)

@@ -13,24 +13,24 @@ from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
 USAGE = """usage: fluvial rewards [NAME] [--json]
        fluvial rewards vote [--field value ...]
 
-List the reward models: what they take, their memory, their score, weights and licence. With a NAME, which may also be a
-client of a reward server, describe it and its options. --json prints the same for programs.
+List the reward models: their inputs, memory, score, weights and licence. With a NAME, which may also be a client of a
+reward server, describe it and its options. --json prints the same for programs.
 fluvial rewards vote serves a page on which people compare images; their votes are the reward votes (vote --help).
 """
 VOTE = "vote"
-INDENT = 24  # of a reward's second line
+INDENT = 24  # columns before the second line of a reward
 FOOT = """
 Memory is that of the weights in float32; dtype=bfloat16, the default of hpsv3, editreward and videoreward, halves it.
-"gradient": differentiable in the images, as the recipe alignprop needs it. Weights are downloaded from the Hub at the
-commit shown, or read from a folder (weights=FOLDER). fluvial rewards NAME lists the options of one. Functions of your
-own are named as module:name. People are asked by the reward votes (fluvial rewards vote --help).
+"gradient": differentiable in the images, as required by the recipe alignprop. Weights are downloaded from the Hub at the
+commit shown, or read from a folder (weights=FOLDER). fluvial rewards NAME lists the options of one. Your own functions
+are named as module:name. The reward votes asks people (fluvial rewards vote --help).
 """
 
 
 def run(args: list[str]) -> None:
     """Print the table or one reward, or serve the page of votes."""
     if args[:1] == [VOTE]:
-        from fluvial.engines.cli.serve_rewards import run_vote  # whose imports take a second
+        from fluvial.engines.cli.serve_rewards import run_vote  # its imports take a second
 
         run_vote(args[1:])
         return
@@ -80,18 +80,18 @@ def _print_table() -> None:
 
 
 def wrap_row(row: str) -> list[str]:
-    """Return the lines of a row that is continued under its second column, where the terminal is narrow."""
+    """Return the lines of a row; on a narrow terminal it continues under its second column."""
     return [row] if len(row) <= find_width() else wrap(row, later=INDENT)
 
 
 def _describe_missing(model: RewardModel) -> str:
-    """Return what has to be installed for a reward, or nothing."""
+    """Describe the packages to install for a reward; empty if none is missing."""
     missing = model.missing()
     return f"; needs pip install '{model.install}' ({', '.join(missing)})" if missing else ""
 
 
 def _print_reward(name: str) -> None:
-    """Print what a reward computes, and its options with their defaults."""
+    """Print the description of a reward, and its options with their defaults."""
     model = REWARD_MODELS[name]
     print(f"{name}: {model.formula}  ({model.source}){_describe_missing(model)}\n")
     for described in (model.make,) if inspect.isfunction(model.make) else inspect.getmro(model.make):
@@ -101,19 +101,19 @@ def _print_reward(name: str) -> None:
 
 
 def _list_defaults(make: Callable[..., Any]) -> dict[str, str]:
-    """Return the default of each option that a reward is made with; VALUE where one has to be given."""
+    """Return the default of each option of a reward; VALUE for required options."""
     options = inspect.signature(make).parameters.values()
     return {option.name: "VALUE" if option.default is option.empty else str(option.default) for option in options}
 
 
 def _list_facts(model: RewardModel) -> dict[str, Any]:
-    """Return a reward model for programs."""
+    """Return the facts of a reward model for programs."""
     names = ("name", "takes", "formula", "source", "weights", "revision", "licence", "gradients", "gibibytes")
     return {name: getattr(model, name) for name in names}
 
 
 def _print_options(name: str, make: Callable[..., Any]) -> None:
-    """Print the options that a reward is made with, and their defaults; VALUE where one has to be given."""
+    """Print the options of a reward and their defaults; VALUE for required options."""
     options = [f"{option}={value}" for option, value in _list_defaults(make).items()]
     if options:
         print(f"Options and defaults, as in --rewards {name}:{options[-1]}\n  {', '.join(options)}")

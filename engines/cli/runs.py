@@ -1,4 +1,4 @@
-"""`fluvial runs [NAME]`: the field's published runs, each side by side with what fluvial runs."""
+"""`fluvial runs [NAME]`: list the published runs of the field, or compare one with its configuration in fluvial."""
 
 import json
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from fluvial.engines.extensions.published.runs import Citation, PublishedRun, fi
 USAGE = """usage: fluvial runs [NAME] [--json]
        fluvial runs ls [FOLDER ...] [--json]
 
-Without a name, list the published runs. With one, print its configuration side by side: each setting as published and as
-fluvial runs it, where it was read, and why the two differ. fluvial train NAME trains it.
+Without a name, list the published runs. With one, print each setting as published and as fluvial runs it, its source, and
+why the two differ. fluvial train NAME trains it.
 --json prints the same for programs.
 
 ls lists your own runs, those in ./runs or in FOLDER: method, model, state, reward, score on held-out prompts, seconds.
 """
 OWN = "ls"
-SHORT = 24  # characters of a value that is printed twice rather than as "the same"
+SHORT = 24  # longer values that are equal are printed as "the same"
 
 
 def run(args: Sequence[str]) -> None:
@@ -29,9 +29,8 @@ def run(args: Sequence[str]) -> None:
     if args and args[0] == OWN:
         print(list_own([Path(each) for each in args[1:]] or [Path("runs")], as_json=as_json))
     elif as_json and len(args) < 2:
-        every = load_published()
-        listed_ones = [{"name": name, **_list_facts(run)} for name, run in every.items()]
-        print(json.dumps(to_record(find_run(args[0])) if args else listed_ones, indent=1))
+        facts = [{"name": name, **_list_facts(run)} for name, run in load_published().items()]
+        print(json.dumps(to_record(find_run(args[0])) if args else facts, indent=1))
     elif len(args) > 1:
         raise UsageError(f"runs takes one name, got {len(args)} words (fluvial runs --help)")
     elif args:
@@ -41,7 +40,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
-    """Return a line per run in some folders, or their facts as JSON."""
+    """Return a table of the runs in some folders, or their facts as JSON."""
     from fluvial.engines.extensions.report.comparison import list_scores, read_runs
 
     runs = read_runs(folders)
@@ -53,10 +52,10 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
             "model": each.config.get("model", ""),
             "state": each.state,
             "reward": each.rewards[-1] if each.rewards else None,
-            "scores": {name: row["mean"] for name, column in scores if (row := column[place]) is not None},
+            "scores": {name: row["mean"] for name, column in scores if (row := column[number]) is not None},
             "seconds": each.seconds,
         }
-        for place, each in enumerate(runs)
+        for number, each in enumerate(runs)
     ]
     if as_json:
         return json.dumps(facts, indent=1)
@@ -82,7 +81,7 @@ def _list_facts(run: PublishedRun) -> dict[str, Any]:
 
 
 def format_list() -> str:
-    """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
+    """Return a table of the published runs: name, algorithm, paper, GPUs, missing requirements, and headline."""
     runs = load_published()
     rows = [
         (
@@ -101,7 +100,7 @@ def format_list() -> str:
 
 
 def describe_run(run: PublishedRun) -> str:
-    """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
+    """Return a run's sources, the comparison of its settings, the assumed settings, and unusual behaviour."""
     from fluvial.engines.extensions.published.resolve import ASSUMED, compare_settings
 
     sources = {source: number for number, source in enumerate(run.sources, start=1)}
@@ -135,7 +134,7 @@ def describe_run(run: PublishedRun) -> str:
 
 
 def to_record(run: PublishedRun) -> dict[str, Any]:
-    """Return a run for programs: its facts, and its settings side by side."""
+    """Return a run for programs: its facts, and the comparison of its settings."""
     from fluvial.engines.extensions.published.resolve import compare_settings
 
     facts = {name: getattr(run, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}

@@ -235,7 +235,10 @@ WRONG = [
     ("handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
     ("handwriting --base {tmp}/run", "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same"),
     ("{tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
-    ("{tmp}/run --weights {tmp}/run/weights", "--weights and --lora have no effect with {tmp}/run, a run with its own weights;"),
+    (
+        "{tmp}/run --weights {tmp}/run/weights",
+        "--weights and --lora have no effect with {tmp}/run, a run with its own weights;",
+    ),
     ("{tmp}/run --pipeline.height 17", "17"),
     ("{tmp}/run --suite gen-eval", "did you mean 'geneval'?"),
     ("{tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),

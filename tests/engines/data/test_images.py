@@ -242,7 +242,7 @@ def table(*rows: dict[str, Any]) -> Callable[[Path], Path]:
         (written("b.txt", " \n"), "b.png has an empty caption in b.txt"),
         (written("b.txt", "one two three four"), "b.png: prompt 'one two three four' is long"),
         (written("b.txt", "a cow"), "b.png: 'a cow' is held out for evaluation, never trained on"),
-        (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, and there is no such file"),
+        (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, which does not exist in"),
         (table({"file_name": "a.png"}), "line 1 has no column prompt or text or caption, it has image"),
         (table({"text": "x"}), "line 1 has no column image or file_name, it has text"),
         (lambda folder: written("b.txt", "a fox")(folder) / "b.txt", "b.txt is text, expected a folder of images"),

@@ -163,7 +163,7 @@ def other(size: int, *sides: str) -> Callable[[Path], str]:
         (lambda folder: line() + "\n" + line(prompt="4 "), "line 2: '4' is held out for evaluation, never trained on"),
         (
             lambda folder: line() + "\n" + line(lose="gone.png"),
-            r"line 2, column lose names gone\.png, and there is no such file",
+            r"line 2, column lose names gone\.png, which does not exist in",
         ),
         (lambda folder: line(win=3), "line 1, column win is an int, expected the path of an image"),
         (lambda folder: line(lose=None), "line 1: expected the columns win and lose, .*, got prompt, win"),

@@ -314,7 +314,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.jsonl", '{"prompt": "a fox", "tag": ["t"]}\n'), "line 1, column tag is a list, expected text"),
     (
         text("a.jsonl", '{"prompt": "a fox", "image": "x.png"}\n'),
-        "line 1, column image names x.png, and there is no such file",
+        "line 1, column image names x.png, which does not exist in",
     ),
     (text("a.jsonl", '{"prompt": "a fox", "negative_prompt": "a b c d"}\n'), "line 1: prompt 'a b c d' has more than 3"),
     (text("a.jsonl", '{"prompt": "a fox"}\n{"prompt": "a cow"}'), "a.jsonl, line 2: 'a cow' is held out"),
