@@ -145,15 +145,15 @@ def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> PromptTable
 
 
 def _draw_sheet(
-    job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str
+    job: Job, module: nn.Module, prompts: Sequence[Prompt], config: SampleConfig, title: str
 ) -> images.Image.Image:
     """Return a sheet of samples per prompt, with their scores if the model has an evaluator."""
-    model, prompts = job.model, [prompt for prompt in asked for _ in range(config.each)]
+    model, repeated = job.model, [prompt for prompt in prompts for _ in range(config.each)]
     schedule = on_device(model.schedule(config.steps, job.shape), default_device())
-    tokens = TextLengths(model).of(config.guidance.texts(model, prompts))
+    tokens = TextLengths(model).of(config.guidance.texts(model, repeated))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
-    requests = Requests(prompts, range(len(prompts)), key(config.seed))
+    requests = Requests(repeated, range(len(repeated)), key(config.seed))
     chunks = generate(model, module, requests, sampling, micro_batch=config.micro_batch)
     samples = torch.cat([chunk.images.cpu() for chunk in chunks])
-    scores = score(job.evaluators["heldout"], samples, prompts) if "heldout" in job.evaluators else None
-    return images.sheet_of(samples, texts(prompts), scores, title=title, columns=config.each)
+    scores = score(job.evaluators["heldout"], samples, repeated) if "heldout" in job.evaluators else None
+    return images.sheet_of(samples, texts(repeated), scores, title=title, columns=config.each)

@@ -95,7 +95,7 @@ def model_inputs(prompts: Iterable[Prompt]) -> list[Any]:
     return [prompt.model_input for prompt in prompts]
 
 
-def negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
+def list_negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
     """Return the negative prompt of each prompt, by default `otherwise`."""
     return [otherwise if prompt.negative is None else prompt.negative for prompt in prompts]
 

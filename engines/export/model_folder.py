@@ -85,18 +85,18 @@ def write_model(
         {**like}, filename_pattern=f"{MODEL}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
     missing = {file: len(names) for file, names in plan.filename_to_tensors.items()}
-    held: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
+    pending: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
     pattern = re.compile(rf"{MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
     with _replace_files(pattern, out, world) as folder:
         for name, tensor in weights:
             file = plan.tensor_to_filename[name]
             if world.is_main:
-                held[file][name] = tensor
+                pending[file][name] = tensor
             missing[file] -= 1
             if not missing[file]:
                 with convert_write_errors(out, world):
                     if world.is_main:
-                        save_tensors(held.pop(file), folder / file, metadata={"format": "pt"})
+                        save_tensors(pending.pop(file), folder / file, metadata={"format": "pt"})
         with convert_write_errors(out, world):
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

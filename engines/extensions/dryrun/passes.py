@@ -29,7 +29,7 @@ class TracedCall(NamedTuple):
 
 
 class PassRepeater:
-    """Forward passes without gradient, of which few are traced: the first of a phase, then the first of each kind.
+    """Repeater of forward passes without gradient; it traces the first of a phase, then the first of each kind.
 
     The first pass of a phase may gather parameters. Further passes repeat the memory, traffic, FLOPs and host reads of the
     traced pass of their kind. They do not extend the life of what it caches, such as keys of the prompt.

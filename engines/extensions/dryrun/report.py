@@ -203,17 +203,17 @@ class Report:
         title = f"Phases in {name}; an update has {TRACED} micro-batches here"
         console.print(table(title, heads, rows), highlight=False)
         highest = max(self.phases, key=lambda phase: phase.peak)
-        held, sent, waits = list[tuple[str, ...]](), list[tuple[str, ...]](), list[tuple[str, ...]]()
+        peaks, sent, waits = list[tuple[str, ...]](), list[tuple[str, ...]](), list[tuple[str, ...]]()
         for phase in self.phases:
             most = phase.lines[: LINES if phase is highest else FEW]
-            held += [(phase.name, f"{each.bytes / unit:.2f}", each.line) for each in most]
+            peaks += [(phase.name, f"{each.bytes / unit:.2f}", each.line) for each in most]
             for call in phase.communication:
                 sent.append((phase.name, str(call.calls), f"{call.bytes / unit:.3g}", f"{call.name} at {call.line}"))
             for wait in phase.waits if phase.name != "build" else ():
                 if wait.kind in (*READS, COPY):
                     waits.append((phase.name, str(wait.times), f"{wait.kind} ({wait.operation}) at {wait.line}"))
         for head, columns, listed in (
-            ("Held at the peak of each phase, most first", ("", name, "made at"), held),
+            ("Held at the peak of each phase, most first", ("", name, "made at"), peaks),
             ("Sent by each rank", ("", "calls", name, "collective"), sent),
             ("The host waits for the device", ("", "times", "where"), waits),
         ):
@@ -258,8 +258,8 @@ def _build_listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, .
 
 def _build_phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
     mode, phase = simulation.mode, simulation.phases.by_name[name]
-    held = mode.ledger.find_holders(phase.peak_entry) if phase.peak else {}
-    lines = tuple(LineBytes(line, size) for line, size in held.items())[:LINES]
+    holders = mode.ledger.find_holders(phase.peak_entry) if phase.peak else {}
+    lines = tuple(LineBytes(line, size) for line, size in holders.items())[:LINES]
     calls = [(kind, count) for kind, count in mode.calls.most_common() if kind.phase == name]
     waits = [(wait, times) for wait, times in mode.waits.most_common() if wait.phase == name]
     return PhaseReport(

@@ -115,7 +115,7 @@ class Votes:
                     return
             try:
                 done, wanted, settled = self._read_votes(waiting)
-            except Exception as error:  # whatever the server replies, the groups must not wait for ever
+            except Exception as error:  # after any reply, the groups must not wait for ever
                 self._fail(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
                 continue
             now = self.clock.monotonic()

@@ -106,12 +106,12 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    asked = build_pass_shape(model, config.pipeline, config.steps, guided=config.guidance)
-    whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
-    tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
+    shape = build_pass_shape(model, config.pipeline, config.steps, guided=config.guidance)
+    inputs, larger = (model.inputs_of(samples, shape) for samples in (count, count + 1))
+    tensors = {key: torch.rand(value.shape, device=device) for key, value in inputs.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}
-    lists = {key: value for key, value in whole.items() if key not in tensors}  # an entry per sample, all alike
+    lists = {key: value for key, value in inputs.items() if key not in tensors}  # an equal entry per sample
 
     def loss_fn(batch: dict[str, Tensor]) -> tuple[Tensor, Loss]:
         each = {key: value[: len(batch["timestep"])] for key, value in lists.items()}
@@ -175,8 +175,8 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
     moments = [
         part for state in engine.optimizer.state.values() for tensor in state.values() for part in _list_parts(tensor)
     ]
-    held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
-    with LiveStorages(held) as live:
+    existing = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
+    with LiveStorages(existing) as live:
         update()
     return MeasuredBytes(
         parameters=_count_bytes(module.parameters()),

@@ -94,24 +94,24 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
         return config, None
     name = base_model(config.model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
-    given = replace(to_plan_config(config, name, ranks, device), gpu=gpu or here)
+    initial = replace(to_plan_config(config, name, ranks, device), gpu=gpu or here)
     keeps_text = name in MODELS or isinstance(find_transformer(name), ModularShape)  # modular pipelines keep their encoders
-    steps = plan_steps_to_fit(name, given, ENGINE_KNOBS)
+    steps = plan_steps_to_fit(name, initial, ENGINE_KNOBS)
     planned = steps[-1][1].config
-    micro_batch = config.engine.micro_batch if planned.micro_batch == given.micro_batch else planned.micro_batch
+    micro_batch = config.engine.micro_batch if planned.micro_batch == initial.micro_batch else planned.micro_batch
     pipeline, output = config.pipeline, list[Table | str]([tabulate_savings(name, steps), *steps[-1][1].copies_in_words])
     if not keeps_text:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
         half = config.engine.compute_dtype(device).itemsize == 2 or pipeline.frozen == "bfloat16"
         dtype = torch.bfloat16 if half else torch.float32
-        pipeline = replace(pipeline, text_base=_choose_text_base(name, given, pipeline.text_base, dtype))
+        pipeline = replace(pipeline, text_base=_choose_text_base(name, initial, pipeline.text_base, dtype))
         output.append(
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
         )
     engine = {**asdict(planned.engine), "fit": None, "compute": config.engine.compute, "micro_batch": micro_batch}
-    if planned.micro_batch != given.micro_batch:
+    if planned.micro_batch != initial.micro_batch:
         engine["update_micro_batch"] = "rollout"
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*output)
 

@@ -141,7 +141,7 @@ def account(
     average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = masters if update else 0
     base = [p for name, p in module.named_parameters() if not (is_adapter(name) or p in excluded)]
-    held = {
+    sharded = {
         "parameters": parameters,
         "moments": moments,
         "average": average,
@@ -149,8 +149,8 @@ def account(
         "gradients": gradients,
     }
     in_phases = () if update else ("moments", "average", "reference")
-    on_host = in_phases if engine.offload == "phases" else tuple(held) if engine.offload == "always" else ()
-    here = {name: 0 if name in on_host else size for name, size in held.items()}
+    on_host = in_phases if engine.offload == "phases" else tuple(sharded) if engine.offload == "always" else ()
+    here = {name: 0 if name in on_host else size for name, size in sharded.items()}
     accumulated = 0
     if update and micro_batches > 1 and engine.grad_sync == "last":
         accumulated = reduce * sum(p.numel() for p in trained)
@@ -199,7 +199,7 @@ def account(
         buffers=sum(buffer.nbytes for buffer in module.buffers()) + (1 + frozen) * codes_here,
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         trajectory=trajectory,
-        host=sum(held[name] for name in on_host) + (1 + frozen) * sum(moving),
+        host=sum(sharded[name] for name in on_host) + (1 + frozen) * sum(moving),
         copied=copies_per_pass(moving, backward=update),
     )
 

@@ -210,7 +210,7 @@ def _has_base(config: PlanConfig) -> bool:
 
 
 def _can_swap(config: PlanConfig) -> bool:
-    """Return whether frozen blocks can lie on the host: every rank computes with whole weights."""
+    """Return whether frozen blocks can be on the host: every rank computes with whole weights."""
     engine = config.engine
     whole = engine.comm == "keep" and engine.context_parallel == 1 and engine.replicas in ("auto", config.gpus)
     return whole and config.train == "lora" and engine.offload == "none" and not _needs_whole(config)
@@ -332,11 +332,11 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
         rollout = rollout._replace(graph=batch * (2 * latent + 4 * (1 + halves) + conditioning * halves))
     if model.decoder is not None:
         # As in the rollout between two chunks: with comm="reshard" FSDP2 gathers a unit only for its pass.
-        held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
+        idle = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(batch, DECODED)
         # The pool of a graph holds the activations of a pass and is not shared with other computations.
-        graph = held.graph + (held.activations if graphed else 0)
-        decode = held._replace(activations=_measure_decoder(name, images, shape), graph=graph)
+        graph = idle.graph + (idle.activations if graphed else 0)
+        decode = idle._replace(activations=_measure_decoder(name, images, shape), graph=graph)
     return MemoryPlan(config, account_phase("update"), rollout, decode)
 
 
@@ -512,10 +512,10 @@ def _measure_decoder(name: str, images: int, shape: PassShape) -> int:
     model = find_transformer(name)
     assert model.decoder is not None
     vae, decode = model.decoder(images, shape.side, shape.frames, shape.compute)
-    held = [*vae.parameters(), *vae.buffers()]
-    with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
+    tensors = [*vae.parameters(), *vae.buffers()]
+    with torch.no_grad(), memory.LiveStorages(tensors, meta=True) as storages:
         decode()
-    return storages.peak + sum(tensor.nbytes for tensor in held)
+    return storages.peak + sum(tensor.nbytes for tensor in tensors)
 
 
 @cache

@@ -129,7 +129,7 @@ def _build_module() -> types.ModuleType:
     module, stream, here = types.ModuleType(f"torch.{TYPE}"), DeviceStream(), lambda *_: contextlib.nullcontext()
     state = torch.zeros(16, dtype=torch.uint8)
     always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
-    held, most = (lambda *_: _active[-1].ledger.now), (lambda *_: _active[-1].ledger.peak)
+    now, peak = (lambda *_: _active[-1].ledger.now), (lambda *_: _active[-1].ledger.peak)
     functions: dict[str, Any] = {
         "Stream": DeviceStream, "Event": DeviceStream, "stream": here, "device": here, "device_index": here,
         "current_stream": always(stream), "default_stream": always(stream), "set_stream": _ignore,
@@ -139,9 +139,9 @@ def _build_module() -> types.ModuleType:
         "get_device_properties": lambda *_: _active[-1].accelerator,
         "get_device_name": lambda *_: _active[-1].accelerator.name, "get_device_capability": always((9, 0)),
         "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
-        "memory_allocated": held, "memory_reserved": held, "max_memory_allocated": most, "max_memory_reserved": most,
+        "memory_allocated": now, "memory_reserved": now, "max_memory_allocated": peak, "max_memory_reserved": peak,
         "reset_peak_memory_stats": lambda *_: _active[-1].ledger.reset_peak(),
-        "mem_get_info": lambda *_: (_active[-1].accelerator.memory - held(), _active[-1].accelerator.memory),
+        "mem_get_info": lambda *_: (_active[-1].accelerator.memory - now(), _active[-1].accelerator.memory),
         "manual_seed": _ignore, "manual_seed_all": _ignore, "set_rng_state": _ignore, "get_rng_state": always(state),
     }  # fmt: skip
     for name, function in functions.items():

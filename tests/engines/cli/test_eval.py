@@ -226,7 +226,7 @@ WRONG = [
     ("{tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, which has no effect on evaluations"),
     (f"{PROMPTED}=2", "evaluators have no weights"),
     (f"{PROMPTED} --seeds 0", "--seeds is 0, expected an integer in [1, 1048576]"),
-    (f"{PROMPTED} --base start", "--weights is None and --lora is None"),
+    (f"{PROMPTED} --base start", "set --weights or --lora"),
     (f"{PROMPTED} --lora {{tmp}}/no", "no is neither a file nor a folder"),
     (f"{PROMPTED} --weights {{tmp}}/no", "no: there is no such folder"),
     (f"{PROMPTED} --guidance -1", "--guidance is -1.0,"),
@@ -244,7 +244,7 @@ WRONG = [
     ("{tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),
     ("handwriting --suite ocr", "prompt set @ocr, heldout record 1"),
     ("{tmp}/run --pipeline.sizes 16x16 16x32", "--pipeline.width have no effect with --pipeline.sizes"),
-    ("{tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
+    ("{tmp}/alone/000001", "is a checkpoint, but {tmp} holds no run"),
     ("{tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', expected '': that is the negative prompt"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import read_preference_records
 from fluvial.engines.data.prompts import is_prompt_file, parse_sources, read_heldout, read_prompts, read_sources, split_off
-from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, read_files, texts
+from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, list_negatives, read_files, texts
 from fluvial.engines.errors import UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -112,7 +112,7 @@ def test_records_keep_their_columns(tmp_path: Path, write: Callable[[Path, Any],
     assert (cats.text, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
     known = [{"tag": "colour", "count": 1}, {"count": 2, "boxes": [[0, 1], [2, 3]]}, {}]
     assert copy_metadata([fox, cats, Prompt("text")]) == known
-    assert negatives([fox, cats, Prompt("text")], "otherwise") == ["blurry", "otherwise", "otherwise"]
+    assert list_negatives([fox, cats, Prompt("text")], "otherwise") == ["blurry", "otherwise", "otherwise"]
 
 
 @pytest.mark.parametrize("write", ENDINGS)
