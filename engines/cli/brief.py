@@ -123,6 +123,6 @@ def _shorten(text: str) -> str:
     return text.removesuffix(".").replace("`", "")
 
 
-def asks(args: Sequence[str]) -> bool:
+def asks_for_help(args: Sequence[str]) -> bool:
     """Return whether a command is asked for its help, without a name."""
     return bool(args) and args[0] in (*HELP, HELP_ALL)

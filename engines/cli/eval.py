@@ -4,7 +4,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import replace
 
-from fluvial.engines.cli.brief import EVAL, asks
+from fluvial.engines.cli.brief import EVAL, asks_for_help
 from fluvial.engines.cli.eval_models import EvalConfig, apply_run_settings, apply_suite_settings, find_source, open_networks
 from fluvial.engines.cli.listing import JSON, drop_flag, may_be_model
 from fluvial.engines.cli.listing import choose_defaults as defaults_of
@@ -29,7 +29,7 @@ FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")}
 def run(args: list[str]) -> None:
     """Print the scores of each evaluator, as JSON with --json, and write the folder of `out`."""
     args, as_json = drop_flag(args, JSON)
-    if asks(args):
+    if asks_for_help(args):
         parse_config(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
     name = parse_name(
         "eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fluvial.engines.cli.brief import EXPORT, asks
+from fluvial.engines.cli.brief import EXPORT, asks_for_help
 from fluvial.engines.cli.parse import flags_in_errors, parse_config
 from fluvial.engines.errors import UsageError
 
@@ -34,7 +34,7 @@ class ExportOptions:
 
 def run(args: list[str]) -> None:
     """Write an export, and print its path."""
-    if asks(args):
+    if asks_for_help(args):
         parse_config(ExportOptions(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"

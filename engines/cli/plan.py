@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluvial.engines.cli.brief import HELP, asks
+from fluvial.engines.cli.brief import HELP, asks_for_help
 from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name
 from fluvial.engines.errors import UsageError
@@ -23,7 +23,7 @@ def run(args: list[str]) -> None:
 
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
     """
-    if asks(args):
+    if asks_for_help(args):
         from fluvial.engines.extensions.plan.plan import PlanConfig
 
         parse_config(PlanConfig(), "fluvial plan MODEL", ["--help"])

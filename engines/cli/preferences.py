@@ -11,7 +11,7 @@ from torch import nn
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
-from fluvial.engines.cli.brief import PREFERENCES, asks
+from fluvial.engines.cli.brief import PREFERENCES, asks_for_help
 from fluvial.engines.cli.eval_models import find_source, open_model, read_drawing_settings
 from fluvial.engines.cli.listing import choose_defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
@@ -85,7 +85,7 @@ class PreferencesConfig:
 
 def run(args: list[str]) -> None:
     """Write the folder, and print the command that trains on it."""
-    if asks(args):
+    if asks_for_help(args):
         parse_config(
             PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL_OR_RUN", args[:1], brief=PREFERENCES
         )

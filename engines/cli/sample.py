@@ -10,7 +10,7 @@ from torch import nn
 
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.random import key
-from fluvial.engines.cli.brief import SAMPLE, asks
+from fluvial.engines.cli.brief import SAMPLE, asks_for_help
 from fluvial.engines.cli.eval_models import find_source, open_model, read_drawing_settings
 from fluvial.engines.cli.listing import choose_defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
@@ -81,7 +81,7 @@ class SampleConfig:
 
 def run(args: list[str]) -> None:
     """Generate the image, and print its path."""
-    if asks(args):
+    if asks_for_help(args):
         parse_config(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
     name = parse_name("sample", args, tuple(MODELS), "a model", fits=may_be_model)
     source = find_source(name)

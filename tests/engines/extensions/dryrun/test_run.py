@@ -79,9 +79,9 @@ def test_a_copy_of_a_built_in_method_is_planned_and_tried_alike(name: str, monke
     method: Any = config.method
     again = replace(config, method=copy(**{each.name: getattr(method, each.name) for each in fields(method)}))
     assert again.method.method_name == f"{__name__}:Copy"
-    plans = [plan_of(each, "handwriting", 8, torch.device("cpu")) for each in (config, again)]
+    plans = [to_plan_config(each, "handwriting", 8, torch.device("cpu")) for each in (config, again)]
     assert plans[0] == plans[1]
-    phases = [dry_run(each, ranks=8).record()["phases"] for each in (config, again)]
+    phases = [dry_run(each, ranks=8).as_dict()["phases"] for each in (config, again)]
     checked = {"before", "peak", "after", "lines", "operations"}  # its first loss is checked on copies
     same = [{name: {k: v for k, v in phase.items() if k not in checked} for name, phase in each.items()} for each in phases]
     assert same[0] == same[1]
