@@ -62,7 +62,7 @@ class ImageCache:
             "shape": " ".join(str(list(shape)) for shape in self.shapes.values()),
             "size": " ".join(map(str, self.shapes)),
         }
-        self.sizes: dict[Image, Size | None] = {}  # of the first image of each group, where there are several sizes
+        self.sizes: dict[Image, Size | None] = {}  # size of a group, by its first image
         self.left_out: frozenset[tuple[Image, ...]] = frozenset()
 
     def sample(self, image: Image, size: Size | None = None) -> Tensor:

@@ -32,7 +32,7 @@ class PassRepeater:
     """Repeater of forward passes without gradient; it traces the first of a phase, then the first of each kind.
 
     The first pass of a phase may gather parameters. Further passes repeat the memory, traffic, FLOPs and host reads of the
-    traced pass of their kind. They do not extend the life of what it caches, such as keys of the prompt.
+    traced pass of their kind. They do not extend the life of its caches, such as keys of the prompt.
     """
 
     def __init__(self, mode: SimulatedMode) -> None:

@@ -99,7 +99,7 @@ def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | No
 
 
 class _Run:
-    """Dry run under a simulation; `scale` is how many times more samples the real run has."""
+    """Dry run under a simulation; `scale` is the number of samples of the real run per sample here."""
 
     def __init__(self, simulation: Simulation, config: TrainConfig, scale: float) -> None:
         self.simulation, self.config, self.scale = simulation, config, scale

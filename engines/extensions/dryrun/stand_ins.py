@@ -96,7 +96,7 @@ def keep_on_host(model: Any, device: torch.device) -> None:
 
 
 def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
-    """Return a run of one rollout with few chunks per rank, and how many times more samples the real run has.
+    """Return a run of one rollout with few chunks per rank, and the number of samples of the real run per sample here.
 
     Args:
         config: configuration of the run.
