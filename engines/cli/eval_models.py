@@ -348,12 +348,15 @@ def _open_checkpoint(
     trainer = stack.enter_context(Trainer(run, None, world))
 
     @contextmanager
-    def network() -> Iterator[nn.Module]:
+    def open_network() -> Iterator[nn.Module]:
         trainer.resume(str(source.checkpoint))
         with trainer.engine.inference(average=config.average) as module:
             yield module
 
-    return (Subject(name, trainer.evaluated, network), Subject(START, trainer.evaluated, lambda: trainer.engine.inference()))
+    return (
+        Subject(name, trainer.evaluated, open_network),
+        Subject(START, trainer.evaluated, lambda: trainer.engine.inference()),
+    )
 
 
 def _open_base(base: str, model: str, job: Job, config: EvalConfig, world: World) -> Subject:

@@ -61,7 +61,7 @@ UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output pipe is clo
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done (or stopped as asked), 1 the run failed, 2 wrong input."""
-    exit_with(_command, list(sys.argv[1:] if args is None else args))
+    exit_with(_dispatch, list(sys.argv[1:] if args is None else args))
 
 
 def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
@@ -91,7 +91,7 @@ def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
 def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:
     """Run a command line, and return its exit code. Errors that the user can correct are printed in one line."""
     try:
-        return (command or _command)(args)
+        return (command or _dispatch)(args)
     except HelpPrintedError:
         return 0
     except ElsewhereError:
@@ -138,7 +138,7 @@ def _complain(error: Exception | str) -> None:
     print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
 
 
-def _command(args: list[str]) -> int:
+def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

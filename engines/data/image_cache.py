@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.engines.data.images import read_image, read_size
-from fluvial.engines.data.sizes import Size, fits, nearest_size
+from fluvial.engines.data.sizes import Size, find_nearest_size, fits
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import save_tensors
@@ -131,7 +131,7 @@ class ImageCache:
         """Return the size of a group; UsageError if an image cannot be read or fits no size."""
         image_sizes = [read_size(image) for image in group]
         try:
-            size = nearest_size(image_sizes[0], sizes)
+            size = find_nearest_size(image_sizes[0], sizes)
         except ValueError as error:
             raise UsageError(f"{describe_file(group[0])} of {error}") from error
         for image, image_size in zip(group, image_sizes, strict=True):

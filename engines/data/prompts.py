@@ -14,7 +14,7 @@ from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
 from fluvial.engines.data.prompt_table import PromptTable, list_examples, select
 from fluvial.engines.data.records import Prompt, parse_prompt
-from fluvial.engines.data.sizes import Size, nearest_size, parse_size
+from fluvial.engines.data.sizes import Size, find_nearest_size, parse_size
 from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, read_rows
 from fluvial.engines.errors import UsageError
 
@@ -259,7 +259,7 @@ def assign_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> P
                 else:
                     yield prompt
                     continue
-                yield replace(prompt, size=nearest_size(recorded, sizes))
+                yield replace(prompt, size=find_nearest_size(recorded, sizes))
             except ValueError as error:
                 raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
 

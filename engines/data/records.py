@@ -77,7 +77,7 @@ class Prompt:
             raise ValueError(f"prompt {self.text!r} holds half a character, e.g. of an emoji that was cut: remove it")
         for kind in FILES if self.media else ():
             if getattr(self, kind) is None:
-                object.__setattr__(self, kind, _first(self.media.get(kind)))
+                object.__setattr__(self, kind, _take_first(self.media.get(kind)))
 
 
 def as_prompts(prompts: Iterable[str | Prompt]) -> tuple[Prompt, ...]:
@@ -153,9 +153,9 @@ def parse_prompt(
     return Prompt(
         text.strip(),
         negative=read_column(record, "negative_prompt"),
-        image=None if "image" in arguments else _first(files.get("image")),
-        video=None if "video" in arguments else _first(files.get("video")),
-        audio=None if "audio" in arguments else _first(files.get("audio")),
+        image=None if "image" in arguments else _take_first(files.get("image")),
+        video=None if "video" in arguments else _take_first(files.get("video")),
+        audio=None if "audio" in arguments else _take_first(files.get("audio")),
         weight=_read_weight(record),
         tag=read_column(record, "tag"),
         source=source,
@@ -181,7 +181,7 @@ def read_files(value: Any, where: str, folder: Path) -> "Source":
     return tuple(read_file(one, where, folder, or_folder=True) for one in value)
 
 
-def _first(source: "Source | None") -> Path | bytes | None:
+def _take_first(source: "Source | None") -> Path | bytes | None:
     return source[0] if isinstance(source, tuple) else source
 
 

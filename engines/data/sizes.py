@@ -33,7 +33,7 @@ def parse_size(word: str) -> Size:
     return Size(height=int(match[2]), width=int(match[1]))
 
 
-def nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
+def find_nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
     """Return the size with the nearest aspect ratio; among equal ratios, the one with the nearest area.
 
     Raises:

@@ -22,7 +22,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.dryrun.passes import PassRepeater, ShortUpdates
 from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report, draw
-from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
+from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, replace_rewards, shorten
 from fluvial.engines.extensions.plan.fit import fit_config
 from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
@@ -137,7 +137,7 @@ class _Run:
         world: World = self.simulation.world
         job = jobs.of_run(self.config) if job is None else job
         stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
-        job, config = with_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
+        job, config = replace_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
         model: Any = job.model
         if is_recorded(model):
             keep_on_host(model, world.device)

@@ -49,7 +49,7 @@ class SpreadReward:
         return [float(next(self._next) % 7) for _ in range(len(samples))]
 
 
-def with_rewards(
+def replace_rewards(
     job: Job, config: TrainConfig, phase: Callable[[], Any], notes: list[str], *, prompts: bool
 ) -> tuple[Job, TrainConfig]:
     """Return a job whose rewards can be called without values, and its configuration; omissions are added to `notes`.
@@ -62,7 +62,7 @@ def with_rewards(
     """
     rewards = dict[str, Any]()
 
-    def spread(name: str, reward: Callable[..., Any]) -> SpreadReward:
+    def wrap_reward(name: str, reward: Callable[..., Any]) -> SpreadReward:
         def note_refusal(error: Exception) -> None:
             note = f"the reward {name}, which needs other prompts ({error}): its memory comes on top"
             if not any(known.startswith(f"the reward {name},") for known in notes):
@@ -76,8 +76,8 @@ def with_rewards(
         except FluvialError as error:
             notes.append(f"the reward {name}, which cannot be built here ({error}): its memory comes on top")
             selected = {name.partition(":")[0].partition("=")[0]: (lambda images, prompts: images.flatten(1).mean(1), 1.0)}
-        rewards.update({key: spread(key, reward) for key, (reward, _) in selected.items()})
-    evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
+        rewards.update({key: wrap_reward(key, reward) for key, (reward, _) in selected.items()})
+    evaluators = {name: wrap_reward(name, reward) for name, reward in (job.evaluators or {}).items()}
     return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
 
 

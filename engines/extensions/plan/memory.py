@@ -23,7 +23,7 @@ from fluvial.engines.engine.parallelize import (
     replicas,
     swapped_blocks,
 )
-from fluvial.engines.extensions.simulate.operators import attention
+from fluvial.engines.extensions.simulate.operators import run_attention
 from fluvial.engines.offload import copies_per_pass, frozen_tensors
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
@@ -262,8 +262,8 @@ class _SpanRecorder:
         self.unit = self.rest = len(blocks)
         self.backward = False
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._forward, number))
-            block.register_forward_hook(partial(self._forward, self.rest))
+            block.register_forward_pre_hook(partial(self._note_forward, number))
+            block.register_forward_hook(partial(self._note_forward, self.rest))
         for number, unit in enumerate(units):
             missing = {parameter for parameter in unit if parameter.requires_grad}
             for parameter in missing:
@@ -279,7 +279,7 @@ class _SpanRecorder:
         self.spans.append(ActivationSpan(self.unit, self.live.peak, self.live.now, self.backward, reduces))
         self.live.peak = self.live.now
 
-    def _forward(self, number: int, *_: Any) -> None:
+    def _note_forward(self, number: int, *_: Any) -> None:
         if not self.backward:  # checkpointing calls the hook again in the backward pass
             self.end()
             self.unit = number
@@ -309,7 +309,7 @@ class _FusedAttention(TorchFunctionMode):
             return self.forward(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = attention if func is nn.functional.scaled_dot_product_attention else func
+        run = run_attention if func is nn.functional.scaled_dot_product_attention else func
         return run(*args, **(kwargs or {}))
 
 

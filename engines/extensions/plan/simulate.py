@@ -189,12 +189,12 @@ def find_best_split(config: AheadConfig, total: int) -> GpuSplit:
     """Return the division of GPUs with the most rollouts per second, with the smallest K that costs at most 1 % of them."""
     most = (total - 1) // config.server_gpus
 
-    def seconds(servers: int) -> float:
+    def estimate_seconds(servers: int) -> float:
         rollout = share_seconds(config.rollout_seconds, config.samples, servers)
         update = _scale_update_seconds(config, total - servers * config.server_gpus)
         return compute_steady_seconds(rollout, update, push=config.push_seconds, ahead=config.ahead)
 
-    servers = min(range(1, most + 1), key=seconds)
+    servers = min(range(1, most + 1), key=estimate_seconds)
     gpus = total - servers * config.server_gpus
     runs = [simulate_config(config, servers=servers, ahead=ahead, gpus=gpus) for ahead in range(config.ahead + 1)]
     ahead = next(k for k, run in enumerate(runs) if run.seconds <= 1.01 * runs[-1].seconds)

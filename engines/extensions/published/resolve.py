@@ -25,7 +25,7 @@ class ComparedSetting(NamedTuple):
 
 def resolve(run: PublishedRun) -> TrainConfig:
     """Return the configuration of a published run; it differs from the publication by `run.deviations`."""
-    return read_record({"out": f"runs/{run.name}", **run.overlay()})
+    return read_record({"out": f"runs/{run.name}", **run.build_overlay()})
 
 
 def configure(name: str) -> TrainConfig:

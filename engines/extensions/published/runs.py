@@ -91,7 +91,7 @@ class PublishedRun:
                 values[name] = setting.value
         return values
 
-    def overlay(self) -> dict[str, Any]:
+    def build_overlay(self) -> dict[str, Any]:
         """Return the settings nested as in a run's config.json, without those that the method fixes."""
         record, fixed, names = dict[str, Any](), self.fixed, _list_run_settings()
         for name, setting in self.settings.items():

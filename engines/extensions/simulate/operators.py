@@ -27,7 +27,7 @@ def register() -> None:
     """Register the kernels of attention and of autocast; the latter cast the arguments and call the operation again."""
     everything, library = Library("_", "IMPL"), Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
-        library.impl("scaled_dot_product_attention", attention, key)
+        library.impl("scaled_dot_product_attention", run_attention, key)
     everything.fallback(torch.library.fallthrough_kernel, KEY)  # all other operations are not cast
     for name in LOWER.split():
         library.impl(name, _make_cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
@@ -36,7 +36,7 @@ def register() -> None:
     _library.extend((everything, library))
 
 
-def attention(
+def run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

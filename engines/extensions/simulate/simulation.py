@@ -143,7 +143,7 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
     start, resize = threading.Thread.start, torch.UntypedStorage.resize_
 
     def start_under_mode(thread: threading.Thread) -> None:
-        thread.run = partial(_under, mode, thread.run)  # type: ignore[method-assign]
+        thread.run = partial(_run_under, mode, thread.run)  # type: ignore[method-assign]
         start(thread)
 
     def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
@@ -211,6 +211,6 @@ def _make_data_accessors() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     return plain.__get__, write  # type: ignore[attr-defined]
 
 
-def _under(mode: SimulatedMode, run: Callable[[], None]) -> None:
+def _run_under(mode: SimulatedMode, run: Callable[[], None]) -> None:
     with mode:
         run()

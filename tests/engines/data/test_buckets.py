@@ -22,7 +22,7 @@ from fluvial.engines.data.order import BatchOrder, PromptOrder, PromptPool, draw
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
 from fluvial.engines.data.prompts import assign_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
-from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_shapes, parse_size
+from fluvial.engines.data.sizes import Size, find_nearest_size, fits, parse_shapes, parse_size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 
@@ -51,9 +51,9 @@ def test_an_image_gets_the_nearest_ratio_or_none(height: int, width: int) -> Non
     if not any(fits(Size(height, width), size) for size in SIZES):
         assert max(map(kept, SIZES)) < 2 / 3
         with pytest.raises(ValueError, match="fit none of the sizes 8x8 8x12 12x8: more than a third would be cut off"):
-            nearest_size(Size(height, width), SIZES)
+            find_nearest_size(Size(height, width), SIZES)
         return
-    found = nearest_size(Size(height, width), SIZES)
+    found = find_nearest_size(Size(height, width), SIZES)
     assert kept(found) == pytest.approx(max(map(kept, SIZES)))
     assert fits(Size(height, width), found)
     assert kept(found) >= 2 / 3 - 1e-9
@@ -62,7 +62,7 @@ def test_an_image_gets_the_nearest_ratio_or_none(height: int, width: int) -> Non
 def test_sizes_of_a_model() -> None:
     """Each has a shape of its own; of equal ratios the nearest area counts."""
     both = (Size(512, 512), Size(1024, 1024))
-    assert [nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
+    assert [find_nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
     shapes = parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2))
     assert shapes == {SQUARE: (3, 4, 4), TALL: (3, 6, 4)}
     with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have the same shape"):

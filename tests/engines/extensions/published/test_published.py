@@ -361,7 +361,7 @@ def test_a_run_extends_blocks() -> None:
         ({"kind": "random", "high": 5}, {"kind": "random", "size": 2, "high": 5}),
     ):
         other = composed(extends=["near"], settings={"rollout": {"window": change}} if change else {})
-        assert other.overlay()["method"]["sampling"]["window"] == expected
+        assert other.build_overlay()["method"]["sampling"]["window"] == expected
 
 
 def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
