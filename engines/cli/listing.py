@@ -24,7 +24,7 @@ def drop_flag(args: Sequence[str], flag: str) -> tuple[list[str], bool]:
     return [word for word in args if word != flag], flag in args
 
 
-class DrawingDefaults(NamedTuple):
+class SampleDefaults(NamedTuple):
     """Default settings of sampling with a model; the values here are those of a large pipeline."""
 
     prompts: tuple[str, ...] = ("a red fox in the snow", "a shop sign that reads OPEN")
@@ -33,13 +33,11 @@ class DrawingDefaults(NamedTuple):
     micro_batch: int = 4
 
 
-def choose_defaults(model: str) -> DrawingDefaults:
+def choose_defaults(model: str) -> SampleDefaults:
     """Return the default settings of sampling with a model."""
-    return (
-        DrawingDefaults(MODELS[model].prompts, samples=400, steps=10, micro_batch=64)
-        if model in MODELS
-        else DrawingDefaults()
-    )
+    if model not in MODELS:
+        return SampleDefaults()
+    return SampleDefaults(MODELS[model].prompts, samples=400, steps=10, micro_batch=64)
 
 
 def may_be_model(name: str) -> bool:
@@ -59,8 +57,7 @@ def list_prompt_sets() -> dict[str, str]:
     docs = {node.name: ast.get_docstring(node) or "" for node in body if isinstance(node, ast.FunctionDef)}
     table: Any = next(node.value for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict))
     named = {ast.literal_eval(key): ast.unparse(function) for key, function in zip(table.keys, table.values, strict=True)}
-    # Sets of `functools.partial` are left out.
-    return {name: docs[function].partition("\n")[0] for name, function in named.items() if function in docs}
+    return {name: docs[function].partition("\n")[0] for name, function in named.items() if function in docs}  # no partials
 
 
 def find_installed(group: str) -> dict[str, str]:

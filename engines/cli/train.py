@@ -305,10 +305,8 @@ def format_recipes() -> str:
         "sent, and host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
     lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
-    lines += [
-        f"  @{name:<15} {about}"
-        for name, about in {**listing.list_prompt_sets(), **listing.find_installed("prompts")}.items()
-    ]
+    sets = {**listing.list_prompt_sets(), **listing.find_installed("prompts")}
+    lines += [f"  @{name:<15} {about}" for name, about in sets.items()]
     return "\n".join(lines) + "\n"
 
 

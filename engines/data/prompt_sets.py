@@ -43,37 +43,33 @@ def geneval(part: Part) -> Iterator[Record]:
     classes = LISTS["classes"]
     coloured, pairs = [name for name in classes if name != "person"], list(permutations(classes, 2))
     for name in _take_part(part, classes, heldout=16):
-        yield _make_record("single_object", f"a photo of {_add_article(name)}", _describe_one(name))
+        yield _make_record("single_object", f"a photo of {_name(name)}", _quantify(name))
     for one, other in _take_part(part, list(combinations(classes, 2)), heldout=50, most=400):
         yield _make_record(
             "two_object",
-            f"a photo of {_add_article(one)} and {_add_article(other)}",
-            _describe_one(one),
-            _describe_one(other),
+            f"a photo of {_name(one)} and {_name(other)}",
+            _quantify(one),
+            _quantify(other),
         )
     for name, number in _take_part(part, list(product(_list_countable(), (2, 3, 4))), heldout=40):
         yield _count_objects(f"a photo of {NUMBERS[number]} {_pluralise(name)}", name, number)
     for name, colour in _take_part(part, list(product(coloured, LISTS["colours"])), heldout=50, most=400):
-        yield _make_record("colors", f"a photo of {_add_article(colour)} {name}", {**_describe_one(name), "color": colour})
+        yield _make_record("colors", f"a photo of {_name(colour)} {name}", {**_quantify(name), "color": colour})
     for (one, other), where in _take_part(part, list(product(pairs, LISTS["positions"])), heldout=50, most=800):
-        placed = {**_describe_one(one), "position": [where, 0]}
-        yield _make_record(
-            "position", f"a photo of {_add_article(one)} {where} {_add_article(other)}", _describe_one(other), placed
-        )
+        placed = {**_quantify(one), "position": [where, 0]}
+        yield _make_record("position", f"a photo of {_name(one)} {where} {_name(other)}", _quantify(other), placed)
     for one, other in _take_part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
         first, second = _choose_two_colours(one, other)
-        text = f"a photo of {_add_article(first)} {one} and {_add_article(second)} {other}"
-        yield _make_record(
-            "color_attr", text, {**_describe_one(one), "color": first}, {**_describe_one(other), "color": second}
-        )
+        text = f"a photo of {_name(first)} {one} and {_name(second)} {other}"
+        yield _make_record("color_attr", text, {**_quantify(one), "color": first}, {**_quantify(other), "color": second})
 
 
 def animals(part: Part) -> Iterator[Record]:
     """Animals, alone and in human activities; no training prompt has a held-out animal."""
     chosen = _take_part(part, LISTS["animals"], heldout=10)
-    yield from ({"prompt": _add_article(animal), "tag": "alone"} for animal in chosen)
+    yield from ({"prompt": _name(animal), "tag": "alone"} for animal in chosen)
     for animal, activity in _shuffle(product(chosen, LISTS["activities"])):
-        yield {"prompt": f"{_add_article(animal)} {activity}", "tag": "activity"}
+        yield {"prompt": f"{_name(animal)} {activity}", "tag": "activity"}
 
 
 def counting(part: Part) -> Iterator[Record]:
@@ -87,20 +83,16 @@ def counting(part: Part) -> Iterator[Record]:
 def drawbench_like(part: Part) -> Iterator[Record]:
     """General prompts in eight categories, for rewards that predict preferences."""
     bare, places, animals = LISTS["things"], LISTS["settings"], LISTS["animals"]
-    things = [_add_article(thing) for thing in bare]
+    things = [_name(thing) for thing in bare]
     kinds: dict[str, Iterable[str]] = {
-        "colour": (
-            f"{_add_article(colour)} {thing} {place}" for colour, thing, place in product(LISTS["colours"], bare, places)
-        ),
+        "colour": (f"{_name(colour)} {thing} {place}" for colour, thing, place in product(LISTS["colours"], bare, places)),
         "count": (f"{NUMBERS[n]} {_pluralise(thing)} {place}" for n, thing, place in product((2, 3, 4), bare, places)),
-        "material": (f"{_add_article(thing)} made of {material}" for thing, material in product(bare, LISTS["materials"])),
+        "material": (f"{_name(thing)} made of {material}" for thing, material in product(bare, LISTS["materials"])),
         "relation": (f"{one} {how} {other}" for (one, other), how in product(permutations(things, 2), LISTS["sizes"])),
         "setting": (f"{thing} {place}" for thing, place in product(things, places)),
         "style": (f"{thing} {place}, {style}" for thing, place, style in product(things, places, LISTS["styles"])),
         "text": (f'{thing} beside a sign that says "{text}"' for thing, text in product(things, LISTS["notices"])),
-        "animal": (
-            f"{_add_article(one)} {doing} {place}" for one, doing, place in product(animals, LISTS["activities"], places)
-        ),
+        "animal": (f"{_name(one)} {doing} {place}" for one, doing, place in product(animals, LISTS["activities"], places)),
     }
     for tag, texts in kinds.items():
         yield from ({"prompt": text, "tag": tag} for text in _take_part(part, list(texts), heldout=25, most=250))
@@ -169,8 +161,8 @@ def _take_part(part: Part, items: Sequence[T], *, heldout: int, most: int | None
     return ordered[:heldout] if part == "heldout" else ordered[heldout:][:most]
 
 
-def _add_article(noun: str) -> str:
-    """Return a noun phrase with its article."""
+def _name(noun: str) -> str:
+    """Name a thing with its article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" if noun not in LISTS["uncounted"] else noun
 
 
@@ -184,8 +176,8 @@ def _list_countable() -> list[str]:
     return [name for name in LISTS["classes"] if name not in LISTS["uncounted"]]
 
 
-def _describe_one(name: str) -> dict[str, Any]:
-    return {"class": name, "count": 1}
+def _quantify(name: str, number: int = 1) -> dict[str, Any]:
+    return {"class": name, "count": number}
 
 
 def _make_record(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
@@ -194,8 +186,8 @@ def _make_record(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
 
 def _count_objects(prompt: str, name: str, number: int) -> Record:
     """Return the record of exactly `number` objects, as in GenEval: at least `number`, not `number` + 1."""
-    include, exclude = {"class": name, "count": number}, {"class": name, "count": number + 1}
-    return {"prompt": prompt, "tag": "counting", "include": [include], "exclude": [exclude]}
+    record = _make_record("counting", prompt, _quantify(name, number))
+    return {**record, "exclude": [_quantify(name, number + 1)]}
 
 
 def _choose_two_colours(one: str, other: str) -> tuple[str, str]:

@@ -100,12 +100,9 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     images = None if run is None else run / "samples" / ("before-after.png" if is_final else f"update-{card.update:04d}.png")
     if images is not None and images.is_file():
         shutil.copyfile(images, out / SAMPLES)
-    text = [_format_front_matter(card), _format_introduction(card), _format_loading(card), _format_settings(card)]
-    text += [
-        _format_results(
-            records, summary if is_final else {}, curve=(out / CURVE).is_file(), images=(out / SAMPLES).is_file()
-        )
-    ]
+    has_curve, has_images = (out / CURVE).is_file(), (out / SAMPLES).is_file()
+    results = _format_results(records, summary if is_final else {}, curve=has_curve, images=has_images)
+    text = [_format_front_matter(card), _format_introduction(card), _format_loading(card), _format_settings(card), results]
     (out / CARD).write_text("\n\n".join(part for part in text if part) + "\n", encoding="utf-8")
 
 

@@ -32,7 +32,7 @@ from fluvial.engines.scoring.pairwise import win_rates
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOP = 20  # requested log-probabilities of tokens, the most that servers return
-PLACEHOLDER = "{prompt}"  # of the prompt in a template
+PROMPT = "{prompt}"  # placeholder in templates
 FRAMES = 8  # largest number of frames of a video per request
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 AXES = ("alignment", "coherence", "style")
@@ -172,10 +172,8 @@ class Chat:
         """Return the name of the model; the server is asked once."""
         with self._lock:
             if not self.model:
-                where = f"{self.server.address}{self.path}/models"
-                listed: list[ListedModel] = read_field(
-                    self.server.get(f"{self.path}/models"), "data", list[ListedModel], where=where
-                )
+                where, reply = f"{self.server.address}{self.path}/models", self.server.get(f"{self.path}/models")
+                listed: list[ListedModel] = read_field(reply, "data", list[ListedModel], where=where)
                 if len(listed) != 1:
                     names = format_reply(", ".join(model.id for model in listed)) if listed else "none"
                     raise RunError(f"{where} lists {len(listed)} models ({names}): set `model` to the name of one")
@@ -204,9 +202,8 @@ class YesNo:
         """
 
         def score_sample(files: list[bytes], number: int) -> float:
-            yes, no = self.chat.ask_probabilities(
-                files, self.question.replace(PLACEHOLDER, str(prompts[number])), ["yes"], ["no"]
-            )
+            text = self.question.replace(PROMPT, str(prompts[number]))
+            yes, no = self.chat.ask_probabilities(files, text, ["yes"], ["no"])
             return yes / (yes + no) if yes + no > 0 else math.nan
 
         return _score_each(images, prompts, self.chat, score_sample)
@@ -254,7 +251,7 @@ class Rating:
         question = self.question.replace("{low}", f"{self.low:g}").replace("{high}", f"{self.high:g}")
 
         def score_sample(files: list[bytes], number: int) -> float:
-            text = question.replace(PLACEHOLDER, str(prompts[number]))
+            text = question.replace(PROMPT, str(prompts[number]))
             rating = _parse_rating(self.chat.ask(files, text, max_tokens=self.max_tokens, schema=schema).text)
             return (rating - self.low) / (self.high - self.low) if self.low <= rating <= self.high else math.nan
 
@@ -289,7 +286,7 @@ class UnifiedReward:
         """
 
         def score_sample(files: list[bytes], number: int) -> float:
-            text = self.question.replace(PLACEHOLDER, str(prompts[number]))
+            text = self.question.replace(PROMPT, str(prompts[number]))
             match = FINAL_SCORE.search(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
             rating = float(match[1]) if match else math.nan
             return rating / 5 if rating <= 5 else math.nan
@@ -332,7 +329,7 @@ class UnifiedReward2:
 
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             files = [encode_png(frame) for frame in pick_frames(samples[0], FRAMES)]
-            text = self.question.replace(PLACEHOLDER, str(prompts[part.start]))
+            text = self.question.replace(PROMPT, str(prompts[part.start]))
             reply = self.chat.ask(files, text, max_tokens=self.max_tokens).text
             stated = {name.lower(): float(number) for name, number in AXIS_SCORE.findall(reply)}
             return [[stated.get(axis, math.nan) / 5 for axis in AXES]]
@@ -377,17 +374,14 @@ class Questions:
         Raises:
             RunError: a prompt has no questions, no request succeeded, or the server returns no log-probabilities.
         """
-        lists = [
-            _read_questions(record.get(self.column), self.column, prompt)
-            for record, prompt in zip(metadata, prompts, strict=True)
-        ]
+        pairs = zip(metadata, prompts, strict=True)
+        lists = [_read_questions(record.get(self.column), self.column, prompt) for record, prompt in pairs]
 
         def score_sample(files: list[bytes], number: int) -> float:
             values = []
             for question, expected in lists[number]:
-                (probability,) = self.chat.ask_probabilities(
-                    files, self.question.replace(PLACEHOLDER, question), list_spellings(expected)
-                )
+                text = self.question.replace(PROMPT, question)
+                (probability,) = self.chat.ask_probabilities(files, text, spell(expected))
                 values.append(min(probability, 1.0))
             if self.mean == "arithmetic":
                 return math.fsum(values) / len(values)
@@ -396,7 +390,7 @@ class Questions:
         return _score_each(images, prompts, self.chat, score_sample)
 
 
-def list_spellings(answer: str) -> list[str]:
+def spell(answer: str) -> list[str]:
     """Return an answer and, if it is the word of a number up to ten, its digits."""
     word = answer.strip().lower()
     return [word, str(NUMBERS.index(word))] if word in NUMBERS else [word]
@@ -412,9 +406,7 @@ def read_question(path: Path | None, name: str) -> str:
     with convert_errors(UsageError, OSError, ValueError, says=f"template is {path}, which cannot be read as text"):
         text = path.read_text(encoding="utf-8").strip()
     if not text:
-        raise UsageError(
-            f"template is {path}, which is empty: write the question, with {PLACEHOLDER} in place of the prompt"
-        )
+        raise UsageError(f"template is {path}, which is empty: write the question, with {PROMPT} in place of the prompt")
     return text
 
 
@@ -495,7 +487,7 @@ class WinRate:
         files = [[encode_png(frame, size=self.size) for frame in pick_frames(sample, FRAMES)] for sample in samples]
         name = "pairwise_video" if images.ndim == 5 else "pairwise" if condition_images is None else "pairwise_edit"
         before = [encode_png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
-        question = self.questions[name].replace(PLACEHOLDER, str(prompts[0]))
+        question = self.questions[name].replace(PROMPT, str(prompts[0]))
 
         def compare(_: Tensor, part: slice) -> list[float]:
             first, second = pairs[part.start]

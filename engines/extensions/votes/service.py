@@ -254,14 +254,8 @@ class VoteService:
 def choose_pairs(size: int, rounds: int, seed: str) -> list[Pair]:
     """Return the pairs of a group to compare, the smaller index first.
 
-    The images form a ring in random order. Each round compares each image with the one at a distance that grows by one per
-    round. So each image is compared twice per round, and the first round connects all images. A group of two has one
-    comparison per round.
-
-    Args:
-        size: number of images.
-        rounds: number of rounds.
-        seed: seed of the order of the ring.
+    The images form a ring, whose order `seed` draws. Each round compares each image with the one at a distance that grows by
+    one per round: every image is compared twice, and the first round connects all. A group of two is compared once per round.
     """
     ring = list(range(size))
     random.Random(seed).shuffle(ring)

@@ -23,7 +23,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges.batches import pick_frames
 from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.extensions.judges.table import CLIENTS, build_maker
-from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo, list_spellings
+from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo, spell
 from fluvial.engines.extensions.wire.client import HttpClient, Reply
 from fluvial.engines.scoring.options import from_factory
 
@@ -206,7 +206,7 @@ def test_lists_of_questions_are_averaged() -> None:
     assert found.item() == pytest.approx((0.5 + 0.9) / 2)
     geometric = Questions(client(answer), model="m", mean="geometric")(images(1), PROMPTS[:1], [record])
     assert geometric.item() == pytest.approx((0.5 * 0.9) ** 0.5)
-    assert list_spellings(" Ten") == ["ten", "10"]
+    assert spell(" Ten") == ["ten", "10"]
     lists: list[Any] = [None, "How many?", [], [["How many?"]], [1]]
     for wrong in lists:
         with pytest.raises(RunError, match=r"prompt 'a cat' has .*vqa_list"):
