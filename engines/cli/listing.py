@@ -96,8 +96,6 @@ def wrap(text: str, columns: int | None = None, *, indent: int = 0, later: int |
     """Return the lines of a text, each of at most `columns` columns.
 
     Args:
-        text: text to wrap.
-        columns: largest number of columns; by default that of the terminal.
         indent: spaces before the first line.
         later: spaces before the other lines; by default `indent`.
     """

@@ -39,16 +39,12 @@ class RunFlops(NamedTuple):
 
 
 def count_run(config: TrainConfig, name: str) -> RunFlops:
-    """Return the operations of a run.
+    """Return the operations of a run of a model in the catalogue or in a folder.
 
     With f for a forward pass of a sample, b for a forward and backward pass, both including the two halves of guidance, and
     N other networks, L of them trained:
 
         rollouts = samples * steps * f    updates = pairs * (b + N f + L b)
-
-    Args:
-        config: configuration of the run.
-        name: model of the catalogue, or folder of a pipeline.
 
     Raises:
         UsageError: the network's inputs are unknown.

@@ -56,13 +56,7 @@ def draw_lines(chart: LineChart) -> str:
 
 
 def draw_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
-    """Return a figure of grouped bars as HTML; empty without a bar above 0.
-
-    Args:
-        title: title of the figure.
-        bars: fraction of the samples by position, by label.
-        xlabel: label of the x axis.
-    """
+    """Return a figure of grouped bars as HTML, fractions by position, by label; empty without a bar above 0."""
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
     if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""

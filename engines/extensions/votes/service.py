@@ -255,7 +255,7 @@ def choose_pairs(size: int, rounds: int, seed: str) -> list[Pair]:
     """Return the pairs of a group to compare, the smaller index first.
 
     The images form a ring, whose order `seed` draws. Each round compares each image with the one at a distance that grows by
-    one per round: every image is compared twice, and the first round connects all. A group of two is compared once per round.
+    one per round: each image is compared twice, and the first round connects all. A group of two is compared once per round.
     """
     ring = list(range(size))
     random.Random(seed).shuffle(ring)
