@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
-from fluvial.engines.data.prompt_table import examples
-from fluvial.engines.data.prompts import weights_by_source
+from fluvial.engines.data.preferences import EncodedPreferences, Preference, read_preference_records, read_preferences
+from fluvial.engines.data.prompt_table import list_examples
+from fluvial.engines.data.prompts import list_source_weights
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
@@ -107,13 +107,13 @@ def build_parts(
         _check_column(config.method, job)
         _check_order(config.data.order, job)
         if config.rollout.is_served:
-            check_files(examples(job.prompts))
+            check_files(list_examples(job.prompts))
         asked = build_evaluated(job, config.evaluation, config.pipeline)
-        check_records({name: reward for name, (reward, _) in rewards.items()}, [*examples(job.prompts)])
-        check_records(asked.evaluators, [*examples(asked.heldout)], label="evaluator")
-        if config.prompts and not any(prompt.media for prompt in examples(job.prompts)):
+        check_records({name: reward for name, (reward, _) in rewards.items()}, [*list_examples(job.prompts)])
+        check_records(asked.evaluators, [*list_examples(asked.heldout)], label="evaluator")
+        if config.prompts and not any(prompt.media for prompt in list_examples(job.prompts)):
             asked_rewards = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_used([*examples(job.prompts, asked.heldout)], asked_rewards)
+            check_used([*list_examples(job.prompts, asked.heldout)], asked_rewards)
         _check_watched(config, asked, rewards)
     group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
@@ -122,7 +122,7 @@ def build_parts(
         with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **asked.evaluators})}"):
             _warm_up(config, job, asked, runners, world)
         with world.agreed(), convert_errors(UsageError, ValueError):
-            conditioned = any(prompt.media for prompt in examples(job.prompts))
+            conditioned = any(prompt.media for prompt in list_examples(job.prompts))
             known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
             check_model(config, job.model.prediction, **known, conditioned=conditioned)
         _check_negative_prompt(config, job, asked)
@@ -452,7 +452,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
         heldout = texts(job.heldout)
         apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
-            records = preference_records(source.folder, check=job.model.check_prompt, **apart)
+            records = read_preference_records(source.folder, check=job.model.check_prompt, **apart)
             return EncodedPreferences(records, job.images)
         return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if (not config.makes_samples or config.method.needs.images) and job.data is None:
@@ -466,7 +466,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
 def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.method.sampling.guidance
-    prompts = [*examples(job.prompts, job.heldout, asked.heldout)]
+    prompts = [*list_examples(job.prompts, job.heldout, asked.heldout)]
     opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if opposed is not None and is_recorded(job.model):
         raise UsageError(
@@ -481,7 +481,7 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
 
 def _check_sources(method: Method, job: Job) -> None:
     """Raise UsageError unless each source of prompts has a teacher, and each teacher has prompts, if they have sources."""
-    known = [*dict.fromkeys(prompt.source for prompt in examples(job.prompts))]
+    known = [*dict.fromkeys(prompt.source for prompt in list_examples(job.prompts))]
     for name, network in method.networks().items():
         taught = [*network.teachers] if isinstance(network, BySource) else known
         for source in known:
@@ -513,8 +513,8 @@ def _check_column(method: Method, job: Job) -> None:
 
 def _check_order(order: str, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
-    weights = weights_by_source(job.prompts, job.source_weights).values()
-    uneven = len({prompt.weight for prompt in examples(job.prompts)}) > 1 or len({*weights}) > 1
+    weights = list_source_weights(job.prompts, job.source_weights).values()
+    uneven = len({prompt.weight for prompt in list_examples(job.prompts)}) > 1 or len({*weights}) > 1
     if order != "epochs" and uneven:
         raise UsageError(f"`data.order` is {order}, which draws all prompts alike, and some have a weight: use epochs")
 

@@ -17,7 +17,7 @@ from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.export.model_folder import is_exported, open_draft, writing
+from fluvial.engines.export.model_folder import convert_write_errors, is_exported, open_draft
 from fluvial.engines.files import digest_weights
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -155,7 +155,7 @@ def _write(
     with open_draft(out, exported._asdict(), world) as draft:
         dtype = EXPORT_DTYPES[exported.dtype]
         write(exported.format, module, model, draft, average=weights, dtype=dtype, merge=exported.merge, world=world)
-        with writing(out, world, "export"):
+        with convert_write_errors(out, world, "export"):
             if world.is_main:
                 write_card(card, draft, run=run)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.choices import is_set
-from fluvial.engines.data.prompt_table import examples
-from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.prompt_table import list_examples
+from fluvial.engines.data.prompts import assign_recorded_sizes
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors, no_effect
@@ -248,7 +248,7 @@ def to_train(
     model: Any = job.model
     train = job.prompts
     if job.sizes and prompts:
-        train = with_recorded_sizes(train, list(job.sizes))
+        train = assign_recorded_sizes(train, list(job.sizes))
     job = replace(job, prompts=train)
     if is_adapter(name):
         return with_base(job, weights)
@@ -303,7 +303,7 @@ def _with_prompts(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
-        check_columns(model, [*examples(prompts_of.train, prompts_of.heldout)], columns)
+        check_columns(model, [*list_examples(prompts_of.train, prompts_of.heldout)], columns)
     if is_recorded(model):
         model = model.adapt_to(model_inputs([*prompts_of.train, *prompts_of.heldout]))
     return model, prompts_of

@@ -24,7 +24,7 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.choices import refuse_unused
-from fluvial.engines.data.records import Prompt, model_inputs, negatives
+from fluvial.engines.data.records import Prompt, list_negatives, model_inputs
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.graphed import GraphedPass
@@ -96,7 +96,7 @@ class Guidance:
 
     def _list_negatives(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Return the negative prompt of each prompt, with the images of that."""
-        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
+        opposed = zip(prompts, list_negatives(prompts, self.negative), strict=True)
         return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
 
     def is_guided(self, model: DiffusionModel) -> bool:

@@ -19,7 +19,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
-from fluvial.engines.export.model_folder import components
+from fluvial.engines.export.model_folder import list_components
 from fluvial.engines.extensions.remote.binding import NUMBERS, Binding, has_probe, measure_binding, open_probe
 from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
 from fluvial.engines.extensions.remote.requests import RequestBuilder, RequestOrder, check_sglang, check_sglang_steps
@@ -199,7 +199,7 @@ class RemoteSource(RolloutSource):
         rule, count = SAMPLERS[name], min(-(-NUMBERS * modules // event), len(set(requests.ids)))
         window = [*range(steps - rule.last_step_is_deterministic)]
         if count * event >= NUMBERS * modules:  # the last step shows a network that acts only at low noise
-            window = [window[0], *window[-1:][: len(components(engine.module)) - 1]]
+            window = [window[0], *window[-1:][: len(list_components(engine.module)) - 1]]
         if count * event * len(window) < 2 * modules:  # too few numbers for the unknowns and a residual
             return {}
         bound = rule.bind(ETA, sampling.schedule.levels)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from fluvial.core.random import Key, bits, fold_in
 from fluvial.core.table import Record, Rows, plan
-from fluvial.engines.data.records import negatives
+from fluvial.engines.data.records import list_negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
@@ -77,7 +77,9 @@ class RequestBuilder:
         for start in range(0, len(requests.ids), micro_batch):
             chunk = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[chunk], requests.ids[chunk]
-            opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            opposed: Sequence[str | None] = (
+                list_negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            )
             # sglang 0.5.23 makes one sample of a prompt with images (configs/pipeline_configs/qwen_image.py asserts it).
             singles = [index if self.kind == "sglang" and prompt.media else 0 for index, prompt in enumerate(prompts)]
             inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, singles, strict=True)]

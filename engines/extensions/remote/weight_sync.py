@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import FluvialError, RunError, UsageError, convert_errors
-from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
+from fluvial.engines.export.model_folder import list_base_tensors, list_components, write_lora, write_model
 from fluvial.engines.extensions.remote.push_folder import PushFolder, StoredPush
 from fluvial.engines.extensions.remote.push_sums import FILES, PushSums, ServerDtype
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
@@ -167,7 +167,9 @@ class WeightSync:
         return reasons
 
     def _push(self, push: _Push) -> None:
-        self._parameters = {name: set(base_tensors(net, parameters=True)) for name, net in components(push.module).items()}
+        self._parameters = {
+            name: set(list_base_tensors(net, parameters=True)) for name, net in list_components(push.module).items()
+        }
         self._act_on_each(push.peers, push.failed, self._prepare_server)
         if push.adapter is not None and self.method in FACTOR_METHODS and isinstance(read_form(push.module), LowRank):
             self._push_base(push)
@@ -214,13 +216,13 @@ class WeightSync:
 
     def _push_base(self, push: _Push) -> None:
         """Push the base weights to the servers that lack them."""
-        networks = components(push.module)
+        networks = list_components(push.module)
         new = [peer for peer in push.peers if peer.address not in {*self._with_base, *push.failed}]
         dtypes = self._share({self._dtypes[peer.address] for peer in new} if self.verify else set())
         for dtype in sorted(dtypes - set(self._base), key=str):
             self._base[dtype] = {}
             for name, network in networks.items():
-                tensors = base_tensors(network, parameters=True)
+                tensors = list_base_tensors(network, parameters=True)
                 named = ((key, gather(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = compute_checksum(named, dtype=dtype)
         others = Failed()
@@ -230,7 +232,7 @@ class WeightSync:
         folder = f"base-{push.version}"
         with self._write_folder(folder) as out:
             for name, network in networks.items():
-                tensors = base_tensors(network)
+                tensors = list_base_tensors(network)
                 like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
                 named = ((key, gather(tensor).cpu()) for key, tensor in tensors.items())
                 write_model(named, out / name, like=like, config=None, world=self.world)
@@ -299,7 +301,7 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options, networks = f"weights-{push.version}{push.label}", self._choose_export(push), components(push.module)
+        name, options, networks = f"weights-{push.version}{push.label}", self._choose_export(push), list_components(push.module)
         likes = {part: dict(sorted(layout(network, **options).items())) for part, network in networks.items()}
         dtypes = self._gather_dtypes(push) if self.verify else set()
         sums = PushSums(likes, self._parameters, dtypes, self.bucket_bytes, files=True)
@@ -344,7 +346,7 @@ class WeightSync:
             self._folder.keep()  # removes all, also the base weights
         options = self._choose_export(push) if factors is None else {"adapter": factors}
         plans, likes = list[tuple[str, nn.Module, list[BucketPlace]]](), dict[str, dict[str, Tensor]]()
-        for part, network in components(push.module).items():
+        for part, network in list_components(push.module).items():
             likes[part] = dict(sorted(layout(network, **options).items()))
             plans += [(part, network, places) for places in plan_buckets(likes[part], most_bytes=self.bucket_bytes)]
         dtypes = self._gather_dtypes(push) if self.verify else set()

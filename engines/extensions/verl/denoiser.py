@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fluvial.core.sigmas import from_scheduler
 from fluvial.core.transitions import Sampler, bind
-from fluvial.engines.data.records import model_inputs, negatives
+from fluvial.engines.data.records import list_negatives, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.extensions.verl.batch import BatchFields, list_lengths
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings
@@ -108,7 +108,7 @@ class Denoiser:
         if not is_recorded(self.model):
             return self
         prompts = fields.read_prompts(self.argument)
-        if len(opposed := set(negatives(prompts, ""))) > 1:
+        if len(opposed := set(list_negatives(prompts, ""))) > 1:
             raise UsageError(f"the batch has {len(opposed)} negative prompts, and a pipeline without an adapter takes one")
         if opposed != {""} and is_adapter(self.settings.model):
             raise UsageError(f"the batch has a raw_negative_prompt, and {self.settings.model} has its own: leave it out")

@@ -20,7 +20,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.export.model_folder import base_tensors, export, write_lora
+from fluvial.engines.export.model_folder import export, list_base_tensors, write_lora
 from fluvial.engines.extensions.verl.adapters import add_adapters
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import BatchFields
@@ -282,7 +282,7 @@ class VerlEngine:
                     for name, tensor in gather_weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
                         yield full_name(name), tensor
                     return
-                for name, tensor in base_tensors(module).items():
+                for name, tensor in list_base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
                     yield full_name(name), gather(tensor).to(cast, copy=True)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fluvial.engines.data.images import read_images
-from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.preferences import read_preference_records
 from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
@@ -54,7 +54,7 @@ def read_prompts_of(
         train, weights = read_training(prompts, data, check=check, heldout=apart, media=media)
     else:
         assert preferences is not None
-        records = preference_records(preferences, check=check, heldout=texts(heldout))
+        records = read_preference_records(preferences, check=check, heldout=texts(heldout))
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = hold_out(train, prompts, check=check, media=media)

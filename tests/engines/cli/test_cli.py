@@ -107,8 +107,8 @@ WRONG: list[tuple[str, str]] = [
     ("plan handwriting --height 64", "has images of one size only"),
     ("plan flux.1-dev --gpus 8 --engine.replicas 3", "engine.replicas is 3, expected a divisor of the 8 GPUs"),
     ("plan flux.1-dev --check", "flux.1-dev is too large for a CPU"),
-    ("plan handwriting --check --gpus 2", "runs on 1 process(es), but the plan is for 2 GPUs"),
-    ("plan handwriting --check --table", "ask one"),
+    ("plan handwriting --check --gpus 2", "runs on 1 process(es), and the plan is for 2 GPUs"),
+    ("plan handwriting --check --table", "set one of them"),
 ]
 
 

@@ -24,9 +24,9 @@ def test_recipes_are_listed_as_they_are() -> None:
     def first_line(recipe: object) -> str:
         return (inspect.getdoc(recipe) or "").partition("\n")[0]
 
-    assert listing.recipes() == {name: first_line(recipe) for name, recipe in RECIPES.items()}
-    assert list(listing.recipes()) == list(RECIPES)
-    assert all(listing.recipes().values())
+    assert listing.list_recipes() == {name: first_line(recipe) for name, recipe in RECIPES.items()}
+    assert list(listing.list_recipes()) == list(RECIPES)
+    assert all(listing.list_recipes().values())
 
 
 @pytest.mark.parametrize("name", MODELS)

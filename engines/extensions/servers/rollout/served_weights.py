@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fluvial.engines.engine.shards import local
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.export.model_folder import base_tensors, components
+from fluvial.engines.export.model_folder import list_base_tensors, list_components
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.ranks import Ranks, on_all_ranks
 from fluvial.engines.extensions.wire.weight_buckets import (
@@ -138,7 +138,7 @@ class ServedWeights:
         self.version = 0  # number of updates of the weights
         self._pushed: Staged = {}  # tensors of the current `exchange`, on the process that serves
         self.roots = [root.resolve() for root in roots]
-        self.networks = components(module)
+        self.networks = list_components(module)
         self.adapters: dict[str, AppliedAdapters] = {}  # active adapters by network
         self.last: dict[str, AppliedAdapters] = {}  # adapters that were set last, which may be inactive
         self.loaded: dict[tuple[str, str], Adapter] = {}  # kept adapters by nickname and network
@@ -359,14 +359,14 @@ class ServedWeights:
 
     def _is_copied(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether tensors are exactly a network's parameters, in the same dtypes."""
-        parameters = base_tensors(self.networks[name], parameters=True)
+        parameters = list_base_tensors(self.networks[name], parameters=True)
         return parameters.keys() == tensors.keys() and all(
             parameters[key].dtype == each.dtype for key, each in tensors.items()
         )
 
     def list_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers of a network without adapters, by name, sharing its storage."""
-        return base_tensors(self.networks[name])
+        return list_base_tensors(self.networks[name])
 
     # Adapters
 
@@ -491,7 +491,7 @@ class ServedWeights:
         if name not in self._sums:
             network = self.networks[name.removesuffix(FACTORS)]
             if name in self.networks:
-                parameters = base_tensors(network, parameters=True)
+                parameters = list_base_tensors(network, parameters=True)
                 self._sums[name] = compute_checksum((key, gather(parameters[key])) for key in sorted(parameters))
             else:
                 scaling = self.adapters[name.removesuffix(FACTORS)].scaling

@@ -112,7 +112,7 @@ def test_all_numbers_of_a_reward_are_sent() -> None:
     """UniRL's format has a place for them; a score that is no number is null, or an error with its reason."""
     served = app(several)
     assert FlowFactory(client(served))(IMAGES[:3], PROMPTS[:3]).nan_to_num(-1).tolist() == [1, -1, 3]
-    image = FlowFactory(client(None))._payload(IMAGES[:4], list(PROMPTS[:4]))["image"]
+    image = FlowFactory(client(None))._build_payload(IMAGES[:4], list(PROMPTS[:4]))["image"]
     turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:4], image, strict=True)]
     body = {"requests": [{"history": turn, "required_rewards": ["several"]} for turn in turns]}
     found = asyncio.run(asgi.call(served, "/score", body)).value
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 
 def request(count: int, size: str = "a") -> dict[str, Any]:
-    file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
+    file = FlowFactory(client(None))._build_payload(IMAGES[:count], [size] * count)
     return {"prompt": file["prompt"], "image": file["image"]}
 
 
@@ -180,7 +180,7 @@ def test_requests_that_come_together_are_scored_together() -> None:
 
     async def many() -> Any:
         served = app(noted, batch=6, linger=0.2)
-        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8), ["5", "5"])
+        wide = FlowFactory(client(None))._build_payload(torch.ones(2, 3, 2, 8), ["5", "5"])
         requests = [*(request(2, str(number)) for number in range(5)), wide]
         return await asyncio.gather(*(asgi.call(served, "/compute", each) for each in requests))
 

@@ -53,7 +53,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
     count = size * min(config.micro_batches, 2)
     with simulate(ranks=config.gpus) as simulation:
         engine, others = _engines(model, config, simulation)
-        device, phase = simulation.world.device, simulation.phases.of
+        device, phase = simulation.world.device, simulation.phases.enter
 
         def inputs(samples: int) -> dict[str, Any]:
             found = model.inputs(samples * halves, resolution)

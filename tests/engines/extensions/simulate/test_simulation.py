@@ -143,7 +143,7 @@ def update(simulation: Simulation, **options: Any) -> Engine:
     engine = Engine(module, list(blocks), optimizer, simulation.world, sharding=sharding)
     x = torch.zeros(8, 64, device=simulation.world.device)
     for _ in range(2):
-        with simulation.phases.of("update"):
+        with simulation.phases.enter("update"):
             engine.update(x, lambda rows: engine.module(rows).float().square().mean(1), micro_batch=4)
     return engine
 
@@ -202,9 +202,9 @@ def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
 def test_waits_name_their_phase() -> None:
     with simulate() as simulation:
         x = torch.ones(1, device=simulation.world.device)
-        with simulation.phases.of("outer"):
+        with simulation.phases.enter("outer"):
             x.item()
-            with simulation.phases.of("inner"):
+            with simulation.phases.enter("inner"):
                 x.item()
         assert [(wait.phase, times) for wait, times in simulation.mode.waits.items() if isinstance(wait, Wait)] == [
             ("outer", 1), ("inner", 1),

@@ -22,7 +22,7 @@ from workers.pushes import adapted_tokens
 from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS
 from fluvial.engines.extensions.servers.rollout.orders import CLASSES, BatchSpec, SampleOrder
 from fluvial.engines.extensions.servers.rollout.ranks import decode_arguments, encode_arguments
@@ -145,7 +145,7 @@ def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: 
 
     Of one of the server's processes: the other one ends, too.
     """
-    delays, tensors, factors = random.Random(1), base_tensors(tiny.flux()), layout(adapted_tokens(), adapter="default")
+    delays, tensors, factors = random.Random(1), list_base_tensors(tiny.flux()), layout(adapted_tokens(), adapter="default")
 
     def is_pushed(client: HttpClient, version: int, trained: str) -> bool:
         if trained == "adapter":

@@ -33,7 +33,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import NO_GUIDANCE
@@ -46,7 +46,7 @@ HTTP = "multimodal_gen/runtime/entrypoints/http_server.py"
 def folder(tmp_path: Path) -> Path:
     """A folder with all weights of another net, and with two adapters."""
     (tmp_path / "full/transformer").mkdir(parents=True)
-    save_file(base_tensors(moved_base()), tmp_path / "full/transformer/diffusion_pytorch_model.safetensors")
+    save_file(list_base_tensors(moved_base()), tmp_path / "full/transformer/diffusion_pytorch_model.safetensors")
     for name, rank in (("x", 2), ("y", 3)):
         tensors = {"into.lora_A.weight": torch.randn(rank, 24), "into.lora_B.weight": torch.randn(24, rank)}
         save_file(tensors, tmp_path / f"{name}.safetensors")
