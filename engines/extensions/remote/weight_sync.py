@@ -301,7 +301,11 @@ class WeightSync:
     # All weights
 
     def _push_folder(self, push: _Push) -> None:
-        name, options, networks = f"weights-{push.version}{push.label}", self._choose_export(push), list_components(push.module)
+        name, options, networks = (
+            f"weights-{push.version}{push.label}",
+            self._choose_export(push),
+            list_components(push.module),
+        )
         likes = {part: dict(sorted(layout(network, **options).items())) for part, network in networks.items()}
         dtypes = self._gather_dtypes(push) if self.verify else set()
         sums = PushSums(likes, self._parameters, dtypes, self.bucket_bytes, files=True)
