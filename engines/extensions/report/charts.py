@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -50,9 +50,7 @@ def draw_lines(chart: LineChart) -> str:
     finite = chart.finite
     if not finite:
         return ""
-    figure, axes = _make_figure()
-    _draw(axes, chart, finite)
-    return to_svg(figure, chart.title, chart.unit, [*finite])
+    return to_svg(lambda axes: _draw(axes, chart, finite), chart.title, chart.unit, [*finite])
 
 
 def draw_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
@@ -60,14 +58,16 @@ def draw_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: st
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
     if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""
-    figure, axes = _make_figure()
-    width = 0.8 / len(bars)
-    for number, heights in enumerate(bars.values()):
-        centres = [tick - 0.4 + (number + 0.5) * width for tick in range(len(positions))]
-        axes.bar(centres, [heights.get(position, 0.0) for position in positions], width)
-    axes.set_xticks(range(len(positions)), positions, fontsize=8)
-    _finish_axes(axes, xlabel, "share")
-    return to_svg(figure, title, "share of the samples", [*bars])
+
+    def draw(axes: "Axes") -> None:
+        width = 0.8 / len(bars)
+        for number, heights in enumerate(bars.values()):
+            centres = [tick - 0.4 + (number + 0.5) * width for tick in range(len(positions))]
+            axes.bar(centres, [heights.get(position, 0.0) for position in positions], width)
+        axes.set_xticks(range(len(positions)), positions, fontsize=8)
+        _finish_axes(axes, xlabel, "share")
+
+    return to_svg(draw, title, "share of the samples", [*bars])
 
 
 def draw_curve(path: Path, title: str, points: Points, unit: str = "") -> None:
@@ -146,14 +146,15 @@ def _finish_axes(axes: "Axes", xlabel: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def to_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
-    """Return a figure with its title, unit and legend as HTML. Text stays text, and equal charts give equal bytes.
+def to_svg(draw: "Callable[[Axes], None]", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
+    """Return a drawing with its title, unit and legend as HTML. Text stays text, and equal charts give equal bytes.
 
     The legend is left out if the only label is empty.
     """
     from matplotlib import rc_context
 
-    written = io.StringIO()
+    written, (figure, axes) = io.StringIO(), _make_figure()
+    draw(axes)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = written.getvalue().partition("<svg")[2]

@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ def build_page(out: Path) -> str:
     )
 
 
+@cache
 def load_template(name: str) -> Template:
     """Return the template of a page, which escapes every text."""
     loader = FileSystemLoader(Path(__file__).parent)

@@ -15,7 +15,7 @@ def one_pixel(path: Path, charts: Any) -> None:
     Image.new("RGB", (1, 1)).save(path)
 
 
-def only_title(figure: Any, title: str, unit: str = "", labels: Any = ()) -> str:
+def only_title(draw: Any, title: str, unit: str = "", labels: Any = ()) -> str:
     return f"<figure><figcaption>{title}</figcaption></figure>"
 
 
