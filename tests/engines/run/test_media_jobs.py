@@ -233,7 +233,7 @@ def test_another_size_and_a_default_scale_are_said(folder: Path, tmp_path: Path)
 
 WITH_SOUND = (
     "--sampling.guidance.scale 3 --sampling.guidance.negative bad --pipeline.height 32 --pipeline.width 32 "
-    "--pipeline.frames 5 --rewards helpers.tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
+    "--rewards helpers.tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
 )
 
 PLAIN = ("guidance_rescale=0.0", "audio_guidance_rescale=0.0")
@@ -271,7 +271,8 @@ def test_two_updates_by_a_reward_of_sounds(tmp_path: Path, compute: str, fluvial
 def test_two_updates_of_a_video_with_sound(tmp_path: Path, compute: str, rescaled: bool, fluvial: Any) -> None:
     """LTX-2, by a reward of its sounds, with its own rescaled guidance and with sums: on policy to the bit."""
     model, prompts = tiny.save("LTX2Pipeline", tmp_path / "model"), tiny_sounds.texts(tmp_path / "prompts.jsonl")
-    words = [*FEW, *WITH_SOUND.split(), *([] if rescaled else PLAIN)]
+    # Three frames are enough for sums; of so few, rescaled guidance is refused in bfloat16 as no known combination.
+    words = [*FEW, "--pipeline.frames", "5" if rescaled else "3", *WITH_SOUND.split(), *([] if rescaled else PLAIN)]
     low = ["--engine.compute", compute, "--pipeline.frozen", compute, "--out", tmp_path / "run"]
     fluvial("train", "grpo", "--model", model, "--prompts", prompts, *words, *low)
     expect_on_policy(tmp_path / "run")
@@ -294,7 +295,7 @@ def test_a_video_with_sound_starts_from_an_image(tmp_path: Path, compute: str, t
         Image.blend(image, Image.new("RGB", (32, 32), colour), 0.5).save(tmp_path / f"{number}.png")
         records.append({"prompt": text, "image": f"{number}.png"})
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ["--model", model, "--prompts", tmp_path / "prompts.jsonl", *FEW, *WITH_SOUND.split()]
+    words = ["--model", model, "--prompts", tmp_path / "prompts.jsonl", *FEW, "--pipeline.frames", "5", *WITH_SOUND.split()]
     low = ["--engine.compute", compute, "--pipeline.frozen", compute, "--out", tmp_path / "run"]
     within = re.search(r"velocities and images within ([\d.e+-]+)", fluvial("train", "grpo", *words, *low))
     assert within is not None
