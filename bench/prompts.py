@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from fluvial.core.random import key
 from fluvial.engines.data.order import BatchOrder, Pool, order_key
-from fluvial.engines.run.jobs.pipeline import read_prompts_of
+from fluvial.engines.run.jobs.pipeline import read_run_prompts
 from fluvial.engines.run.jobs.settings import PipelineConfig
 
 GROUPS = 64  # prompts of a rollout
@@ -39,7 +39,7 @@ def run(config: PromptsConfig) -> None:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(f"a photograph of object {i:9d} on a wooden table beside a tall window\n" for i in numbers)
         report("write the file")
-        prompts = read_prompts_of(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
+        prompts = read_run_prompts(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
     report("read, and hold out every tenth")
     order = BatchOrder(prompts.train, order_key(0))
     report("epochs: begin")

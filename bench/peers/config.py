@@ -144,7 +144,7 @@ class PeerCase(NamedTuple):
     def pairs(self, config: PeersConfig) -> tuple[int, ...]:
         """Return the numbers of pairs per pass, none above the number of pairs; the first is that of a project's loop."""
         steps = self.window or config.steps
-        asked = config.pairs or [config.samples * times for times in micro_batch.sizes(steps)]
+        asked = config.pairs or [config.samples * times for times in micro_batch.list_sizes(steps)]
         return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *asked)))
 
 

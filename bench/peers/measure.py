@@ -203,7 +203,7 @@ def measure(
             peer.set_micro_batch(samples)
         return peer.update(stored)
 
-    fewer = micro_batch.sizes(work.samples)[:-1] if project.micro_batches else []
+    fewer = micro_batch.list_sizes(work.samples)[:-1] if project.micro_batches else []
     updates = {samples: partial(theirs, samples) for samples in (work.samples, *fewer)}
     others = {samples: clocks(update=update) for samples, update in updates.items()}
     if project.samples:

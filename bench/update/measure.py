@@ -193,12 +193,12 @@ def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))
 
     mfu: dict[str, float] = {}
-    most = utilisation.peak(world.device, EngineConfig().compute_dtype(world.device))
+    most = utilisation.find_peak(world.device, EngineConfig().compute_dtype(world.device))
     if most is not None:
         with FlopCounter() as counter:
             sides["keep"].update()
         mfu = {
-            provider: utilisation.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            provider: utilisation.compute_mfu(counter.model, statistics.median(times), peak=most, ranks=1)
             for provider, times in seconds.items()
         }
     ratios = {provider: speedup(provider) for provider in seconds}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fluvial.engines.cli.parse import find_values, split_flags
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.process.launch import cores, launch
+from fluvial.engines.run.process.launch import count_cores, launch
 
 FLAG = "--processes"
 PER_CORE = 32  # more processes would only fill the memory
@@ -34,7 +34,7 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
             f"{FLAG} is {values[0]}, and this is one of several processes already, e.g. torchrun's: leave it out"
         )
     count = _auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
-    most = PER_CORE * cores()
+    most = PER_CORE * count_cores()
     if not 1 <= count <= most:
         raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1 to {most} ({PER_CORE} per core), or auto")
     return count, others
@@ -52,7 +52,7 @@ def _auto() -> int:
 
         if torch.cuda.is_available():
             return torch.cuda.device_count()
-    return min(cores(), 2)
+    return min(count_cores(), 2)
 
 
 def _has_gpus() -> bool:

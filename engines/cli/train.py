@@ -168,7 +168,7 @@ def _configure_recipe(
         plain = _build(name, recipe, [*model, *flags])
         base, others = _preset(plain, expand_flags(flags, field_names(plain)))
         with convert_errors(UsageError, UsageError, says=str(path)):
-            config = read.apply(base, values, field_names(base)) if values else base
+            config = read.apply_settings(base, values, field_names(base)) if values else base
         yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
 
 
@@ -222,12 +222,12 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     matched, others = split_flags(flags, {PRESET})
     if not matched:
         return config, others
-    from fluvial.engines.run.recipes import on_gpus
+    from fluvial.engines.run.recipes import fit_to_gpus
 
     if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
-        preset, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
+        preset, said = fit_to_gpus(config, (find_values(flags, PRESET) or [""])[-1])
     except UsageError as error:
         raise UsageError(error.name_fields(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
@@ -312,10 +312,10 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines.run.recipes import RECIPES, recipe_of
+    from fluvial.engines.run.recipes import RECIPES, make_method_recipe
 
     recipe: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
-    return recipe_of(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]
+    return make_method_recipe(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]
 
 
 def _explain_no_recipe(recipe: Any) -> str | None:
@@ -352,12 +352,12 @@ def _build(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     says its own.
     """
     from fluvial.engines.run.config import TrainConfig
-    from fluvial.engines.run.jobs.weights import base_model
+    from fluvial.engines.run.jobs.weights import find_base_model
 
     models = find_values(args, "--model")[-1:]
     takes_model = "model" in inspect.signature(recipe).parameters
     try:
-        config = recipe(model=base_model(models[0])) if models and takes_model else recipe()
+        config = recipe(model=find_base_model(models[0])) if models and takes_model else recipe()
     except UsageError:
         raise
     except Exception as error:
@@ -376,8 +376,8 @@ def _is_recorded(out: Path) -> bool:
 
 def _read_recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder."""
-    from fluvial.engines.run.jobs.weights import configuration
+    from fluvial.engines.run.jobs.weights import read_configuration
 
     if not _is_recorded(out):
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
-    return configuration(out)
+    return read_configuration(out)

@@ -12,7 +12,7 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
 from fluvial.engines.files import LORA
-from fluvial.engines.run.log.records import flat, read_json, read_records
+from fluvial.engines.run.log.records import flatten, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or that do not change the weights.
@@ -183,7 +183,7 @@ def _adapter(card: Card, folder: str) -> str:
 
 def _settings(card: Card) -> str:
     """Return the settings of the run that are not the defaults of its method."""
-    ours, theirs = flat(card.settings), flat(card.defaults)
+    ours, theirs = flatten(card.settings), flatten(card.defaults)
     rows = [
         f"| `{name.removeprefix('method.')}` | `{json.dumps(value)}` |"
         for name, value in ours.items()

@@ -104,14 +104,14 @@ class TrainConfig:
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         refuse_unused(self)
-        for problem in (*self._method_on_machine(), *self._parts_of_the_machine()):
+        for problem in (*self._check_method_on_machine(), *self._check_machine()):
             raise problem
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that have no effect, and why."""
         return ((name, why) for is_unused, name, why in self._unused() if is_unused)
 
-    def unused_by_built_in(self) -> Iterator[tuple[str, str]]:
+    def list_unused_by_built_in(self) -> Iterator[tuple[str, str]]:
         """Yield the settings of diffusers pipelines that a built-in model does not have, and why."""
         names = [f"pipeline.{each.name}" for each in dataclasses.fields(self.pipeline) if each.name != "weights"]
         names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
@@ -120,7 +120,7 @@ class TrainConfig:
     def list_fixed(self) -> Iterator[str]:
         """Yield the dotted names of settings that accept only their default beside the others."""
         yield from list_unused(self)
-        yield from (name for name, _ in self.unused_by_built_in())
+        yield from (name for name, _ in self.list_unused_by_built_in())
         yield from ("rollout.autocast",) if self.compares_exactly else ()
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
@@ -154,7 +154,7 @@ class TrainConfig:
         yield self.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
 
-    def _method_on_machine(self) -> Iterator[UsageError]:
+    def _check_method_on_machine(self) -> Iterator[UsageError]:
         """Yield conflicts between the method and the machine's settings."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
         if self.updates % self.updates_per_rollout:
@@ -191,14 +191,14 @@ class TrainConfig:
             yield UsageError("engine.context_parallel", self.engine.context_parallel, "1", hint)
         for network in self.networks.values():
             if isinstance(network, Trained):
-                settings = next(at for at, each in _optimizers(method) if each is network.optimizer)
+                settings = next(at for at, each in _list_optimizers(method) if each is network.optimizer)
                 yield from network.problems(settings)
         if self.followers and self.train == "full":
             followers = ", ".join(self.followers)
             hint = f"{name} keeps policies that lag behind ({followers}) as LoRA adapters"
             yield UsageError("train", "full", "lora", hint)
 
-    def _parts_of_the_machine(self) -> Iterator[UsageError]:
+    def _check_machine(self) -> Iterator[UsageError]:
         """Yield conflicts between settings of the machine."""
         engine, rollout = self.engine, self.rollout
         if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
@@ -259,7 +259,7 @@ class TrainConfig:
             )
         return self.engine.micro_batch
 
-    def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
+    def choose_pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the micro-batch sizes of an update, largest first; the last one takes the remainder.
 
         Args:
@@ -273,7 +273,7 @@ class TrainConfig:
         most = max(self.engine.update_micro_batch // each, 1)
         return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
-    def update_forwards(self, pairs: int) -> Literal["one", "two"]:
+    def choose_forwards(self, pairs: int) -> Literal["one", "two"]:
         """Return the number of forward passes for the two halves of guidance in an update's micro-batch of `pairs` pairs.
 
         Two if the unconditional half has no gradient, because a joint pass would propagate zeros back through it. A
@@ -340,14 +340,14 @@ class TrainConfig:
         return find_followers(self.networks)
 
 
-def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _list_optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the optimizers among the settings of a method, by their dotted names."""
     for each in dataclasses.fields(config):
         value, name = getattr(config, each.name), f"{place}{each.name}"
         if isinstance(value, OptimizerConfig):
             yield name, value
         elif dataclasses.is_dataclass(value):
-            yield from _optimizers(value, f"{name}.")
+            yield from _list_optimizers(value, f"{name}.")
 
 
 def explain_fixed_micro_batch(method: Method) -> str | None:

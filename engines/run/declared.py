@@ -157,10 +157,10 @@ class Ramp:
 
     def decay(self, rollouts: int, updates: int) -> float:
         """Return d after a number of rollouts and updates."""
-        return ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
+        return compute_ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
 
 
-def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
+def compute_ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
     """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
     return start if updates < delay else min(start + rise * (updates - delay), cap)
 
@@ -204,7 +204,7 @@ class LinearOld:
         if rollouts % self.every:
             return 1.0
         done = updates if self.unit == "updates" else rollouts
-        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
+        return compute_ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
 
 
 OldPolicy = NoOld | LinearOld
@@ -220,8 +220,8 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
     Raises:
         UsageError: a source stands twice or beside a folder without one, or a scale is not a number or of no teacher.
     """
-    by_source, scales = _split("teacher", folders), dict[str, float]()
-    for source, word in _split("guidance", guidance).items():
+    by_source, scales = _split_sources("teacher", folders), dict[str, float]()
+    for source, word in _split_sources("guidance", guidance).items():
         try:
             scales[source] = float(word)
         except ValueError:
@@ -238,7 +238,7 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
     return teachers.get("", Teacher(None))
 
 
-def _split(field: str, words: Sequence[str]) -> dict[str, str]:
+def _split_sources(field: str, words: Sequence[str]) -> dict[str, str]:
     """Return the value of each source, that of a word without one under an empty name."""
     values = dict[str, str]()
     for word in words:

@@ -48,11 +48,11 @@ def read_record(record: dict[str, Any]) -> TrainConfig:
     try:
         return CONVERTER.structure(migrate(record), TrainConfig)
     except cattrs.BaseValidationError as error:
-        lines = cattrs.transform_error(error, path="run", format_exception=_line)
+        lines = cattrs.transform_error(error, path="run", format_exception=_describe_error)
         raise UsageError("; ".join(lines)) from error
 
 
-def _line(error: BaseException, kind: type | None) -> str:
+def _describe_error(error: BaseException, kind: type | None) -> str:
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         return f"has unknown fields {', '.join(sorted(error.extra_fields))}"
     if isinstance(error, KeyError):
@@ -62,14 +62,14 @@ def _line(error: BaseException, kind: type | None) -> str:
     return " ".join(str(error).split())
 
 
-def _name_method(method: Any) -> dict[str, Any]:
+def _unstructure_method(method: Any) -> dict[str, Any]:
     known = method.method_name in plugins.names("methods", METHODS) or ":" in method.method_name
     # A name that nothing declares could not be read again.
     name = method.method_name if known else plugins.spec_of(type(method))
     return {"name": name, **CONVERTER.unstructure(method, type(method))}
 
 
-def _method(record: Any, _: Any) -> Any:
+def _structure_method(record: Any, _: Any) -> Any:
     fields = {"name": record} if isinstance(record, str) else record
     if not isinstance(fields, dict) or "name" not in fields:
         raise ValueError(f"is {record!r}, expected an object with the name of a method, one of {', '.join(METHODS)}")
@@ -77,7 +77,7 @@ def _method(record: Any, _: Any) -> Any:
     return CONVERTER.structure(fields, method_type(fields.pop("name")))
 
 
-def _with_kind(value: Any) -> dict[str, Any]:
+def _unstructure_kind(value: Any) -> dict[str, Any]:
     """Return a choice as an object with its kind and its fields."""
     return {
         "kind": value.kind,
@@ -85,7 +85,7 @@ def _with_kind(value: Any) -> dict[str, Any]:
     }
 
 
-def _choose_kind(record: Any, union: Any) -> Any:
+def _structure_kind(record: Any, union: Any) -> Any:
     """Return the choice of an object with a kind, or of a kind alone."""
     fields = {"kind": record} if isinstance(record, str) else record
     if not isinstance(fields, dict) or "kind" not in fields:
@@ -100,49 +100,49 @@ def _choose_kind(record: Any, union: Any) -> Any:
     return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})
 
 
-def _path(value: Any, _: Any) -> Path:
+def _structure_path(value: Any, _: Any) -> Path:
     if value == "":
         raise ValueError("is '', expected a path; the current folder is .")
     return Path(value)
 
 
-def _words(value: Any) -> tuple[str, ...]:
+def _structure_texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str | list | tuple) or not all(isinstance(word, str) for word in value):
         raise ValueError(f"is {value!r}, expected a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def members(kind: Any) -> tuple[Any, ...]:
+def list_members(kind: Any) -> tuple[Any, ...]:
     """Return the types of a union; of any other type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _is_worded(kind: Any) -> bool:
     """Return whether a value is one of some words, or also a number."""
-    return all(part in (int, bool) or get_origin(part) is Literal for part in members(kind))
+    return all(part in (int, bool) or get_origin(part) is Literal for part in list_members(kind))
 
 
-def _converter() -> cattrs.Converter:
+def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_unstructure_hook(Path, str)
-    converter.register_structure_hook(Path, _path)
+    converter.register_structure_hook(Path, _structure_path)
     # A text alone is a tuple of one, as the teacher of older records.
-    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _words(value))
+    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _structure_texts(value))
     for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
         converter.register_structure_hook(kind, lambda value, _: value)
     converter.register_structure_hook_func(_is_worded, lambda value, _: value)
-    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _choose_kind)
-    converter.register_unstructure_hook_func(is_variant, _with_kind)
+    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _structure_kind)
+    converter.register_unstructure_hook_func(is_variant, _unstructure_kind)
     # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
-    converter.register_unstructure_hook_func(lambda kind: kind is Method, _name_method)
-    converter.register_structure_hook_func(lambda kind: kind is Method, _method)
+    converter.register_unstructure_hook_func(lambda kind: kind is Method, _unstructure_method)
+    converter.register_structure_hook_func(lambda kind: kind is Method, _structure_method)
     return converter
 
 
-CONVERTER = _converter()
+CONVERTER = _make_converter()
 
 
-def _of_word(text: str, move: Move) -> str | None:
+def _move_weighted(text: str, move: Move) -> str | None:
     """Move the path of a file, or of a file with a weight."""
     name, separator, weight = text.rpartition("=")
     moved = move(text)
@@ -151,7 +151,7 @@ def _of_word(text: str, move: Move) -> str | None:
     return moved
 
 
-def _of_teacher(text: str, move: Move) -> str | None:
+def _move_teacher(text: str, move: Move) -> str | None:
     """Move the path of a folder, or of a source's folder."""
     source, separator, folder = text.partition("=")
     if (moved := move(text)) is not None or not separator:
@@ -159,12 +159,12 @@ def _of_teacher(text: str, move: Move) -> str | None:
     return None if (moved := move(folder)) is None else f"{source}={moved}"
 
 
-def _of_options(text: str, move: Move) -> str | None:
+def _move_options(text: str, move: Move) -> str | None:
     """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
     return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda match: move(match[0]) or match[0], text)
 
 
-def _of_source(text: str, move: Move) -> str | None:
+def _move_source(text: str, move: Move) -> str | None:
     folder = move(text.removeprefix(REPLAYED)) if text.startswith(REPLAYED) else None
     return None if folder is None else REPLAYED + folder
 
@@ -175,10 +175,10 @@ TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "checkpoint.folder": lambda text, move: move(text),
     "pipeline.settings": lambda text, move: move(text),
     "checkpoint.resume_from": lambda text, move: move(text),
-    "rollout.source": _of_source,
-    "method.teacher": _of_teacher,
-    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _of_word),
-    **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
+    "rollout.source": _move_source,
+    "method.teacher": _move_teacher,
+    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _move_weighted),
+    **dict.fromkeys(("rewards", "evaluation.rewards"), _move_options),
 }
 
 
@@ -186,9 +186,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return a configuration with absolute paths; a text is a path if a file or a folder is there."""
 
     def move(text: str) -> str | None:
-        return _absolute(text) if os.path.exists(text) else None
+        return _make_absolute(text) if os.path.exists(text) else None
 
-    return _move_paths(config, move, lambda path: Path(_absolute(str(path))))
+    return _move_paths(config, move, lambda path: Path(_make_absolute(str(path))))
 
 
 def expand_home(config: Config) -> Config:
@@ -206,11 +206,11 @@ def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
     A path that is not there any more is looked for beside the run folder, which may have been moved with it. Relative paths,
     of older records, start from the folder that the run was started in, or else from the current one.
     """
-    finder = Finder(Path(config.out), out)
+    finder = PathFinder(Path(config.out), out)
     return _move_paths(config, finder, lambda path: Path(finder(str(path)) or path))
 
 
-class Finder:
+class PathFinder:
     """Finds the paths of a record.
 
     Args:
@@ -219,7 +219,7 @@ class Finder:
     """
 
     def __init__(self, recorded: Path, out: Path) -> None:
-        self.recorded, self.out = recorded, Path(_absolute(str(out)))
+        self.recorded, self.out = recorded, Path(_make_absolute(str(out)))
         parts = recorded.parts
         began = not recorded.is_absolute() and self.out.parts[-len(parts) :] == parts
         self.start = Path(*self.out.parts[: -len(parts)]) if began else Path.cwd()
@@ -231,25 +231,25 @@ class Finder:
             places.append(self.out / os.path.relpath(text, self.recorded))
         for place in places:
             if text and "://" not in text and os.path.exists(place):
-                spelled = _absolute(str(place))
+                spelled = _make_absolute(str(place))
                 return os.path.relpath(spelled) if Path(spelled).is_relative_to(Path.cwd()) else spelled
         return None
 
-    def model(self, recorded: str) -> str:
+    def locate_model(self, recorded: str) -> str:
         """Return a recorded model as it is now."""
         return TEXTS["model"](recorded, self) or recorded
 
-    def same(self, name: str, recorded: Any, now: Any) -> bool:
+    def is_same(self, name: str, recorded: Any, now: Any) -> bool:
         """Return whether a recorded setting names the same paths as the absolute ones of a run."""
         if isinstance(now, list):
             recorded = recorded if isinstance(recorded, list) else [recorded]  # of a field that was a single text
-            return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
+            return len(recorded) == len(now) and all(self.is_same(name, *pair) for pair in zip(recorded, now, strict=True))
         if not isinstance(recorded, str):
             return bool(recorded == now)
 
         def move(text: str) -> str | None:
             place = self(text)
-            return None if place is None else _absolute(place)
+            return None if place is None else _make_absolute(place)
 
         return now in (recorded, TEXTS.get(name, lambda text, move: move(text))(recorded, move))
 
@@ -274,7 +274,7 @@ def _move_paths(config: Config, move: Move, move_path: Callable[[Path], Path], p
     return replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
-def _absolute(text: str) -> str:
+def _make_absolute(text: str) -> str:
     """Return a path from the root, without `..` where that leads to the same place."""
     plain = os.path.abspath(text)
     return plain if os.path.realpath(plain) == os.path.realpath(text) else str(Path(text).absolute())

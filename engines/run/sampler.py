@@ -97,7 +97,7 @@ class RolloutSampler:
         self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
         self._schedules = {self.method.sampling.steps: schedules}  # by number of steps: drafts may have another
 
-    def prompts(self, root: Key, updates: int) -> list[Prompt]:
+    def choose_prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
 
         If the samples of a group are different images of a dataset, return the prompt of each sample.
@@ -108,9 +108,9 @@ class RolloutSampler:
         known, sampling = self.job.prompts, self.method.sampling
         if self._captions is None:
             count = sampling.batch if self._compare == "data" else sampling.prompts
-            return [known[place] for place in self._places(root, count, updates)]
+            return [known[place] for place in self._choose_indices(root, count, updates)]
         asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
-        for group, caption in enumerate(self._places(root, sampling.prompts, updates)):
+        for group, caption in enumerate(self._choose_indices(root, sampling.prompts, updates)):
             asked += [known[place] for place in self._captions.draw(caption, fold_in(keys, group), sampling.group)]
         return asked
 
@@ -241,7 +241,7 @@ class RolloutSampler:
         initial_ids = initial_ids if starts is None else [starts[i] for i in ids]
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         shape = self.job.shape if size is None else sizes[size]
-        sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
+        sampling = self._make_sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
         levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
         transitions = step_coefficients(stochastic.transition, levels) if stochastic is not None and records else None
@@ -264,7 +264,7 @@ class RolloutSampler:
         size, group = self.config.samples_per_pass, spec.group
         root = fold_in(fold_in(root, Stream.REFILL), number)
         asked = list(spec.asked)
-        prompts = self._further_prompts(root, asked[0].size, len(groups), updates, number)
+        prompts = self._choose_replacements(root, asked[0].size, len(groups), updates, number)
         for place, prompt in zip(groups, prompts, strict=True):
             asked[place] = prompt
         everyone = [place * group + i for place in groups for i in range(group)]
@@ -306,7 +306,7 @@ class RolloutSampler:
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
         """Return the preferences of the next batch, the same on every rank, and their size."""
-        places = self._places(root, self.method.sampling.prompts, updates)
+        places = self._choose_indices(root, self.method.sampling.prompts, updates)
         return [self.pairs[place] for place in places], self._known[places[0]].size
 
     def pair_up(
@@ -351,7 +351,7 @@ class RolloutSampler:
         )
         return Batch(spec, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
 
-    def _places(self, root: Key, count: int, updates: int) -> list[int]:
+    def _choose_indices(self, root: Key, count: int, updates: int) -> list[int]:
         """Return the indices of the next `count` prompts, or preferences, after a number of updates."""
         config = self.config
         if self._order is not None:
@@ -359,7 +359,7 @@ class RolloutSampler:
         drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
         return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
-    def _further_prompts(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
+    def _choose_replacements(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
         """Return replacement prompts of a size, the same on every rank; arguments as in `respecify`."""
         config, sampling = self.config, self.method.sampling
         if self._further is not None:
@@ -370,7 +370,7 @@ class RolloutSampler:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)
         return [self._known[place] for place in self._draw(fold_in(drawn, Stream.PROMPTS), count, size)]
 
-    def _sampling(
+    def _make_sampling(
         self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
     ) -> Sampling:
         """Return the sampling of a rollout, with its windows of stochastic steps and the padded length of its prompts."""

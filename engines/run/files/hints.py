@@ -35,7 +35,7 @@ def find_settings(name: str, names: Sequence[str]) -> list[str]:
     return known[:1] or [each for each in names if "." not in name and each.endswith(f".{name}")]
 
 
-class Foreign(NamedTuple):
+class ForeignSetting(NamedTuple):
     """A setting of other trainers.
 
     Args:
@@ -52,12 +52,12 @@ class Foreign(NamedTuple):
 
 
 @cache
-def load_foreign() -> dict[str, list[Foreign]]:
+def load_foreign_settings() -> dict[str, list[ForeignSetting]]:
     """Return the settings of other trainers by their name; one name may mean several of ours."""
     text = files(__package__).joinpath("names.csv").read_text(encoding="utf-8")
-    names = dict[str, list[Foreign]]()
+    names = dict[str, list[ForeignSetting]]()
     for row in csv.DictReader(text.splitlines()):
-        names.setdefault(row["name"], []).append(Foreign(**row))
+        names.setdefault(row["name"], []).append(ForeignSetting(**row))
     return names
 
 
@@ -79,7 +79,7 @@ def explain_unknown(
 
     if (now := rename(name).removeprefix("method.").removesuffix(".kind")) != name and now in names:
         return f"it is {show(now)} now"
-    for row in load_foreign().get(name.rpartition(".")[2].lower(), []):
+    for row in load_foreign_settings().get(name.rpartition(".")[2].lower(), []):
         if (is_command := row.ours.startswith("fluvial ")) or row.ours in names:
             note = f" ({row.note})" if row.note else ""
             return f"here it is {row.ours if is_command else show(row.ours)}{note}; the name is that of {row.of}"

@@ -13,7 +13,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
-from fluvial.engines.run.record import as_record, members, read_record
+from fluvial.engines.run.record import as_record, list_members, read_record
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 RECIPE = "recipe"  # entry that is no field: the recipe that the file changes
@@ -78,7 +78,7 @@ def is_whole(entries: Mapping[str, Any]) -> bool:
     return RECIPE not in entries and ("method" in entries or "objective" in entries)
 
 
-def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> TrainConfig:
+def apply_settings(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> TrainConfig:
     """Return a run with the entries of a file.
 
     Args:
@@ -99,7 +99,7 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
                 hint = f"this run has the method {config.method.method_name}; `recipe` names another one"
                 raise UsageError(f"method.name is {value!r}: {hint}")
             continue
-        key = _find(config, plain, names)
+        key = _resolve_name(config, plain, names)
         if key in values and values[key] != value:
             raise UsageError(f"{name} is set twice, to {values[key]!r} and {value!r}")
         values[key] = value
@@ -119,7 +119,7 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
     return read_record(record)
 
 
-def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
+def _resolve_name(config: TrainConfig, name: str, names: Sequence[str]) -> str:
     """Return the setting that a name stands for."""
     if name in names:
         return name
@@ -153,7 +153,7 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
 
     Args:
         config: run of the recipe, whose fields say which settings are lists.
-        entries, names: see `apply`.
+        entries, names: see `apply_settings`.
     """
     flat = dict[str, Any]()
     for name, value in flatten(entries):
@@ -170,7 +170,9 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
     runs = list[tuple[str, dict[str, Any]]]()
     for combination in itertools.product(*swept.values()):
         chosen = dict(zip(swept, combination, strict=True))
-        runs.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
+        runs.append(
+            (",".join(f"{short[name]}={_format_label(value)}" for name, value in chosen.items()), {**flat, **chosen})
+        )
     if len({name for name, _ in runs}) < len(runs):
         raise UsageError("the file names the same run twice: each value of a list is one run")
     return runs
@@ -179,16 +181,16 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
 def _is_sweep(config: TrainConfig, name: str, values: list[Any], names: Sequence[str]) -> bool:
     if name == RECIPE:
         raise UsageError("recipe is a list, expected one: compare the runs of several by fluvial report runs/*")
-    plain = _find(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
+    plain = _resolve_name(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
     declared = _find_type(config, plain)
-    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in members(declared)):
+    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in list_members(declared)):
         return bool(values) and all(isinstance(value, list) for value in values)
     return True
 
 
-def _label(value: Any) -> str:
+def _format_label(value: Any) -> str:
     """Return a value as the name of a folder has it."""
     if isinstance(value, Mapping):
-        return "+".join(_label(each) for each in value.values())
+        return "+".join(_format_label(each) for each in value.values())
     text = "+".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")[:60]

@@ -31,7 +31,7 @@ def list_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str
             yield name, CONVERTER.unstructure(value), text
 
 
-def differences(config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
+def list_differences(config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
     """Return the settings, by dotted names, that differ from those of another run; with a new kind all of its fields."""
     before = {name: value for name, value, _ in list_settings(base)}
     changed = dict[str, Any]()
@@ -49,44 +49,54 @@ def differences(config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
 def write_differences(recipe: str | None, config: TrainConfig, base: TrainConfig) -> str:
     """Return a file of what differs from a recipe, or, where there is none, of all settings."""
     if recipe is None:
-        entries = [_entry(name, value, None, config) for name, value, _ in list_settings(config)]
-        return "\n".join([_first(None, config), *filter(None, entries)]) + "\n"
-    changed = differences(config, base) | {"model": config.model}
-    entries = [_entry(name, changed[name], recipe, config) for name in sorted(changed, key=lambda name: name != "model")]
+        entries = [_format_entry(name, value, None, config) for name, value, _ in list_settings(config)]
+        return "\n".join([_format_header(None, config), *filter(None, entries)]) + "\n"
+    changed = list_differences(config, base) | {"model": config.model}
+    entries = [
+        _format_entry(name, changed[name], recipe, config) for name in sorted(changed, key=lambda name: name != "model")
+    ]
     if [*changed] == ["model"]:
         entries.append("# Nothing differs from the recipe. fluvial config --all prints every setting with its help.")
-    return "\n".join([_first(recipe, config), *filter(None, entries)]) + "\n"
+    return "\n".join([_format_header(recipe, config), *filter(None, entries)]) + "\n"
 
 
 def write_all(recipe: str | None, config: TrainConfig) -> str:
     """Return a file of all settings, each below its help; None stands for what is not set."""
-    lines = [_first(recipe, config)]
+    lines = [_format_header(recipe, config)]
     for name, value, text in list_settings(config):
-        if entry := _entry(name, value, recipe, config):
+        if entry := _format_entry(name, value, recipe, config):
             lines += ["", *(f"# {line}" for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)), entry]
     return "\n".join(lines) + "\n"
 
 
-def _first(recipe: str | None, config: TrainConfig) -> str:
+def _format_header(recipe: str | None, config: TrainConfig) -> str:
     """Return the line that says what the settings are of."""
-    return f"{RECIPE} = {_text(recipe)}" if recipe is not None else f"method.name = {_text(config.method.method_name)}"
+    return (
+        f"{RECIPE} = {_format_value(recipe)}"
+        if recipe is not None
+        else f"method.name = {_format_value(config.method.method_name)}"
+    )
 
 
-def _entry(name: str, value: Any, recipe: str | None, config: TrainConfig) -> str:
+def _format_entry(name: str, value: Any, recipe: str | None, config: TrainConfig) -> str:
     """Return the line of a setting: of a choice whose fields follow its kind. A whole run leaves out what is None."""
     kind = type(getattr(*locate(config, name), None))
     key = f"{name}.kind" if is_variant(kind) and settings(kind) else name
     if recipe is not None:
-        return f"{key} = {_text(value)}"
-    return "" if value is None else f"{'' if hasattr(config, name.partition('.')[0]) else 'method.'}{key} = {_text(value)}"
+        return f"{key} = {_format_value(value)}"
+    return (
+        ""
+        if value is None
+        else f"{'' if hasattr(config, name.partition('.')[0]) else 'method.'}{key} = {_format_value(value)}"
+    )
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as TOML writes it in a line."""
     if value is None:
         return '"None"'
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_format_value(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_format_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else tomli_w.dumps({"x": value})[4:].strip()

@@ -12,8 +12,8 @@ from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.base import Job, has_frames, has_one_size, only_shape
-from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.base import Job, find_only_shape, has_frames, has_one_size
+from fluvial.engines.run.jobs.media import check_columns, list_media_columns
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.audio import with_audio
@@ -33,19 +33,19 @@ def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig
     """
     changes: dict[str, Any] = {}
     if config.prompts:
-        columns, field = media_columns(job.model, pipeline.media), "evaluation.prompts"
+        columns, field = list_media_columns(job.model, pipeline.media), "evaluation.prompts"
         heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
         check_columns(job.model, [*job.prompts[:1], *examples(heldout)], columns)
         changes["heldout"] = heldout
     if config.rewards:
-        changes["evaluators"] = evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")
+        changes["evaluators"] = select_evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")
     if config.height is not None or config.width is not None:
         height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
-        changes["shape"] = _shape(job, height, width, pipeline.frames)
+        changes["shape"] = _find_shape(job, height, width, pipeline.frames)
     return replace(job, **changes) if changes else job
 
 
-def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
+def with_job_size(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
     """Return the settings of a pipeline with the size of a job's samples, which the record of a run says.
 
     Raises:
@@ -57,12 +57,14 @@ def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
             raise UsageError(f"job: shape is {list(job.shape)}, expected that of one of its sizes")
         words = tuple(map(str, dict.fromkeys([*first, *job.sizes])))
         return replace(pipeline, sizes=words, height=PipelineConfig.height, width=PipelineConfig.width)
-    if (has_one_size(job.model) and only_shape(job.model) == job.shape) or _makes(job, *pipeline.size, pipeline.frames):
+    if (has_one_size(job.model) and find_only_shape(job.model) == job.shape) or _has_size(
+        job, *pipeline.size, pipeline.frames
+    ):
         return pipeline
     with torch.no_grad():
         made = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
     frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
-    if not (is_recorded(job.model) or _makes(job, height, width, frames)):
+    if not (is_recorded(job.model) or _has_size(job, height, width, frames)):
         raise UsageError(
             f"job: shape is {list(job.shape)}, and its images have {width}x{height} pixels, for which the model has another "
             "shape: pass shape=model.latent_shape(height, width)"
@@ -70,7 +72,7 @@ def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, sizes=(), height=height, width=width, frames=frames)
 
 
-def _makes(job: Job, height: int, width: int, frames: int) -> bool:
+def _has_size(job: Job, height: int, width: int, frames: int) -> bool:
     """Return whether the job's samples are those of a size."""
     try:
         return tuple(job.model.latent_shape(height, width, frames)) == job.shape
@@ -78,7 +80,7 @@ def _makes(job: Job, height: int, width: int, frames: int) -> bool:
         return False
 
 
-def evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -> dict[str, Reward]:
+def select_evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -> dict[str, Reward]:
     """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
 
     Raises:
@@ -101,10 +103,10 @@ def list_texts(job: Job, asked: Job, guidance: Guidance) -> Sequence[Any]:
 
     The list is made when it is first read, because most jobs of many prompts never do.
     """
-    return _Texts(lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout]))))
+    return _LazyTexts(lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout]))))
 
 
-class _Texts(Sequence[Any]):
+class _LazyTexts(Sequence[Any]):
     """Sequence that is made when it is first read."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
@@ -138,7 +140,7 @@ def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> N
         )
 
 
-def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
+def _find_shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
     """Return the shape of a sample of another size."""
     if is_recorded(job.model):
         raise UsageError(

@@ -32,15 +32,15 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     preferences = source.folder if isinstance(source, Preferences) else None
     if not config.data.images and preferences is None:
         return job
-    encode = _encoder(job, config)
+    encode = _choose_encoder(job, config)
     shapes: Any = job.sizes or {config.pipeline.size: job.shape}
     cache = ImageCache(
-        cache_folder(config),
-        settings=_settings(job, config),
+        locate_cache(config),
+        settings=_describe_encoder(job, config),
         encode=encode,
         shapes=shapes if job.encode is None else {None: job.shape},
         skip=config.data.errors == "skip",
-        compare=_fingerprint(job) is None,
+        compare=_find_fingerprint(job) is None,
     )
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
@@ -72,12 +72,12 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data.images else job.data)
 
 
-def cache_folder(config: TrainConfig) -> Path:
+def locate_cache(config: TrainConfig) -> Path:
     """Return the folder of a run's encoded images."""
     return config.out / "encoded" if config.data.cache is None else config.data.cache
 
 
-def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+def _choose_encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     """Return the function from images to clean samples: the job's own, or that of its model."""
     if job.encode is not None:
         return job.encode
@@ -89,26 +89,26 @@ def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
         )
 
     def encode(images: Tensor) -> Tensor:
-        samples: Tensor = encode_images(images, key=_keys(images) if config.pipeline.latents == "sample" else None)
+        samples: Tensor = encode_images(images, key=_derive_keys(images) if config.pipeline.latents == "sample" else None)
         return samples
 
     return encode
 
 
-def _keys(images: Tensor) -> Key:
+def _derive_keys(images: Tensor) -> Key:
     """Return a key per image, which depends on its pixels alone."""
     digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images.cpu().contiguous()]
     return fold_in(key(0), torch.tensor([int(digest[:15], 16) for digest in digests]))
 
 
-def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
+def _describe_encoder(job: Job, config: TrainConfig) -> dict[str, str]:
     """Return what an encoded image depends on besides its file and its size."""
-    fingerprint = _fingerprint(job)
+    fingerprint = _find_fingerprint(job)
     code = None if fingerprint is not None else describe_code(job.encode or cast(Any, job.model).encode_images)
     known = f"{config.model} {code}" if fingerprint is None else fingerprint()
     return {"encoder": f"{type(job.model).__name__} {known}", "latents": config.pipeline.latents}
 
 
-def _fingerprint(job: Job) -> Callable[[], str] | None:
+def _find_fingerprint(job: Job) -> Callable[[], str] | None:
     """Return the model's function that names all that its encoded images depend on; None of a user-defined encoder."""
     return None if job.encode is not None else getattr(job.model, "image_encoder", None)

@@ -16,13 +16,13 @@ from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
-from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.run.jobs.base import Job, find_only_shape, has_one_size
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.device import default_device, has_values, is_accelerator
 
 
-class PromptsOfRun(NamedTuple):
+class RunPrompts(NamedTuple):
     """The prompts of a run."""
 
     train: Sequence[Prompt]
@@ -30,7 +30,7 @@ class PromptsOfRun(NamedTuple):
     weights: dict[str, float]  # of each file of training prompts by its name
 
 
-def read_prompts_of(
+def read_run_prompts(
     config: PipelineConfig,
     *,
     prompts: Sequence[str],
@@ -38,11 +38,11 @@ def read_prompts_of(
     data: Sequence[str],
     check: Callable[[str], None],
     media: Mapping[str, str] = MappingProxyType({}),
-) -> PromptsOfRun:
+) -> RunPrompts:
     """Return the prompts that a run trains on, and those that it holds out.
 
     Args:
-        config, prompts, preferences, data: settings and arguments of `job.to_train`.
+        config, prompts, preferences, data: settings and arguments of `job.open_to_train`.
         check: function that raises ValueError for a string that is not a prompt of the model.
         media: column of each argument of the pipeline's call that is an image.
     """
@@ -58,7 +58,7 @@ def read_prompts_of(
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = hold_out(train, prompts, check=check, media=media)
-    return PromptsOfRun(train, heldout, weights)
+    return RunPrompts(train, heldout, weights)
 
 
 def read_training(
@@ -82,23 +82,23 @@ def open_job(
     steps: int,
     guidance: Guidance,
     compute: torch.dtype = torch.float32,
-    prompts: Callable[[Any], tuple[Any, PromptsOfRun]] | None = None,
+    prompts: Callable[[Any], tuple[Any, RunPrompts]] | None = None,
 ) -> Job:
     """Return the job of a pipeline without rewards and evaluators.
 
     Args:
-        name, config, steps, guidance, compute: see `job.to_sample`.
+        name, config, steps, guidance, compute: see `job.open_to_sample`.
         prompts: function from the model to the model as it is used and the prompts of the run; without it there are none.
 
     Raises:
         UsageError: the pipeline cannot be opened, or makes no images of that size.
     """
-    prompts_of = PromptsOfRun((), (), {})
+    prompts_of = RunPrompts((), (), {})
     model = open_named(name, config, steps=steps, guidance=guidance, compute=compute)
     try:
         if prompts is not None:
             model, prompts_of = prompts(model)
-        shape = _shape(model, config, adapted=is_adapter(name))
+        shape = _find_shape(model, config, adapted=is_adapter(name))
         sizes = parse_shapes(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
     except UsageError:
         raise
@@ -115,23 +115,23 @@ def open_named(
     """Return the model that `--model` names: that of a pipeline's folder or id, or a user-defined one; see `open_job`."""
     try:
         if is_adapter(name):
-            return _adapt(name, config)
-        return _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+            return _open_custom(name, config)
+        return _open_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
     except UsageError:
         raise
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
 
 
-def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
+def _find_shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
     """Return the shape of a sample; a user-defined model of one size gives it by defaults, and then need not be told."""
     if adapted and replace(config, heldout=()) == PipelineConfig() and has_one_size(model):
-        return only_shape(model)
+        return find_only_shape(model)
     shape: tuple[int, ...] = model.latent_shape(**config.size._asdict(), frames=config.frames)
     return shape
 
 
-def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
+def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.modular.any_modular import AnyModular
     from fluvial.models.original.whole import pipeline_folder
@@ -202,7 +202,7 @@ def is_adapter(name: str) -> bool:
     return ":" in name and not Path(name).is_dir()
 
 
-def _adapt(name: str, config: PipelineConfig) -> Any:
+def _open_custom(name: str, config: PipelineConfig) -> Any:
     """Return a user-defined model."""
     from fluvial.models import load_adapter
 

@@ -29,7 +29,7 @@ def is_run(name: str) -> bool:
     return (folder / "metrics.jsonl").is_file() and (folder / RECORD).is_file()
 
 
-def configuration(folder: Path) -> TrainConfig:
+def read_configuration(folder: Path) -> TrainConfig:
     """Return the configuration of the run in a folder, which may have been moved since.
 
     Raises:
@@ -43,19 +43,19 @@ def configuration(folder: Path) -> TrainConfig:
         return with_values(run, {"out": folder, "resume": False, "checkpoint.resume_from": None})
 
 
-def base_model(name: str) -> str:
+def find_base_model(name: str) -> str:
     """Return the model that a run trained, or the name itself if it is no run's.
 
     Raises:
         UsageError: the record of the run cannot be read.
     """
-    from fluvial.engines.run.record import Finder
+    from fluvial.engines.run.record import PathFinder
 
     if not is_run(name):
         return name
     try:
         record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
-        return Finder(Path(record.get("out", name)), Path(name)).model(str(record["model"]))
+        return PathFinder(Path(record.get("out", name)), Path(name)).locate_model(str(record["model"]))
     except DAMAGED as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
@@ -75,7 +75,7 @@ def from_run(config: TrainConfig) -> TrainConfig:
     if not weights.is_dir():
         advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
         raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
-    return with_values(config, {"model": base_model(config.model), "pipeline.weights": weights})
+    return with_values(config, {"model": find_base_model(config.model), "pipeline.weights": weights})
 
 
 class OtherWeights:
@@ -147,15 +147,15 @@ def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFil
     """Return the adapter of a file or a folder; UsageError if it cannot be read, or does not fit the network."""
     kind: Any = getattr(job.model, "pipeline", None)
     with convert_errors(UsageError, ValueError, says=f"`{field}`"):
-        return read_lora(path, module, convert=None if kind is None else converter(kind, module))
+        return read_lora(path, module, convert=None if kind is None else make_converter(kind, module))
 
 
-def digest(adapter: LoraFile) -> str:
+def digest_adapter(adapter: LoraFile) -> str:
     """Return a fingerprint of an adapter."""
     return join_digests({**digest_tensors(adapter.tensors.items()), "": f"{adapter.rank} {adapter.alpha} {adapter.form}"})
 
 
-def converter(pipeline: str, module: nn.Module | None = None) -> Any:
+def make_converter(pipeline: str, module: nn.Module | None = None) -> Any:
     """Return a function from the keys of other programs to diffusers' own.
 
     It knows the original layout, as `fluvial export` writes it, and what diffusers' pipeline knows.

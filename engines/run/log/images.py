@@ -12,7 +12,7 @@ from fluvial.models.images import as_image
 GOOD, BAD, INK, PAPER = (20, 120, 60), (180, 40, 30), (30, 30, 30), (250, 250, 248)
 
 
-def sheet_of(
+def draw_sheet(
     images: Tensor,
     prompts: Sequence[str],
     scores: Tensor | None = None,

@@ -59,7 +59,7 @@ class RunProgress(ExitStack):
     def __enter__(self) -> Self:
         super().__enter__()
         if self.console is not None:
-            self.enter_context(Waits(self.say_wait, show=self.phase if self.bar else None, clock=self.clock))
+            self.enter_context(Waits(self.say_wait, show=self.show_phase if self.bar else None, clock=self.clock))
         return self
 
     def begin(self, done: int) -> None:
@@ -93,12 +93,12 @@ class RunProgress(ExitStack):
         phases = " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
         if self.bar:
             self.bar.update(self.task, completed=self.done, left=left)
-            self.phase(phases)
+            self.show_phase(phases)
         elif self.done // self.every > before // self.every or self.done == self.total:
             parts = (f"update {self.done}/{self.total}", left, self.numbers, phases)
             self.say("  ".join(part for part in parts if part))
 
-    def phase(self, name: str) -> None:
+    def show_phase(self, name: str) -> None:
         """Show what is done now beside the bar; without a bar nothing is shown."""
         if self.bar and self.bar.live.is_started:
             first, *others = self.numbers.split("  ")

@@ -26,9 +26,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by their dotted names."""
     leaves: dict[str, Any] = {}
     for name, value in table.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return leaves

@@ -55,7 +55,7 @@ Maker = Callable[[TrackedRun], Tracker]
 EXTRAS = ("wandb", "trackio", "swanlab", "mlflow")  # packages, each with an extra of its name
 
 
-def find(name: str) -> Maker | None:
+def find_tracker(name: str) -> Maker | None:
     """Return the maker of the tracker that a name stands for, None for "none".
 
     Args:
@@ -69,13 +69,13 @@ def find(name: str) -> Maker | None:
         # A folder of the package's name in the working folder, which wandb makes, is found as a package without a file.
         if spec is None or spec.origin is None:
             raise UsageError("tracker", name, hint=f"{name} is not installed; pip install 'fluvial[{name}]'")
-    maker: Maker | None = plugins.load(name, "trackers", _makes, table={"none": None})
+    maker: Maker | None = plugins.load(name, "trackers", _explain_no_maker, table={"none": None})
     return maker
 
 
-def find_all(names: str) -> dict[str, Maker]:
-    """Return the makers of trackers with commas between their names, see `find`; none for "none"."""
-    makers = {name: find(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
+def find_trackers(names: str) -> dict[str, Maker]:
+    """Return the makers of trackers with commas between their names, see `find_tracker`; none for "none"."""
+    makers = {name: find_tracker(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
     return {name: maker for name, maker in makers.items() if maker is not None}
 
 
@@ -131,7 +131,7 @@ class SafeTracker:
                 )
 
 
-def _makes(maker: Any) -> str | None:
+def _explain_no_maker(maker: Any) -> str | None:
     if maker is None or callable(maker):
         return None
     return f"is of type {type(maker).__name__}, expected a function or a class of a TrackedRun"

@@ -52,7 +52,7 @@ class Probe(NamedTuple):
             schedule: schedule with its timesteps on the device.
         """
         root = key(SEED)
-        requests = Requests(_prompts(job), range(SAMPLES), fold_in(root, Stream.PROBE_SAMPLES))
+        requests = Requests(_select_prompts(job), range(SAMPLES), fold_in(root, Stream.PROBE_SAMPLES))
         chunks = generate(job.model, module, requests, Sampling(job.shape, schedule), micro_batch=micro_batch)
         x0 = torch.cat([chunk.trajectory.final for chunk in chunks])
         step = torch.arange(SAMPLES, device=x0.device) * len(schedule.timesteps) // SAMPLES
@@ -60,11 +60,11 @@ class Probe(NamedTuple):
         keys = fold_in(fold_in(root, Stream.PROBE_NOISE), torch.arange(SAMPLES, device=x0.device))
         x = add_noise(x0, normal(keys, tuple(x0.shape)), level, prediction=job.model.prediction)[0]
         bare = Probe(x, level, timestep, x)
-        return bare._replace(v=bare._predictions(job, module, micro_batch))
+        return bare._replace(v=bare._predict(job, module, micro_batch))
 
-    def velocity_drift(self, job: Job, module: nn.Module, *, micro_batch: int) -> float:
+    def measure_drift(self, job: Job, module: nn.Module, *, micro_batch: int) -> float:
         """Return mean |v - v0|^2 / mean |v0|^2, v the prediction of a model, v0 that of the model at the start."""
-        v = self._predictions(job, module, micro_batch)
+        v = self._predict(job, module, micro_batch)
         return float(velocity_error(v, self.v).mean() / velocity_error(self.v, torch.zeros_like(self.v)).mean())
 
     def save(self, path: Path) -> None:
@@ -80,9 +80,9 @@ class Probe(NamedTuple):
             reason = " ".join(str(error).split())
             raise RunError(f"{path}, the probe that drift is measured with, cannot be read: {reason}") from error
 
-    def _predictions(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
+    def _predict(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
         """Return the prediction of a network at each noised sample, `[P, *event]`."""
-        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(model_inputs(_prompts(job))))
+        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(model_inputs(_select_prompts(job))))
         parts = []
         for start in range(0, len(self.x), micro_batch):
             rows = slice(start, start + micro_batch)
@@ -93,7 +93,7 @@ class Probe(NamedTuple):
         return torch.cat(parts)
 
 
-def _prompts(job: Job) -> list[Prompt]:
+def _select_prompts(job: Job) -> list[Prompt]:
     """Return the prompts of a probe, spread over the held-out ones."""
     return [job.heldout[i * len(job.heldout) // SAMPLES] for i in range(SAMPLES)]
 
@@ -126,7 +126,7 @@ class KeptImages:
             self.files[name] = buffer.getvalue()
 
     @collective
-    def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
+    def select_extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
         """Return the samples of the highest scores by the last evaluator, and of the lowest.
 
         No sample is in both. Of equal scores the earlier sample comes first.
@@ -170,10 +170,10 @@ OF_PART = {
 }
 
 
-def explain(error: BaseException, phase: str, engine: Engine) -> RunError:
+def explain_out_of_memory(error: BaseException, phase: str, engine: Engine) -> RunError:
     """Return the error of a run whose device, or host, is out of memory in a phase."""
     peak = engine.world.peak_memory()[0]
-    held = hold(engine)
+    held = measure_held_bytes(engine)
     held[ACTIVATIONS] = max(peak - sum(held.values()), 0.0)  # and what else has no name here
     largest = max(held, key=lambda name: held[name])
     lower = OF_PHASE.get(phase, OF_PHASE["rollout"]) if largest == ACTIVATIONS else OF_PART[largest]
@@ -181,19 +181,19 @@ def explain(error: BaseException, phase: str, engine: Engine) -> RunError:
     return RunError(f"{out_of_memory(error)} in the phase {phase}: {largest} hold the most ({share}); lower it by {lower}")
 
 
-def hold(engine: Engine) -> dict[str, float]:
+def measure_held_bytes(engine: Engine) -> dict[str, float]:
     """Return the bytes that this rank holds of each part of the engine."""
     parameters = [*engine.module.parameters()]
     states = engine.optimizer.state.values()
     return {
-        "weights": _bytes(p for p in parameters if local(p).device.type == engine.world.device.type),
-        "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
-        "optimizer state": _bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
-        "moving average": _bytes(engine.average.values()),
+        "weights": _sum_bytes(p for p in parameters if local(p).device.type == engine.world.device.type),
+        "gradients": _sum_bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer state": _sum_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "moving average": _sum_bytes(engine.average.values()),
     }
 
 
-def _bytes(tensors: Iterable[Tensor]) -> float:
+def _sum_bytes(tensors: Iterable[Tensor]) -> float:
     return float(sum(local(tensor).nbytes for tensor in tensors))
 
 
@@ -208,7 +208,7 @@ class EvaluationPoint(NamedTuple):
     reward: float  # mean reward of the rollouts since the evaluation before
 
 
-def best_of(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
+def find_best(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
     """Return the evaluation with the highest score, of equal ones the first; None before the first evaluation."""
     return max(points, key=lambda point: point.score, default=None)
 
@@ -223,7 +223,7 @@ def find_gaming(points: Sequence[EvaluationPoint], count: int) -> Sequence[Evalu
     return last if count > 0 and fell and last[-1].reward > last[0].reward else ()
 
 
-def evaluator_of(names: Sequence[str]) -> str:
+def choose_watched(names: Sequence[str]) -> str:
     """Return the evaluator that is watched: the one that training never sees, or the last."""
     return UNSEEN if UNSEEN in names else names[-1]
 

@@ -29,7 +29,7 @@ SHARED = TABLE.pop("shared")
 OF_RUN = {each.name for each in fields(TrainConfig)}
 
 
-def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
+def _make_recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
     """Return the recipe of an entry of the table."""
 
     def recipe(model: str = table.get("model", HANDWRITING)) -> TrainConfig:
@@ -37,7 +37,7 @@ def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
             return _configure(model, "small", table["small"], table.get("on", {}).get(model, {}))
         if "published" not in table:
             return _configure(model, "large", table["large"])
-        config = of_published(table["published"], model)
+        config = configure_published(table["published"], model)
         return _change(config, _as_record(table["large"])) if "large" in table else config
 
     recipe.__name__ = recipe.__qualname__ = name.replace("-", "_")
@@ -84,7 +84,7 @@ def _change(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     return read_record(_merge(record, changes))
 
 
-def of_published(run: str, model: str) -> TrainConfig:
+def configure_published(run: str, model: str) -> TrainConfig:
     """Return a run of a large model with the settings of the published run of a name.
 
     It keeps its own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
@@ -112,7 +112,7 @@ def of_published(run: str, model: str) -> TrainConfig:
     )
 
 
-def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
+def make_method_recipe(kind: type[Method]) -> Callable[..., TrainConfig]:
     """Return a recipe of a method of the user's, with its own defaults and those of the models."""
 
     def recipe(model: str = HANDWRITING) -> TrainConfig:
@@ -129,7 +129,7 @@ def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
     return recipe
 
 
-RECIPES = {name: _recipe(name, table) for name, table in TABLE.items()}
+RECIPES = {name: _make_recipe(name, table) for name, table in TABLE.items()}
 globals().update({recipe.__name__: recipe for recipe in RECIPES.values()})  # for `dir`, completion and pickle
 
 
@@ -145,7 +145,7 @@ def __getattr__(name: str) -> Callable[..., TrainConfig]:
 GROUPS = 4
 
 
-def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
+def fit_to_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     """Return a run with at most `GROUPS` groups per GPU, whose micro-batch is found by trial, and what changes, in words.
 
     Args:

@@ -18,7 +18,7 @@ from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.job import of_run
+from fluvial.engines.run.job import open_configured
 from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_a_flag_that_a_help_leaves_out_is_refused(recipe: str) -> None:
         said = list[str]()
         for value in values:
             with pytest.raises(UsageError) as error:
-                of_run(with_values(config, {name: value}))
+                open_configured(with_values(config, {name: value}))
             said.append(str(error.value))
         # A value of another form is refused as such; one of the right form as one without effect.
         assert re.search(r"has no effect .*; remove it|autocast is True, expected False", "\n".join(said)), said

@@ -258,7 +258,7 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
         run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             trainer.sampler.config = with_values(run, {"engine.compile": compiles})
-            spec = trainer.sampler.specify(key(0), trainer.sampler.prompts(key(0), 0), 0)
+            spec = trainer.sampler.specify(key(0), trainer.sampler.choose_prompts(key(0), 0), 0)
             assert spec.sampling.reuse == ("none" if compiles else {"exact": "all"}.get(reuse, reuse))
             record = trainer.update()
         assert graphs.count == bool(compiles)

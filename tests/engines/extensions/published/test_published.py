@@ -77,7 +77,7 @@ def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
 @cache
 def flat_record(name: str) -> dict[str, Any]:
     """Return the values of a run's configuration by dotted name."""
-    return {published.as_flag(field): value for field, value in published.flat(as_record(config_of(name))).items()}
+    return {published.as_flag(field): value for field, value in published.flatten(as_record(config_of(name))).items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -371,5 +371,5 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
         run = composed(source=BLOCKS["far"]["source"], settings=stated)
         rows = {row.setting: row for row in side_by_side(run)}
         assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "method.name"}
-        assert [*rows] == [published.as_flag(name) for name in published.flat(as_record(resolve(run)))]
+        assert [*rows] == [published.as_flag(name) for name in published.flatten(as_record(resolve(run)))]
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}

@@ -70,8 +70,8 @@ def test_what_is_not_there_is_named() -> None:
         ({"solver": "heun"}, "evaluation.solver is 'heun'"),
     ):
         refuses(says, asked, tiny.job(), **settings)
-    assert EvaluationConfig().whole(10, 1000) == 1000
-    assert EvaluationConfig(seeds=4).whole(10, 1000) == 40
+    assert EvaluationConfig().count_samples(10, 1000) == 1000
+    assert EvaluationConfig(seeds=4).count_samples(10, 1000) == 40
 
 
 def test_a_negative_prompt_needs_guidance() -> None:
