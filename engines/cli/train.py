@@ -162,7 +162,7 @@ def _configure_recipe(
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
     first = _build(name, recipe, flags)
     with convert_errors(UsageError, UsageError, says=str(path)):
-        runs = read.expand(first, entries, field_names(first))
+        runs = read.expand_sweeps(first, entries, field_names(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
         plain = _build(name, recipe, [*model, *flags])
@@ -324,7 +324,7 @@ def _explain_no_recipe(recipe: Any) -> str | None:
 
     if inspect.isclass(recipe) and issubclass(recipe, Method):
         return explain_no_method(recipe)
-    return plugins.callable_with()(recipe)
+    return plugins.make_call_check()(recipe)
 
 
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:

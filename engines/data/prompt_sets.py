@@ -126,7 +126,7 @@ def records(word: str, part: Part) -> Iterator[FileRecord]:
     Raises:
         UsageError: there is no such set, or it is not a function of the part that gives records.
     """
-    check = plugins.callable_with("part")
+    check = plugins.make_call_check("part")
     prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field="prompts")
     try:
         for number, record in enumerate(prompt_set(part), start=1):

@@ -19,7 +19,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
-from fluvial.engines.heads import add_head, list_head
+from fluvial.engines.heads import add_head, list_head_parameters
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
@@ -247,7 +247,7 @@ def _list_trained(config: TrainConfig, module: nn.Module, name: str) -> list[str
     """Return the parameters of a second trained network that is an adapter of the policy's module; else none."""
     if config.train != "lora" or not isinstance(config.networks[name], Trained):
         return []
-    return [*adapter_names(module, name).values(), *list_head(module, name)]
+    return [*adapter_names(module, name).values(), *list_head_parameters(module, name)]
 
 
 @collective

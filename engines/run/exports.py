@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fluvial.engines.choices import default_of
+from fluvial.engines.choices import find_default
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, collective
@@ -270,7 +270,7 @@ def _build_network(
 
 def _list_defaults(settings: Any) -> dict[str, Any]:
     """Return the defaults of a dataclass's fields, as values of JSON; fields without a default are left out."""
-    defaults = {field.name: default_of(field) for field in dataclasses.fields(settings)}
+    defaults = {field.name: find_default(field) for field in dataclasses.fields(settings)}
     return {name: CONVERTER.unstructure(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
 
 

@@ -274,7 +274,7 @@ def open_to_train(
                 except ValueError as error:
                     raise UsageError(f"model {name}: {error}") from error
                 except OSError as error:
-                    raise RunError(f"{error}; encoded prompts are kept, start again to continue") from error
+                    raise RunError(f"{error}; what is encoded is kept, start again to go on") from error
             model.release()
 
     def check(module: nn.Module) -> str:

@@ -290,7 +290,7 @@ class Rollouts:
         samples = batch.made.result()
         features = samples.thumbnails
         if name != "thumbnails":
-            expected = plugins.callable_with("images", "prompts")
+            expected = plugins.make_call_check("images", "prompts")
             function = plugins.load(name, "features", expected, table={}, field="features")
             size, parts = self.config.samples_per_pass, []
             for i in range(0, len(samples.prompts), size):

@@ -84,12 +84,12 @@ def check_unread(part: str, config: Any) -> None:
     for each in fields(config) if is_dataclass(config) else ():
         if each.name in HONOURED[part] or each.name in ELSEWHERE[part]:
             continue
-        value, default = getattr(config, each.name), default_of(each)
+        value, default = getattr(config, each.name), find_default(each)
         if value is not None and _plain(value, default) != _plain(default, default):
             raise UsageError(f"{part}.{each.name} is {value!r}, which fluvial does not support: leave it at {default!r}")
 
 
-def default_of(field: Field[Any]) -> Any:
+def find_default(field: Field[Any]) -> Any:
     """Return the default of a dataclass's field; None if it has none."""
     if field.default_factory is not MISSING:
         return field.default_factory()

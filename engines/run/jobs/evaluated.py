@@ -1,4 +1,4 @@
-"""A job as it is evaluated: with the prompts, the evaluators and the image size of an evaluation."""
+"""Jobs for evaluations: with the prompts, evaluators and image size of an evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,13 +23,13 @@ from fluvial.models import decode_samples, is_recorded
 
 
 def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
-    """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
+    """Return the job with the held-out prompts, evaluators and shape of an evaluation.
 
     Args:
-        pipeline: size of the images where the evaluation has none of its own.
+        pipeline: settings with the default size of the images.
 
     Raises:
-        UsageError: a file or an evaluator is not what it should be, or the model makes no images of that size.
+        UsageError: a file or an evaluator is invalid, or the model does not support the size.
     """
     changes: dict[str, Any] = {}
     if config.prompts:
@@ -46,7 +46,7 @@ def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig
 
 
 def with_job_size(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
-    """Return the settings of a pipeline with the size of a job's samples, which the record of a run says.
+    """Return the settings of a pipeline with the size of a job's samples, for the record of the run.
 
     Raises:
         UsageError: no size of the model has samples of that shape.
@@ -62,8 +62,8 @@ def with_job_size(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
     ):
         return pipeline
     with torch.no_grad():
-        made = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
-    frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
+        decoded = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
+    frames, (height, width) = decoded[2] if len(decoded) == 5 else 1, decoded[-2:]
     if not (is_recorded(job.model) or _has_size(job, height, width, frames)):
         raise UsageError(
             f"job: shape is {list(job.shape)}, and its images have {width}x{height} pixels, for which the model has another "
@@ -84,30 +84,32 @@ def select_evaluators(job: Job, names: Sequence[str], *, field: str, frames: int
     """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
 
     Raises:
-        UsageError: a name is unknown or stands twice, or is not a reward.
+        UsageError: a name is unknown or repeated, or is not a reward.
     """
     videos = has_frames(frames, job.shape)
     selected = select({**job.rewards, **job.evaluators}, names, field=field, videos=videos)
     if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
         raise UsageError(
-            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "
-            "the weight"
+            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported separately: "
+            "remove the weight"
         )
     rewards = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(rewards, label="evaluator")
     return with_audio(rewards, job.model)
 
 
-def list_texts(job: Job, asked: Job, guidance: Guidance) -> Sequence[Any]:
-    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts.
+def list_texts(job: Job, evaluated: Job, guidance: Guidance) -> Sequence[Any]:
+    """Return all texts that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts.
 
-    The list is made when it is first read, because most jobs of many prompts never do.
+    The list is computed when it is first read, because most jobs with many prompts never read it.
     """
-    return _LazyTexts(lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout]))))
+    return _LazyTexts(
+        lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *evaluated.heldout])))
+    )
 
 
 class _LazyTexts(Sequence[Any]):
-    """Sequence that is made when it is first read."""
+    """Sequence that is computed when it is first read."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         self._make = make
@@ -126,7 +128,7 @@ class _LazyTexts(Sequence[Any]):
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:
-    """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
+    """Raise UsageError if a prompt has a negative prompt and there is no guidance.
 
     Args:
         guided: whether samples are guided.
@@ -135,8 +137,8 @@ def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> N
     opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if opposed is not None and not guided:
         raise UsageError(
-            f"prompt {opposed.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
-            "column negative_prompt out"
+            f"prompt {opposed.text!r} has a negative prompt, which has no effect without guidance: set {field}, or remove "
+            "the column negative_prompt"
         )
 
 
@@ -144,8 +146,8 @@ def _find_shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ..
     """Return the shape of a sample of another size."""
     if is_recorded(job.model):
         raise UsageError(
-            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which "
-            "knows only the size of the rollout; remove them"
+            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which has only the "
+            "size of the rollout; remove them"
         )
     if has_one_size(job.model):
         raise UsageError(

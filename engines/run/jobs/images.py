@@ -1,4 +1,4 @@
-"""Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
+"""Jobs that learn from images (with captions, or pairs of preferences), which are encoded once into a cache."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from fluvial.models.digests import describe_code
 
 
 def with_images(job: Job, config: TrainConfig) -> Job:
-    """Return a job whose data, or given preferences, are encoded images; as it is where the run learns from none.
+    """Return the job with the images of the run encoded into a cache; unchanged if the run learns from none.
 
     Raises:
-        UsageError: the model has no way from images to samples.
+        UsageError: the model cannot encode images.
     """
     source = config.method.source
     preferences = source.folder if isinstance(source, Preferences) else None
@@ -42,15 +42,15 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         skip=config.data.errors == "skip",
         compare=_find_fingerprint(job) is None,
     )
-    # Held-out prompts that the job brings must not be there; those that were split off are skipped.
-    apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
+    # Records of held-out prompts are skipped.
+    heldout = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
 
     def prepare(world: World, texts: Sequence[Any]) -> Sequence[Prompt]:
         groups: list[tuple[Path | bytes, ...]]
         if preferences is None:
             groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
         else:
-            records = preference_records(preferences, check=job.model.check_prompt, skip=apart)
+            records = preference_records(preferences, check=job.model.check_prompt, skip=heldout)
             groups = [(record.win, record.lose) for record in records]
         cache.fill(groups, world)
         if job.prepare is not None:
@@ -62,14 +62,15 @@ def with_images(job: Job, config: TrainConfig) -> Job:
             replace(prompt, size=cache.sizes[image]) for prompt, image in pairs if (image,) not in cache.left_out
         )
         if not kept:
-            raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
+            raise UsageError("no image of the data can be used: all are unreadable or fit none of the sizes")
         return kept
 
-    def data(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
+    def read_samples(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
         sized = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
         return torch.stack([cache.sample(image, size) for image, size in sized])
 
-    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data.images else job.data)
+    data = read_samples if config.data.images else job.data
+    return replace(job, encode=encode, prepare=prepare, images=cache, data=data)
 
 
 def locate_cache(config: TrainConfig) -> Path:
@@ -78,7 +79,7 @@ def locate_cache(config: TrainConfig) -> Path:
 
 
 def _choose_encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function from images to clean samples: the job's own, or that of its model."""
+    """Return the function from images to clean samples: that of the job, or else of its model."""
     if job.encode is not None:
         return job.encode
     encode_images: Any = getattr(job.model, "encode_images", None)
@@ -96,13 +97,13 @@ def _choose_encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]
 
 
 def _derive_keys(images: Tensor) -> Key:
-    """Return a key per image, which depends on its pixels alone."""
+    """Derive a key per image from its pixels only."""
     digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images.cpu().contiguous()]
     return fold_in(key(0), torch.tensor([int(digest[:15], 16) for digest in digests]))
 
 
 def _describe_encoder(job: Job, config: TrainConfig) -> dict[str, str]:
-    """Return what an encoded image depends on besides its file and its size."""
+    """Describe all that an encoded image depends on besides its file and size."""
     fingerprint = _find_fingerprint(job)
     code = None if fingerprint is not None else describe_code(job.encode or cast(Any, job.model).encode_images)
     known = f"{config.model} {code}" if fingerprint is None else fingerprint()
@@ -110,5 +111,5 @@ def _describe_encoder(job: Job, config: TrainConfig) -> dict[str, str]:
 
 
 def _find_fingerprint(job: Job) -> Callable[[], str] | None:
-    """Return the model's function that names all that its encoded images depend on; None of a user-defined encoder."""
+    """Return the model's function that fingerprints its image encoder; None for a user-defined encoder."""
     return None if job.encode is not None else getattr(job.model, "image_encoder", None)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from fluvial.engines.choices import describe_fields, is_bare, kinds, list_unused, variants
+from fluvial.engines.choices import describe_fields, is_bare, list_kinds, list_unused, list_variants
 from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
@@ -85,8 +85,8 @@ def list_values(declared: Any) -> list[Any]:
     """Return values of a type, all of a Literal's."""
     if get_origin(declared) is Literal:
         return list(get_args(declared))
-    if variants(declared):
-        return [kind for kind in kinds(declared) if kind in ("first_block", "guidance")]
+    if list_variants(declared):
+        return [kind for kind in list_kinds(declared) if kind in ("first_block", "guidance")]
     if get_origin(declared) in (Union, UnionType):
         return [value for each in get_args(declared) for value in list_values(each)]
     return list[Any](VALUES.get(declared, ()))

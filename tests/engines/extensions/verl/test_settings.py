@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions import verl
 from fluvial.engines.extensions.verl.adapters import Targets, find_layers
-from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_unread, default_of
+from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_unread, find_default
 from fluvial.engines.extensions.verl.settings import lr_factor, read_settings
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
@@ -65,7 +65,7 @@ class Spy:
 
 def test_the_page_of_fields_has_every_field_of_the_counterparts_configs() -> None:
     """No cell is empty and no row is of a field that they have not; a failure shows what a new version added."""
-    rows = [f"| `{part}.{field.name}` | `{show(default_of(field))}` | {fate} |" for part, field, fate in list_fields()]
+    rows = [f"| `{part}.{field.name}` | `{show(find_default(field))}` | {fate} |" for part, field, fate in list_fields()]
     assert [line for line in PAGE.read_text().splitlines() if line.startswith("| `")] == rows
     known = {(part, field.name) for part, field, _ in list_fields()}
     for table in (HONOURED, ELSEWHERE):
@@ -98,7 +98,7 @@ def test_every_other_field_is_refused_in_one_line() -> None:
     for part, field, fate in list_fields():
         if fate != REFUSED:
             continue
-        default = default_of(field)
+        default = find_default(field)
         other = {"enable": True} if field.name == "qat" else {"mode": "R2"} if field.name == "router_replay" else not default
         config = copy.copy(next(kind for kind in list_configs()[part] if field.name in {f.name for f in fields(kind)})())
         check_unread(part, config)
