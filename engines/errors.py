@@ -94,7 +94,7 @@ def describe_machine_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], says: str = "") -> Iterator[None]:
-    """Replace an error of `causes` inside the context by one of a kind, with the message `says` and the cause's, in a line."""
+    """Replace an error of `causes` inside the context by one of a kind: `says`, and the cause's message, in one line."""
     try:
         yield
     except causes as error:

@@ -66,7 +66,7 @@ def add_head(module: nn.Module, blocks: Sequence[nn.Module], name: str, *, seed:
 
 
 def find_width(block: nn.Module) -> int:
-    """Return the width of a block's tokens: that of the inputs of its attention's first linear layer, or else of the block's.
+    """Return the width of a block's tokens: the inputs of the first linear layer of its attention, else of the block.
 
     It is 0 for a block without linear layers.
     """
