@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextmanager
-def importable(
+def make_importable(
     folder: Path,
     *,
     stand_ins: Sequence[str] = (),
@@ -107,7 +107,7 @@ class CloneSettings(dict[str, Any]):
             raise AttributeError(name) from None
 
 
-def function(path: Path, name: str, scope: dict[str, Any]) -> Any:
+def compile_function(path: Path, name: str, scope: dict[str, Any]) -> Any:
     """Return a function of a script, compiled as it stands, without running the rest of the script.
 
     Args:
@@ -118,11 +118,13 @@ def function(path: Path, name: str, scope: dict[str, Any]) -> Any:
     Raises:
         RunError: the script has no such function.
     """
-    _run(path, [_top(path, name)], scope)
+    _execute(path, [_find_function(path, name)], scope)
     return scope[name]
 
 
-def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments: Sequence[str]) -> Callable[..., None]:
+def compile_loop(
+    path: Path, name: str, target: str, scope: dict[str, Any], *, arguments: Sequence[str]
+) -> Callable[..., None]:
     """Return a `for` loop of a function, compiled as it stands as the body of a function of its own.
 
     Args:
@@ -137,7 +139,7 @@ def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments
     """
     loops = [
         node
-        for node in ast.walk(_top(path, name))
+        for node in ast.walk(_find_function(path, name))
         if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id == target
     ]
     if len(loops) != 1:
@@ -145,12 +147,12 @@ def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments
     shell = ast.parse(f"def looped({', '.join(arguments)}):\n    pass").body[0]
     assert isinstance(shell, ast.FunctionDef)
     shell.body = [loops[0]]
-    _run(path, [shell], scope)
+    _execute(path, [shell], scope)
     looped: Callable[..., None] = scope["looped"]
     return looped
 
 
-def commit(folder: Path) -> str:
+def read_commit(folder: Path) -> str:
     """Return the commit that is checked out in a folder, short; "unknown" if the folder is not the top of a checkout."""
     if not (folder / ".git").exists():
         return "unknown"
@@ -160,7 +162,7 @@ def commit(folder: Path) -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _top(path: Path, name: str) -> ast.FunctionDef:
+def _find_function(path: Path, name: str) -> ast.FunctionDef:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -171,5 +173,5 @@ def _top(path: Path, name: str) -> ast.FunctionDef:
     raise RunError(f"{path} has no function {name}: use the commit of the results")
 
 
-def _run(path: Path, body: list[ast.stmt], scope: dict[str, Any]) -> None:
+def _execute(path: Path, body: list[ast.stmt], scope: dict[str, Any]) -> None:
     exec(compile(ast.fix_missing_locations(ast.Module(body, [])), str(path), "exec"), scope)

@@ -10,7 +10,7 @@ import torch
 
 from fluvial.bench import harness
 from fluvial.bench.peers.flow_factory import FlowFactoryPeer
-from fluvial.bench.peers.flow_grpo import FlowGrpoPeer, halves
+from fluvial.bench.peers.flow_grpo import FlowGrpoPeer, find_halves
 from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.unirl import UniRLPeer
 from fluvial.bench.peers.verl_omni import VerlOmni
@@ -24,8 +24,8 @@ TRANSFORMER = "transformer"  # the forward and backward passes alone, which both
 WINDOW_START = 1  # first step of a window
 
 
-def both(folder: Path) -> Halves:
-    """Return that an update differentiates both halves of guidance."""
+def differentiate_both(folder: Path) -> Halves:
+    """Return the halves of guidance that an update differentiates: both."""
     return "both"
 
 
@@ -34,7 +34,7 @@ class Project(NamedTuple):
 
     folder: str  # name of its clone
     build: Callable[[Path, Work], Peer]
-    gradient: Callable[[Path], Halves] = both  # halves of guidance that the update of a clone differentiates
+    gradient: Callable[[Path], Halves] = differentiate_both  # halves of guidance that the update of a clone differentiates
     samples: bool = True  # whether its rollout runs here
     ranks: bool = False  # whether it runs on several processes here
     micro_batches: bool = True  # whether its update is timed with fewer samples per pass, too
@@ -44,7 +44,7 @@ class Project(NamedTuple):
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True, kl="rate"),
+    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, find_halves, ranks=True, accelerators=True, kl="rate"),
     "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True, kl="mse"),
     "unirl": Project("UniRL", UniRLPeer, ranks=True),
     "verl_omni": Project("verl-omni", VerlOmni, samples=False, ranks=True, micro_batches=False),
@@ -118,7 +118,7 @@ class PeerCase(NamedTuple):
     ranks: int
     window: int  # stochastic steps; 0 is all
 
-    def of(
+    def build_work(
         self,
         config: PeersConfig,
         *,
@@ -141,7 +141,7 @@ class PeerCase(NamedTuple):
             device=device,
         )
 
-    def pairs(self, config: PeersConfig) -> tuple[int, ...]:
+    def list_pairs(self, config: PeersConfig) -> tuple[int, ...]:
         """Return the numbers of pairs per pass, none above the number of pairs; the first is that of a project's loop."""
         steps = self.window or config.steps
         asked = config.pairs or [config.samples * times for times in micro_batch.list_sizes(steps)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Its files import them for video and audio data and for loggers.
@@ -35,7 +35,7 @@ class FlowFactoryPeer(Peer):
         from accelerate import Accelerator
 
         super().__init__(work)
-        with clone.importable(folder / "src", stand_ins=UNUSED):
+        with clone.make_importable(folder / "src", stand_ins=UNUSED):
             sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
             trainers = importlib.import_module("flow_factory.trainers.grpo")
         self.sample_kind = sd3.SD3_5Sample
@@ -75,7 +75,7 @@ class FlowFactoryPeer(Peer):
             _components={"transformer": transformer},
         )
         self.trainer = clone.fill_object(
-            _quiet(trainers.GRPOTrainer),
+            _make_quiet(trainers.GRPOTrainer),
             adapter=adapter,
             accelerator=accelerator,
             training_args=settings,
@@ -85,7 +85,7 @@ class FlowFactoryPeer(Peer):
             optimizer=self.optimizer,
             log_args=SimpleNamespace(verbose=False),
             reward_buffer=SimpleNamespace(clear=lambda: None, add_samples=lambda samples: None),
-            dataloader=_Repeated(self._batch()),
+            dataloader=_RepeatedBatch(self._make_batch()),
             logged={},
         )
 
@@ -94,7 +94,7 @@ class FlowFactoryPeer(Peer):
         self.trainer.training_args["per_device_batch_size"] = samples
         self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
-    def _batch(self) -> dict[str, Any]:
+    def _make_batch(self) -> dict[str, Any]:
         return {"prompt": self.work.prompts, "negative_prompt": [""] * self.work.samples, **self.embeddings}
 
     def rollout(self) -> Sampled:
@@ -121,9 +121,9 @@ class FlowFactoryPeer(Peer):
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its trainer's `optimize`."""
-        batch, steps = self._batch(), torch.tensor(self.work.recorded)
+        batch, steps = self._make_batch(), torch.tensor(self.work.recorded)
         latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)
         places = torch.full((self.work.steps + 1,), -1)  # of each step's sample among those that are kept
         places[steps] = torch.arange(len(steps))
@@ -145,7 +145,7 @@ class FlowFactoryPeer(Peer):
         return float(self.trainer.logged["train/loss"])
 
 
-class _Repeated:
+class _RepeatedBatch:
     """A data loader whose every pass holds one batch."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
@@ -156,6 +156,6 @@ class _Repeated:
         return iter([self.batch])
 
 
-def _quiet(kind: type) -> type:
+def _make_quiet(kind: type) -> type:
     """Return a trainer's class that keeps the numbers it logs instead of printing them."""
     return type(kind.__name__, (kind,), {"log_data": lambda self, data, step: self.logged.update(data)})

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Halves, RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Halves, Sampled, StoredRollout, Work
 from fluvial.models.device import is_accelerator
 
 
-def halves(folder: Path) -> Halves:
+def find_halves(folder: Path) -> Halves:
     """Return the halves of guidance that the clone's update differentiates: commits of 2025 detach the unconditional one."""
     detached = "noise_pred_uncond.detach()" in (folder / "scripts" / "train_sd3.py").read_text(encoding="utf-8")
     return "conditional" if detached else "both"
@@ -40,7 +40,7 @@ class FlowGrpoPeer(Peer):
         from accelerate import Accelerator
 
         super().__init__(work)
-        with clone.importable(folder):
+        with clone.make_importable(folder):
             fast = "_fast" if work.window is not None else ""
             patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
         self.sample = patch.pipeline_with_logprob
@@ -74,7 +74,7 @@ class FlowGrpoPeer(Peer):
         scope: dict[str, Any] = {
             "torch": torch,
             "defaultdict": defaultdict,
-            "tqdm": _no_bar,
+            "tqdm": _skip_bar,
             "autocast": contextlib.nullcontext,
             "wandb": SimpleNamespace(log=lambda info, step: self.logged.update(info)),
             "accelerator": self.accelerator,
@@ -89,8 +89,8 @@ class FlowGrpoPeer(Peer):
             "total_batch_size": work.samples,
         }
         script = folder / "scripts" / f"train_sd3{fast}.py"
-        self.compute_log_prob = clone.function(script, "compute_log_prob", scope)
-        self.train = clone.loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
+        self.compute_log_prob = clone.compile_function(script, "compute_log_prob", scope)
+        self.train = clone.compile_loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
 
     def rollout(self) -> Sampled:
         """Return the latents and log-probabilities that its pipeline collects."""
@@ -124,7 +124,7 @@ class FlowGrpoPeer(Peer):
             ]
         return torch.stack(steps, dim=1)
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
             "latents": stored.x,
@@ -138,6 +138,6 @@ class FlowGrpoPeer(Peer):
         return float(self.logged["loss"].detach()) if self.accelerator.is_main_process else math.nan
 
 
-def _no_bar(items: Any, **options: Any) -> Any:
+def _skip_bar(items: Any, **options: Any) -> Any:
     """Return the items, without a progress bar."""
     return items

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
@@ -44,7 +44,7 @@ class Spent(NamedTuple):
     cpu: float  # seconds of this process, on all of its threads; on an accelerator those of the device's stream
     wall: float  # seconds
 
-    def plus(self, other: "Spent") -> "Spent":
+    def add(self, other: "Spent") -> "Spent":
         """Return the sum."""
         return Spent(self.cpu + other.cpu, self.wall + other.wall)
 
@@ -96,7 +96,7 @@ class Ours:
                 ),
             ),
         )
-        job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
+        job = Job(work.model, work.prompts, _score_mean, heldout=work.prompts, shape=work.size.event)
         self.parts = Trainer(config, job, world)
         work.fill(dict(adapter_parameters(self.parts.engine.module, "default")))
         self.sampler, self.schedule = self.parts.sampler.schedules.of(job.shape)[1], self.parts.schedule
@@ -112,7 +112,7 @@ class Ours:
         def count_seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
             stop = start_clocks(self.parts.world.device)
             yield
-            spent[phase] = stop().plus(spent.get(phase, Spent(0.0, 0.0)))
+            spent[phase] = stop().add(spent.get(phase, Spent(0.0, 0.0)))
             seconds[phase] = spent[phase].wall
 
         with patch.object(self.parts, "enter_phase", count_seconds):
@@ -151,7 +151,7 @@ class Ours:
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
 
-    def items(self, stored: RolloutOfWork) -> Items:
+    def make_items(self, stored: StoredRollout) -> Items:
         """Return a stored rollout as the items of an update."""
         device = self.work.device
         steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)
@@ -195,6 +195,6 @@ class Ours:
         return {name: gather(moment) for name, moment in moments.items()}
 
 
-def _mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
+def _score_mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the mean of each image, so that advantages differ."""
     return images.flatten(1).mean(1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.models.lora import adapter_parameters, add_lora
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
@@ -41,7 +41,7 @@ def build_pipeline(work: Work) -> Any:
 
     pipeline = StableDiffusion3Pipeline(
         transformer=work.model.build().to(work.device),
-        scheduler=work.scheduler(),
+        scheduler=work.make_scheduler(),
         vae=FreeVae(work.device),
         text_encoder=None,
         tokenizer=None,
@@ -54,11 +54,11 @@ def build_pipeline(work: Work) -> Any:
     pipeline.transformer.requires_grad_(False)
     config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=list(work.lora.targets or ()))
     pipeline.transformer = peft.get_peft_model(pipeline.transformer, config)
-    work.fill(adapter_of(pipeline.transformer))
+    work.fill(list_adapter_parameters(pipeline.transformer))
     return pipeline
 
 
-def adapter_of(transformer: nn.Module) -> dict[str, nn.Parameter]:
+def list_adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters of a PeftModel by the short names that fluvial has for them."""
     return {
         name.removeprefix(PREFIX).replace(SUFFIX, ""): p for name, p in transformer.named_parameters() if p.requires_grad
@@ -90,7 +90,7 @@ class Peer(ABC):
     def shard(self) -> None:  # noqa: B027
         """Distribute the network over the processes, before its optimizer is built, where the project does so itself."""
 
-    def mean_over_ranks(self, loss: float) -> float:
+    def average_over_ranks(self, loss: float) -> float:
         """Return the mean of the processes' losses, which the project's driver takes: 4 bytes."""
         if self.work.ranks == 1:
             return loss
@@ -111,12 +111,12 @@ class Peer(ABC):
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
 
     @abstractmethod
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step on a stored rollout, and return the loss before it."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update by the adapters' short names, times a factor: AdamW's first moment."""
-        moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in adapter_of(self.module).items()}
+        moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in list_adapter_parameters(self.module).items()}
         return {name: m.full_tensor() if isinstance(m, DTensor) else m.clone() for name, m in moments.items()}
 
 
@@ -136,7 +136,7 @@ class PeerPasses:
             self.module = work.model.build().to(work.device)
             add_lora(self.module, work.lora, ())
             work.fill(dict(adapter_parameters(self.module, "default")))
-        self.timestep = work.scheduler().timesteps[0].to(work.device)
+        self.timestep = work.make_scheduler().timesteps[0].to(work.device)
         self.halves = [torch.cat(halves) for halves in zip(work.cond, work.uncond, strict=True)]
 
     def predict(self, pairs: int) -> Tensor:
@@ -158,7 +158,7 @@ class PeerPasses:
             for _ in range(self.work.steps):
                 self.predict(self.work.samples)
 
-    def passes(self, pairs: int) -> None:
+    def run_passes(self, pairs: int) -> None:
         """Make the forward and backward passes of an update."""
         left = self.work.samples * len(self.work.recorded)
         while left > 0:

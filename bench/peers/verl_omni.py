@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import RolloutOfWork, Work
+from fluvial.bench.peers.work import StoredRollout, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
@@ -122,7 +122,7 @@ class VerlOmni(Peer):
 
     def __init__(self, folder: Path, work: Work, *, recomputes: bool = False) -> None:
         super().__init__(work)
-        with clone.importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
+        with clone.make_importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
             load = importlib.import_module
             engines = load("verl_omni.workers.engine.fsdp.diffusers_impl")
             load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # enters itself in a table
@@ -168,7 +168,7 @@ class VerlOmni(Peer):
             fully_shard(block)
         fully_shard(self.module)
 
-    def _batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
+    def _make_batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
         mask = torch.ones(self.embeddings["prompt_embeds"].shape[:2], dtype=torch.bool)
         batch = VerlBatch(
             all_latents=torch.cat([x, x_next[:, -1:]], dim=1),
@@ -183,17 +183,17 @@ class VerlOmni(Peer):
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its engine finds, as before an update."""
         with self.engine.eval_mode(), torch.no_grad():
-            output = self.engine.forward_backward_batch(self._batch(x, x_next), None, forward_only=True)
+            output = self.engine.forward_backward_batch(self._make_batch(x, x_next), None, forward_only=True)
         log_probs: Tensor = output["model_output"]["log_probs"]
         return log_probs
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its engine."""
         old = self.log_prob(stored.x, stored.x_next).float() if self.recomputes else stored.log_prob
-        batch = self._batch(stored.x, stored.x_next)
+        batch = self._make_batch(stored.x, stored.x_next)
         batch["old_log_probs"], batch["advantages"] = old, stored.advantage[:, None].expand(-1, old.shape[1])
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             output = self.engine.forward_backward_batch(batch, self.loss)
             self.engine.optimizer_step()
-        return self.mean_over_ranks(float(torch.tensor(output["loss"]).sum()))
+        return self.average_over_ranks(float(torch.tensor(output["loss"]).sum()))

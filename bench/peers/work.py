@@ -37,7 +37,7 @@ class Sampled(NamedTuple):
     log_prob: Tensor  # [B, S], in nats per dimension
 
 
-class RolloutOfWork(NamedTuple):
+class StoredRollout(NamedTuple):
     """A rollout as both sides are given it for an update."""
 
     x: Tensor  # [B, S, *event] before each recorded step
@@ -47,7 +47,7 @@ class RolloutOfWork(NamedTuple):
 
 
 @cache  # encoding is not part of the work: the projects are given embeddings, too
-def _embeddings(numbers: tuple[int, ...], tokens: int, width: int, pooled: int) -> CodeCond:
+def _draw_embeddings(numbers: tuple[int, ...], tokens: int, width: int, pooled: int) -> CodeCond:
     rows = fold_in(ROOT, torch.tensor(numbers))
     return CodeCond(
         normal(fold_in(rows, TOKENS), (len(numbers), tokens, width)), normal(fold_in(rows, POOLED), (len(numbers), pooled))
@@ -81,7 +81,7 @@ class PeerModel(Handwriting):
         """Return random embeddings: one row per number, and row 0 for the empty prompt."""
         settings = self.size.settings
         widths = settings["joint_attention_dim"], settings["pooled_projection_dim"]
-        return _embeddings(tuple(int(prompt or 0) for prompt in prompts), self.size.tokens, *widths)
+        return _draw_embeddings(tuple(int(prompt or 0) for prompt in prompts), self.size.tokens, *widths)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Work:
         drawn = normal(fold_in(ROOT, ADVANTAGE), (self.ranks * self.samples,))
         return drawn[self.ids.start : self.ids.stop].to(self.device)
 
-    def old_log_prob(self, log_prob: Tensor) -> Tensor:
+    def shift_log_prob(self, log_prob: Tensor) -> Tensor:
         """Return log-probabilities moved by about the clip range, so that some ratios are clipped and others are not."""
         return log_prob + 2 * self.clip * normal(fold_in(ROOT, SHIFT), tuple(log_prob.shape), device=log_prob.device)
 
@@ -176,6 +176,6 @@ class Work:
                 value = distribute_tensor(value, factor.device_mesh, factor.placements)
             factor.copy_(value)
 
-    def scheduler(self) -> Any:
+    def make_scheduler(self) -> Any:
         """Return diffusers' scheduler with the schedule of the work."""
         return self.model.scheduler(self.steps)

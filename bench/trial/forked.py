@@ -20,7 +20,7 @@ SECONDS = 300.0
 POLL = 0.02
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """How processes ended."""
 
     code: int  # 0, or that of the first process that failed
@@ -100,7 +100,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
+def wait(processes: list[Forked], seconds: float = SECONDS) -> ProcessResult:
     """Wait for processes until the first fails; those that are left are ended, and so are all after `seconds`."""
     running, code, until = dict(enumerate(processes)), 0, time.monotonic() + seconds
     while running and not code:
@@ -117,10 +117,10 @@ def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
         process.share_imports()
     output = "\n".join(process.read_output() for process in processes)
     said = {-signal.SIGALRM: f"it takes more than {seconds:g} seconds", -signal.SIGKILL: "it takes too much memory"}
-    return Ended(code, f"{output}\n{said[code]}" if code in said else output)
+    return ProcessResult(code, f"{output}\n{said[code]}" if code in said else output)
 
 
-def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended:
+def run_ranks(function: Callable[[], int | None], folder: Path, count: int) -> ProcessResult:
     """Run a function as the ranks of one process group, and wait for them; see `Forked`."""
     with socket.create_server(("127.0.0.1", 0), backlog=count) as listening:
         port, size = str(listening.getsockname()[1]), str(count)
@@ -131,7 +131,7 @@ def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended
 
 
 @contextlib.contextmanager
-def running(function: Callable[[], int | None], output: Path) -> Iterator[Forked]:
+def open_process(function: Callable[[], int | None], output: Path) -> Iterator[Forked]:
     """Run a function in a process that is ended at the end of the block."""
     process = Forked(function, output)
     try:

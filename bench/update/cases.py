@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.bench import harness
-from fluvial.bench.baselines import PublishedLoop, Stored
+from fluvial.bench.baselines import PublishedLoop, StoredSamples
 from fluvial.core.checks import check_choice, check_number
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Trajectory, scan
@@ -163,7 +163,7 @@ class Rollout(NamedTuple):
 
     flat: RecordedSteps
     cond: Cond  # `Guided` with guidance
-    stored: Stored
+    stored: StoredSamples
     sigmas: Tensor  # [T + 1]
     timesteps: Tensor  # [T]
 
@@ -200,7 +200,7 @@ def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
             chunks.append(scan(velocity, x, table, fold_in(root, 5 + first), draw=step_fused))
     trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
-    stored = Stored(
+    stored = StoredSamples(
         x=trajectory.x,
         x_next=trajectory.x_next,
         timesteps=timesteps.expand(case.samples, -1),
