@@ -1,4 +1,4 @@
-"""Settings of the comparison, the projects that it knows, and its rows."""
+"""Settings of the comparison, its projects, and its rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ def differentiate_both(folder: Path) -> Halves:
 
 
 class Project(NamedTuple):
-    """A project that fluvial is timed beside."""
+    """A project to compare with."""
 
     folder: str  # name of its clone
     build: Callable[[Path, Work], Peer]
     gradient: Callable[[Path], Halves] = differentiate_both  # halves of guidance that the update of a clone differentiates
     samples: bool = True  # whether its rollout runs here
     ranks: bool = False  # whether it runs on several processes here
-    micro_batches: bool = True  # whether its update is timed with fewer samples per pass, too
+    micro_batches: bool = True  # whether its update is also timed with fewer samples per pass
     accelerators: bool = False  # whether it runs on an accelerator here
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
     kl: KLWeight | None = None  # weight of a step's KL in its loss; None is a loss without a KL term here
@@ -60,23 +60,22 @@ class PeersConfig:
     """Time rollout and update beside the code of other projects, as CPU time, or as time of an accelerator's stream.
 
     Args:
-        clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
+        clones: folder with the clones, each under the name of its repository; projects without a clone are skipped.
         peers: projects: flow_grpo, flow_factory, unirl, verl_omni (with stored log-probabilities) and verl_omni_default
-            (which computes them again); and transformer, the forward and backward passes alone, fluvial's LoRA beside
-            peft's.
+            (which recomputes them); and transformer: only the forward and backward passes, fluvial's LoRA beside peft's.
         sizes: model sizes: tiny, small, medium.
-        pairs: numbers of (sample, step) pairs per pass of fluvial's update, beside the one that it chooses; by default
-            multiples of the samples. The projects' loops put the samples of one step through a pass, or a part of them.
+        pairs: numbers of (sample, step) pairs per pass of fluvial's update, besides the chosen one; by default multiples of
+            the samples. A pass of the projects' loops has the samples of one step, or a part of them.
         samples: samples per rollout and process.
         steps: steps of the schedule.
-        windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
-        ranks: numbers of processes; more than one only for projects that run on several.
-        kl: weight of a KL term to the network without adapters; not 0 only for projects whose loss has one.
+        windows: numbers of stochastic steps, which are recorded and trained on; 0 is all steps.
+        ranks: numbers of processes; above 1 only for projects that run on several.
+        kl: weight of a KL term to the network without adapters; above 0 only for projects whose loss has one.
         runs: number of timed rounds.
         threads: CPU threads per process.
-        skip_done: leave out what peers.csv has of these commits with at least as many rounds.
+        skip_done: skip cases that peers.csv has for these commits with at least as many rounds.
         table: only print the tables of bench/NOTEBOOK.md from peers.csv.
-        out: folder of peers.csv; rows are appended as soon as they are known.
+        out: folder of peers.csv; each row is appended when it is measured.
     """
 
     clones: Path = Path("clones")
@@ -127,7 +126,7 @@ class PeerCase(NamedTuple):
         kl_weight: KLWeight | None = None,
         device: torch.device = CPU,
     ) -> Work:
-        """Return the work of a rank."""
+        """Build the work of a rank."""
         return Work(
             SIZES[self.size],
             samples=config.samples,
@@ -142,18 +141,18 @@ class PeerCase(NamedTuple):
         )
 
     def list_pairs(self, config: PeersConfig) -> tuple[int, ...]:
-        """Return the numbers of pairs per pass, none above the number of pairs; the first is that of a project's loop."""
+        """Return the numbers of pairs per pass, at most all pairs; the first is that of a project's loop."""
         steps = self.window or config.steps
-        asked = config.pairs or [config.samples * times for times in micro_batch.list_sizes(steps)]
-        return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *asked)))
+        sizes = config.pairs or [config.samples * times for times in micro_batch.list_sizes(steps)]
+        return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *sizes)))
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """The ratio of fluvial's CPU time to a project's in the same round: below 1 fluvial is faster.
+    """Ratio of fluvial's CPU time to a project's in the same round; below 1 fluvial is faster.
 
-    The whole is a rollout, its rewards and its update by `Trainer.update`, beside the project's rollout and update. CPU time
-    is that of all processes, bytes are those of the process with the most.
+    The phase whole is one `Trainer.update` (rollout, rewards and optimizer updates), beside the project's rollout and
+    update. CPU time is the sum over processes, bytes are the maximum.
     """
 
     peer: str

@@ -1,8 +1,8 @@
 """Flow-GRPO (yifan123/flow_grpo): its SD3 pipeline with log-probabilities, and the training loop of `scripts/train_sd3.py`.
 
-Its own code runs: `pipeline_with_logprob`, `sde_step_with_logprob`, `compute_log_prob`, and the loop over inner epochs in
-`main`, with accelerate, which wraps the transformer in DDP if there are several processes. Work with a window runs on its
-fast pipeline and `scripts/train_sd3_fast.py`. Left out are its progress bars and the upload of the numbers that it logs.
+The project's code runs: `pipeline_with_logprob`, `sde_step_with_logprob`, `compute_log_prob`, and the loop over inner epochs
+in `main`, with accelerate, which wraps the transformer in DDP for several processes. Work with a window runs on its fast
+pipeline and `scripts/train_sd3_fast.py`. Its progress bars and the upload of logged numbers are left out.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class FlowGrpoPeer(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
@@ -48,9 +48,7 @@ class FlowGrpoPeer(Peer):
             mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=not is_accelerator(work.device)
         )
         transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
-        if (
-            transformer is self.module
-        ):  # one process: its KL reads DDP's attribute, past `nn.Module`, which would go in circles
+        if transformer is self.module:  # one process: its KL reads DDP's attribute; `nn.Module` would register a cycle
             object.__setattr__(transformer, "module", transformer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
@@ -93,7 +91,7 @@ class FlowGrpoPeer(Peer):
         self.train = clone.compile_loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
 
     def rollout(self) -> Sampled:
-        """Return the latents and log-probabilities that its pipeline collects."""
+        """Generate a rollout by its pipeline."""
         steps = self.work.steps
         _, latents, log_probs, *_ = self.sample(
             self.pipeline,
@@ -109,12 +107,12 @@ class FlowGrpoPeer(Peer):
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
 
     def set_micro_batch(self, samples: int) -> None:
-        """Set the number of batches that its loop cuts the samples into, and of the passes of an optimizer step."""
+        """Set the number of batches per rollout in its loop, and of the passes of an optimizer step."""
         self.config.sample.num_batches_per_epoch = self.work.samples // samples
         self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its `compute_log_prob` finds."""
+        """Compute the log-probabilities by its `compute_log_prob`."""
         sample = {"latents": x, "next_latents": x_next, "timesteps": self.timesteps}
         tokens, pooled = (torch.cat(halves) for halves in zip(self.work.uncond, self.work.cond, strict=True))
         with torch.no_grad():

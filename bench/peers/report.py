@@ -1,8 +1,8 @@
-"""Times fluvial beside other projects' code, appends the ratios to peers.csv, and prints tables.
+"""The benchmark `peers`: times fluvial beside other projects' code, appends ratios to peers.csv, and prints tables.
 
 python -P -m fluvial.bench peers --clones FOLDER
 
-FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
+FOLDER has the clones under the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ Rows = dict[tuple[str, int, int], PeerRow]  # by phase and pairs per pass, of fl
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
-    """Measure every project whose clone is there, append to peers.csv and print a table.
+    """Measure every project with a clone, append to peers.csv and print a table.
 
     Raises:
         UsageError: there is no clone, or none of a project that runs on this machine's accelerator.
@@ -53,18 +53,18 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
 
 
 def list_cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
-    """Return what is compared, in order; UsageError if there is no clone."""
-    there, on_host = [], not is_accelerator(default_device())
+    """Return the cases to compare, in order; UsageError if there is no clone."""
+    present, on_host = [], not is_accelerator(default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
             print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")
         elif name != TRANSFORMER and config.kl and projects[name].kl is None:
             print(f"{name}: skipped, its loss has no KL term here")
         elif name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
-            there.append(name)
+            present.append(name)
         else:
             print(f"{name}: skipped, {config.clones / projects[name].folder} is not a folder")
-    if not there or (there == [TRANSFORMER] and config.peers != (TRANSFORMER,)):
+    if not present or (present == [TRANSFORMER] and config.peers != (TRANSFORMER,)):
         folders = dict.fromkeys(projects[name].folder for name in config.peers if name != TRANSFORMER)
         raise UsageError(f"peers: {config.clones} holds no clone: expected {', '.join(folders)}")
     return [
@@ -72,13 +72,13 @@ def list_cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Pee
         for ranks in config.ranks
         for size in config.sizes
         for window in config.windows
-        for name in there
+        for name in present
         if ranks == 1 or (name != TRANSFORMER and projects[name].ranks)
     ]
 
 
 def is_done(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project], rows: Sequence[PeerRow]) -> bool:
-    """Return whether the rows hold every row of a case, of these commits, with at least as many rounds."""
+    """Return whether `rows` has all rows of a case for these commits, with at least as many rounds."""
     alone = case.peer == TRANSFORMER
     commit = "peft" if alone else clone.read_commit(config.clones / projects[case.peer].folder)
     same = [
@@ -121,9 +121,9 @@ def show(rows: Sequence[PeerRow]) -> None:
 
 
 def format_markdown(rows: Sequence[PeerRow]) -> str:
-    """Return tables: ratios, the transformer's share, and memory, of each case at its newest commit of fluvial.
+    """Format tables of each case at its newest commit of fluvial: ratios, the transformer's share, and memory.
 
-    Of rows with the same peer, size, processes, window, phase and pairs the last one counts.
+    Among rows with the same peer, size, processes, window, phase and pairs the last one counts.
     """
     by_case: dict[Key, Rows] = {}
     last = {_make_key(row): row.fluvial for row in rows}
@@ -142,12 +142,13 @@ def format_markdown(rows: Sequence[PeerRow]) -> str:
     measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
     projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
     commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
-    made = f"{commits}; medians of {_format_span(row.runs for row in newest)} rounds."
-    apart = (
+    origin = f"{commits}; medians of {_format_span(row.runs for row in newest)} rounds."
+    distances = (
         f"Log-probabilities are {max(row.log_prob_distance for row in newest):.0e} apart at most, gradients "
         f"{max(row.gradient_distance for row in newest):.0e}."
     )
-    return "\n\n".join([made, apart, *(harness.format_markdown(table) for table in (ratios, shares, memory) if table)])
+    tables = [harness.format_markdown(table) for table in (ratios, shares, memory) if table]
+    return "\n\n".join([origin, distances, *tables])
 
 
 def _make_key(row: PeerRow) -> Key:
@@ -171,20 +172,20 @@ def _format_head(key: Key) -> dict[str, str]:
 
 
 class _Phases(NamedTuple):
-    """The rows of a case that its tables show."""
+    """Rows of a case for its tables."""
 
     rollout: PeerRow | None
     equal: PeerRow | None  # update with as many pairs per pass on both sides
-    default: PeerRow | None  # update with what each side takes by default
-    best: PeerRow | None  # update with the pairs per pass that each side is fastest with
+    default: PeerRow | None  # update with each side's default
+    best: PeerRow | None  # update with each side's fastest number of pairs per pass
 
     @classmethod
     def select(cls, rows: Rows) -> "_Phases":
-        """Return the rows of a case, which lie in the order in which they were measured."""
+        """Select the rows of a case, which are in the order of their measurement."""
         rollout = next((row for (what, *_), row in rows.items() if what == "rollout"), None)
         updates = [row for (what, *_), row in rows.items() if what == "update"]
         equal = next((row for row in updates if row.pairs == row.peer_pairs == row.samples), None)
-        # A row beside another number of the project's than its default is there if it is faster with that.
+        # A row has another number of the project's pairs than its default only if the project is faster with it.
         best = [row for row in updates if row.peer_pairs != row.samples] or updates
         return cls(rollout, equal, next(iter(updates), None), min(best, key=lambda row: row.p50, default=None))
 
@@ -211,11 +212,11 @@ def _format_ratio(row: PeerRow | None) -> str:
 
 
 def _format_shares(rows: Rows, alone: Rows) -> dict[str, str]:
-    """Return three cells per phase, of as many pairs per pass on both sides.
+    """Return three cells per phase, for equal pairs per pass on both sides.
 
-    They are the share of the project's time that the passes of its transformer take; the ratio that would remain if
-    fluvial made its own passes and nothing else; and the time of both sides without the passes. Only ratios of one
-    round and the rests are used, because the speed of a machine drifts between cases.
+    They are the share of the transformer's passes in the project's time; the ratio if fluvial made only its passes; and the
+    time of both sides without the passes. Only ratios within a round and times without passes are used, because the speed
+    of a machine drifts between cases.
     """
     cells = dict[str, str]()
     for phase, row, bare in zip(("rollout", "update"), _Phases.select(rows), _Phases.select(alone), strict=False):

@@ -1,9 +1,9 @@
 """UniRL (Tencent-Hunyuan/UniRL): `SD3DiffusionStage.diffuse` and `TrainStack.train` with its FlowGRPO algorithm.
 
-Its own code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the optimizer
-step of its FSDP backend, without Ray. The backend's constructor, which reads configurations, is left out. On several
-processes its `fsdp_wrap` shards the module and keeps what it has gathered, as its configurations of SD3 have it; one process
-needs no wrap.
+The project's code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the
+optimizer step of its FSDP backend, without Ray. The backend's constructor, which reads configurations, is left out. On
+several processes its `fsdp_wrap` shards the module without resharding after the forward pass, as in its configurations of
+SD3; one process needs no wrap.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import VAE_SCALE, Peer
 from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 
-# Its files import them for processes, configurations and logging.
+# Packages that its files import for processes, configurations and logging.
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
 
 
@@ -27,7 +27,7 @@ class UniRLPeer(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
@@ -102,13 +102,13 @@ class UniRLPeer(Peer):
         )
 
     def rollout(self) -> Sampled:
-        """Return the latents and log-probabilities that its stage samples."""
+        """Generate a rollout by its stage."""
         initial = torch.randn(self.work.samples, *self.work.size.event)
-        made = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
-        return Sampled(made.latents[:, : len(self.work.recorded) + 1], made.sde_logp)  # it keeps the clean samples, too
+        segment = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
+        return Sampled(segment.latents[:, : len(self.work.recorded) + 1], segment.sde_logp)  # without the clean samples
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its stage's `replay` finds."""
+        """Compute the log-probabilities by its stage's `replay`."""
         with torch.no_grad():
             log_probs: Tensor = self.stage.replay(
                 self.typed, segment=self._make_segment(x, x_next, None), params=self.params
