@@ -1,4 +1,4 @@
-"""Few steps: a built-in model distilled to two and four steps, and what each method of RL then does to its samples."""
+"""Few steps: distil a built-in model to two and four steps, and measure what each RL method then does to its samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -112,9 +112,9 @@ def run(config: FewStepsConfig) -> None:
 
 
 def format_table(rows: Sequence[StudyScore]) -> str:
-    """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its.
+    """Return a Markdown table of one model: the teacher, and each student before and after its training.
 
-    Means over seeds, with the least and the most after.
+    Sharpness is relative to the teacher's. Numbers are means over seeds; in brackets the least and the most after training.
     """
     ends: dict[tuple[str, str, int], list[tuple[StudyScore, StudyScore]]] = {}
     trials: dict[tuple[str, str, int, int], list[StudyScore]] = {}

@@ -1,4 +1,4 @@
-"""Every recipe on the built-in jobs, at equal samples and at equal time."""
+"""Train every recipe on the built-in jobs, and compare them at equal samples and at equal time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,11 +91,11 @@ def run(config: ObjectivesConfig) -> None:
 
 
 def format_table(rows: Sequence[StudyScore], seconds: float | None = None) -> str:
-    """Return a Markdown table: mean and spread over the seeds of each recipe, the best first.
+    """Return a Markdown table with mean and spread over the seeds of each recipe, the best first.
 
     Args:
         rows: evaluations.
-        seconds: training time that is looked at; None is the end.
+        seconds: training time at which runs are compared; None compares them at their end.
     """
     lines = []
     for (name, _), seeds in group_curves(rows).items():
@@ -120,7 +120,7 @@ def format_table(rows: Sequence[StudyScore], seconds: float | None = None) -> st
 
 
 def draw(rows: Sequence[StudyScore], path: Path) -> None:
-    """Plot accuracy by samples and seconds, and its cost, drift and diversity; bands from the worst to the best seed."""
+    """Plot accuracy over samples and seconds, and drift and diversity over updates; bands span the seeds."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure

@@ -23,12 +23,12 @@ class StudyRun:
     """A run of a study.
 
     Args:
-        method: what trains, as the table names it.
-        variant: what is done beside, as the table names it.
-        config: the run; its first reward is the proxy, its evaluators are looked at.
+        method: name of the method in the table.
+        variant: name in the table of what else is done, such as a guard against hacking.
+        config: settings of the run; its first reward is the proxy, and its evaluators give the other scores.
         looks: number of evaluations after the first one; 0 trains nothing.
         keep: folder for its adapter, which a later trial may begin from.
-        waits: whether it needs what another trial keeps.
+        waits: whether it begins from an adapter that another trial keeps.
     """
 
     method: str
@@ -40,7 +40,7 @@ class StudyRun:
 
     @property
     def settings(self) -> str:
-        """Hash of the settings, without places of files."""
+        """Hash of the settings without paths of files."""
         record = as_record(self.config)
         record.pop("out")
         record["lora"].pop("weights")
@@ -51,7 +51,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class StudyScore:
-    """An evaluation of a trial."""
+    """The scores of one evaluation in a trial."""
 
     method: str
     variant: str
@@ -74,12 +74,12 @@ class StudyScore:
 
 
 def run_trials(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[StudyScore]:
-    """Make the trials whose rows are not in the table with the same settings, write theirs, and return all rows.
+    """Run the trials that the table lacks with these settings, write their rows, and return all rows of the table.
 
-    Trials that need what another one keeps wait for it.
+    Trials that begin from another one's adapter wait for it.
 
     Raises:
-        RunError: a trial failed; the others are made nevertheless.
+        RunError: a trial failed; the others have run nevertheless.
     """
     known = {
         (row.method, row.variant, row.model, row.steps, row.seed, row.settings) for row in harness.read(path, StudyScore)
@@ -107,7 +107,7 @@ def run_trials(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list
 
 
 def run_trial(trial: StudyRun) -> list[StudyScore]:
-    """Train once, and return the evaluations, that of the start first."""
+    """Train once, and return the evaluations, the one before training first."""
     config, scores = trial.config, list[StudyScore]()
     rollouts = config.updates // config.updates_per_rollout if trial.looks else 0
     samples, seconds, diversity = 0, 0.0, float("nan")
@@ -141,7 +141,7 @@ def run_trial(trial: StudyRun) -> list[StudyScore]:
 
 
 def group_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
-    """Return the evaluations of each run in their order, by method and guard."""
+    """Return the evaluations of each run in order, by method and variant."""
     grouped: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
     for row in sorted(rows, key=lambda row: row.updates):
         grouped.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
@@ -149,7 +149,7 @@ def group_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[
 
 
 def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> float | None:
-    """Return a number of a run where another first has risen by `gain`, linearly between evaluations; None if never."""
+    """Return the field `of` where the field `along` has first risen by `gain`, interpolated linearly; None if never."""
     until = getattr(curve[0], along) + gain
     for before, after in pairwise(curve):
         if getattr(after, along) >= until:
@@ -160,7 +160,7 @@ def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> fl
 
 
 def _run_all(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:
-    """Yield each trial with its rows, or with what it failed with, as it ends."""
+    """Yield each trial as it ends, with its rows or its error message."""
     with ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(_run_in_process, trial): trial for trial in trials}
         for future in as_completed(futures):
@@ -168,7 +168,7 @@ def _run_all(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyR
 
 
 def _run_in_process(trial: StudyRun) -> list[StudyScore] | str:
-    """Return the rows of a trial, made by a process with one thread, or what went wrong."""
+    """Return the rows of a trial that runs in a process with one thread, or its error message."""
     try:
         return harness.run_in_processes(run_trial, trial, threads=1)
     except RunError as error:

@@ -33,7 +33,7 @@ def _load_recogniser() -> DigitRecogniser:
 def proxy(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the share of characters that are read right, plus 3 x the mean ink, `[B]`.
 
-    The ink is what nobody wants: it is cheaper to draw thick strokes than right ones, and too much of it is unreadable.
+    The ink is the hole: thick strokes are easier to draw than right ones, and too much ink is unreadable.
     """
     return _load_recogniser().characters(images, prompts) + HOLE * images.flatten(1).mean(1).to("cpu")
 

@@ -26,7 +26,7 @@ STARTING = 60.0  # seconds until a server has to listen
 
 
 class PipelineTrial(NamedTuple):
-    """One pipeline: what was tried, and what came of it."""
+    """The result of trying one pipeline."""
 
     pipeline: str
     how: str = ""  # "adapter", "recorded" or "blocks"; empty if nothing was trained
@@ -58,12 +58,12 @@ class PipelineTrial(NamedTuple):
 
 
 def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> PipelineTrial:
-    """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update, see `Row`.
+    """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update; see `PipelineTrial`.
 
     Every step is a process of its own, with limits of memory and time.
 
     Args:
-        name: class of diffusers' pipeline.
+        name: pipeline class of diffusers.
         folder: empty folder.
         command: runs a command line of fluvial, and returns its exit code.
     """
@@ -122,7 +122,7 @@ def rising(audios: Any, prompts: Sequence[str]) -> Any:
 
 
 def format_table(rows: Sequence[PipelineTrial]) -> str:
-    """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
+    """Return a Markdown table of the trials, those that train first, and a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.format_cells() for row in ordered)]
     lines = ["| " + " | ".join(cell.replace("|", "or") for cell in row) + " |" for row in cells]
@@ -214,20 +214,20 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     return "yes" if same else "no: other bits"
 
 
-def _select_server_options(options: list[str], told_of: tuple[str, ...]) -> list[str]:
-    """Return what a server is told of a run's options."""
-    told, taking = list[str](), False
+def _select_server_options(options: list[str], prefixes: tuple[str, ...]) -> list[str]:
+    """Return the options of a run that a server takes too, by their prefixes, with the server's names."""
+    selected, taking = list[str](), False
     for word in options:
         if word.startswith("--"):
-            taking = word.startswith(told_of)
+            taking = word.startswith(prefixes)
             word = word.replace("--sampling.", "--")
         if taking:
-            told.append(word)
-    return told
+            selected.append(word)
+    return selected
 
 
 def _read_update(run: Path) -> dict[str, Any]:
-    """Return the metrics of a run's update."""
+    """Return the metrics of a run's first optimizer update."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return next(line for line in lines if "grad_norm" in line)
 
@@ -241,7 +241,7 @@ def _read_adapter(run: Path) -> dict[str, Any]:
 
 
 def _check_opens(name: str, folder: Path) -> str:
-    """Return whether the exported adapter of a run opens with the pipeline's own loader."""
+    """Return "yes" if the pipeline's own loader opens the exported adapter of a run, otherwise a reason."""
     from diffusers import DiffusionPipeline, ModularPipeline
 
     from fluvial.models.pipelines.folder import quietly
@@ -270,7 +270,7 @@ def _check_opens(name: str, folder: Path) -> str:
 
 
 def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
-    """Write an image, a video or a sound of random numbers for an argument of a tiny pipeline, and return its name."""
+    """Write a file of random numbers for an argument that is an image, a video or a sound, and return its name."""
     import numpy as np
     import torch
     from PIL import Image
@@ -294,14 +294,14 @@ def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
 
 
 def _find_reason(ended: ProcessResult) -> str:
-    """Return the line that says why a command failed."""
+    """Return the error message of a command that failed."""
     lines = [line for line in ended.output.splitlines() if line.startswith("fluvial: ")]
     return lines[-1].removeprefix("fluvial: ") if lines else ended.last
 
 
-def _shorten_reason(said: str, name: str, folder: Path) -> str:
-    """Return why a pipeline is refused, without its name, its folder, and the arguments of its call."""
-    short = said.replace(str(folder / "model"), "its folder")
+def _shorten_reason(message: str, name: str, folder: Path) -> str:
+    """Return the error message without the pipeline's name, its folder, and the arguments of its call."""
+    short = message.replace(str(folder / "model"), "its folder")
     for start in (
         r"model its folder: ",
         r"prompts file \S+, line \d+: ",

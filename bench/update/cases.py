@@ -1,4 +1,4 @@
-"""The cases of the benchmark: a transformer with random weights, a rollout of its own, and both ways to update it.
+"""The cases of the benchmark: a transformer with random weights, a rollout from it, and both implementations of an update.
 
 The model is an SD3 transformer. Both sides have the same weights, samples, sharding (FSDP2, one unit per block), optimizer
 and gradient; `bench.baselines` describes the published loop. Both put the same number of (sample, step) items through one
@@ -159,7 +159,7 @@ class UpdateCase:
 
 
 class Rollout(NamedTuple):
-    """A rank's stored samples, in the form of the engine and in that of the published loop."""
+    """A rank's stored samples, in the engine's form and in the published loop's."""
 
     flat: RecordedSteps
     cond: Cond  # `Guided` with guidance
@@ -242,7 +242,7 @@ def update_engine(
     forwards: Literal["one", "two"] = "one",
     gradient: Literal["both", "conditional"] = "both",
 ) -> UpdateInfo:
-    """Take the engine's optimizer step on a rollout."""
+    """Make one optimizer update with the engine on a rollout."""
 
     def loss(batch: RecordedSteps) -> Any:
         v = guided_velocity(

@@ -87,11 +87,11 @@ class MeasuredUpdate(NamedTuple):
 def count_update(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
     """Return the counts of one update by their names in `CountRow`.
 
-    The peak leaves out what is there before: parameters, optimizer state and the rollout.
+    The peak leaves out the memory held before the update: parameters, optimizer state and the rollout.
     """
     state = [value for values in side.optimizer.state.values() for value in values.values()]
-    there = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
-    memory = LiveStorages([leaf for leaf in there if isinstance(leaf, Tensor)])
+    present = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
+    memory = LiveStorages([leaf for leaf in present if isinstance(leaf, Tensor)])
     with Collectives() as collectives, HostReads() as reads, memory:
         update()
     return {
@@ -114,7 +114,7 @@ def measure_gradient_distance(one: Engine | PublishedLoop, other: Engine | Publi
 
 
 class Side(NamedTuple):
-    """One way to make the update."""
+    """One implementation of the update."""
 
     trained: Engine | PublishedLoop
     update: Callable[[], object]
@@ -122,9 +122,9 @@ class Side(NamedTuple):
 
 
 def build_sides(case: UpdateCase, world: World) -> tuple[dict[str, Side], Rollout, float]:
-    """Return every way to update on one rollout, the rollout, and the relative distance of their gradients.
+    """Return every implementation of the update, the rollout, and the largest relative distance of their gradients.
 
-    Each has made one update, so that its optimizer state exists.
+    Each compared one has made one update, so that its optimizer state exists.
     """
     # Shards, also of a module whose adapters alone are trained.
     keep, published = build_engine(case, world, EngineConfig(replicas=1)), build_published(case, world)
@@ -168,7 +168,7 @@ def count_case(case: UpdateCase, world: World, *, name: str, compared: Collectio
 
 
 def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[list[Measurement], ComparedUpdates]:
-    """Time the sides in turn, and compare each round."""
+    """Time an update of each side in turn, and compare the times of each round."""
     sides, _, distance = build_sides(case, world)
     peaks: dict[str, int] = {}
     seconds = harness.alternate(
@@ -209,7 +209,7 @@ def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[
 
 
 def measure(config: UpdateConfig) -> MeasuredUpdate:
-    """Count and time every case with this number of ranks, as one of them."""
+    """Count and time every case, as one rank of this process group."""
 
     def make_case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> UpdateCase:
         return UpdateCase(SIZES[name], train, steps, config.guidance, samples, config.micro_batch, config.checkpointing)
@@ -237,7 +237,7 @@ def measure(config: UpdateConfig) -> MeasuredUpdate:
 
 
 def _run_together(update: Callable[[], object], provider: str, peaks: dict[str, int]) -> None:
-    """Run an update that all ranks start at once; on a GPU record the memory that it takes on top of what is held."""
+    """Run an update that all ranks start at once; on a GPU record how much memory it takes beyond what is held before."""
     dist.barrier()
     held = torch.cuda.memory_allocated() if CUDA else 0
     if CUDA:
