@@ -66,7 +66,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> ComparisonR
     our_loss = ours.update(items, pairs=work.samples).loss
     del items
     held = count_live_bytes() - after, after - before
-    left, right = ours.gradients(), peer.gradients()
+    left, right = ours.read_gradients(), peer.read_gradients()
     if left.keys() != right.keys():
         raise RunError(f"the sides train other parameters: {sorted(left.keys() ^ right.keys())[:3]}")
     distance = torch.cat([(left[name] - right[name]).flatten() for name in right]).norm()

@@ -188,7 +188,7 @@ class Ours:
         (part,) = run.minibatches(items, key(0), method.passes)
         return run.update(run.predict(part), method.loss, split_guidance=True)
 
-    def gradients(self) -> dict[str, Tensor]:
+    def read_gradients(self) -> dict[str, Tensor]:
         """Return the scaled gradient of the first update from AdamW's first moment, by the adapters' short names."""
         engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}

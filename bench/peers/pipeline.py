@@ -114,7 +114,7 @@ class Peer(ABC):
     def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step on a stored rollout, and return the loss before it."""
 
-    def gradients(self) -> dict[str, Tensor]:
+    def read_gradients(self) -> dict[str, Tensor]:
         """Return the scaled gradient of the first update from AdamW's first moment, by the adapters' short names."""
         moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in list_adapter_parameters(self.module).items()}
         return {name: m.full_tensor() if isinstance(m, DTensor) else m.clone() for name, m in moments.items()}

@@ -155,7 +155,7 @@ class Ramp:
     def __post_init__(self) -> None:
         check_fields(self, "decay", start=(0, 0.999999), rise=(0, 1), cap=(0, 0.999999), delay=(0, math.inf))
 
-    def decay(self, rollouts: int, updates: int) -> float:
+    def compute_decay(self, rollouts: int, updates: int) -> float:
         """Return d after a number of rollouts and updates."""
         return compute_ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
 
@@ -199,7 +199,7 @@ class LinearOld:
         if self.cap == 1:
             raise UsageError("`old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
 
-    def decay(self, rollouts: int, updates: int) -> float:
+    def compute_decay(self, rollouts: int, updates: int) -> float:
         """Return d, the weight of the old policy, after a number of rollouts and updates."""
         if rollouts % self.every:
             return 1.0

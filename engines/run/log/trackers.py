@@ -40,7 +40,7 @@ class Tracker(Protocol):
         """Log the numbers of an update, by names such as "reward/mean"."""
         ...
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         ...
 
@@ -101,11 +101,11 @@ class SafeTracker:
             if self.tracker is not None:
                 self.tracker.log(numbers, step)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         with self._guard():
             if self.tracker is not None:
-                self.tracker.images(samples, step)
+                self.tracker.log_images(samples, step)
 
     def finish(self) -> None:
         """End the tracker."""

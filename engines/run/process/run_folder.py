@@ -244,7 +244,7 @@ class RunFolder:
         ]
         write_json(path.with_suffix(".json"), rows)
         for tracker in self.trackers:
-            tracker.images(TrackedSamples(path.stem, drawn, sheet.captions, sheet.image), update)
+            tracker.log_images(TrackedSamples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
 
     def write_sounds(self, name: str, sounds: Sounds) -> None:

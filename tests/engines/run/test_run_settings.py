@@ -194,7 +194,7 @@ def test_the_decay_of_the_average(one: World, tmp_path: Path, settings: dict[str
 def test_an_old_policy_that_follows_every_second_rollout() -> None:
     """It stays as it is after the others (verl-omni)."""
     old = LinearOld(0.1, 0.5, every=2)
-    assert [old.decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
+    assert [old.compute_decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
 
 
 def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:

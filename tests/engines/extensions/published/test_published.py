@@ -212,7 +212,7 @@ def test_what_the_settings_of_these_runs_amount_to() -> None:
         assert sampling.window.trunk(sampling.steps, sampling.group) == 54
         assert (sampling.prompts, sampling.group) == (48, 4 * 54)
     nft = config_of("diffusion_nft/sd3.5-medium/ocr").method  # 0 for 75 updates, then 0.0075 per update up to 0.999
-    assert [nft.old.decay(updates // 2, updates) for updates in (75, 77, 1000)] == pytest.approx([0.0, 0.015, 0.999])
+    assert [nft.old.compute_decay(updates // 2, updates) for updates in (75, 77, 1000)] == pytest.approx([0.0, 0.015, 0.999])
     offline, online = (config_of(name) for name in ("diffusion_dpo/sd1.5/pickapic", "verl_omni/qwen-image/ocr-online-dpo"))
     assert (offline.makes_samples, online.makes_samples, offline.method.sampling.prompts) == (False, True, 2048)
     assert flat_record("diffusion_dpo/sdxl/pickapic")["noising.levels.kind"] == "schedule"

@@ -237,7 +237,7 @@ class Broken:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._call("log")
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         self._call("images")
 
     def finish(self) -> None:
@@ -262,7 +262,7 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failur
         safe = SafeTracker("mine:Broken", Broken, run, said.append)
         sheet = TrackedSamples("a", [], [], Image.new("RGB", (1, 1)))
         for kind in kinds:
-            safe.images(sheet, 1) if kind == "i" else safe.log({}, 1)
+            safe.log_images(sheet, 1) if kind == "i" else safe.log({}, 1)
         safe.finish()
         return Broken.asked, said
 
