@@ -27,7 +27,7 @@ from rich.table import Table
 
 from fluvial.engines.cli.main import exit_with
 from fluvial.engines.errors import RunError
-from fluvial.models.device import cpu
+from fluvial.models.device import read_cpu_name
 
 RESULTS = Path("bench/results")  # below the current folder
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def collect_facts(kind: type) -> dict[str, Any]:
     """Return machine, versions and date for the fields that a class of rows has for them."""
     cuda = torch.cuda.is_available()
     known: dict[str, Callable[[], object]] = {
-        "device": torch.cuda.get_device_name if cuda else cpu,
+        "device": torch.cuda.get_device_name if cuda else read_cpu_name,
         "threads": torch.get_num_threads,
         "torch": lambda: torch.__version__,
         "python": platform.python_version,

@@ -221,10 +221,10 @@ def compute_levels(u: Tensor, prediction: Prediction) -> Tensor:
     For a flow they are sigma, shifted like the sampling schedule; for an epsilon-prediction model alpha_bar of a uniformly
     drawn timestep.
     """
-    from fluvial.models.handwriting.model import alphas_cumprod
+    from fluvial.models.handwriting.model import compute_alphas_cumprod
     from fluvial.models.pixel_model import SHIFT
 
     if prediction == "velocity":
         return SHIFT * u / (1 + (SHIFT - 1) * u)
-    powers = alphas_cumprod(u.device)
+    powers = compute_alphas_cumprod(u.device)
     return powers[(u * len(powers)).long()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fluvial.core.random import key
-from fluvial.engines.data.order import BatchOrder, Pool, order_key
+from fluvial.engines.data.order import BatchOrder, PromptPool, derive_order_key
 from fluvial.engines.run.jobs.pipeline import read_run_prompts
 from fluvial.engines.run.jobs.settings import PipelineConfig
 
@@ -41,13 +41,13 @@ def run(config: PromptsConfig) -> None:
         report("write the file")
         prompts = read_run_prompts(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
     report("read, and hold out every tenth")
-    order = BatchOrder(prompts.train, order_key(0))
+    order = BatchOrder(prompts.train, derive_order_key(0))
     report("epochs: begin")
-    order.batch(0, GROUPS)
+    order.take_batch(0, GROUPS)
     report("epochs: a rollout")
-    order.batch(5 * len(prompts.train) // GROUPS, GROUPS)
+    order.take_batch(5 * len(prompts.train) // GROUPS, GROUPS)
     report("epochs: a rollout after five epochs")
-    pool = Pool(prompts.train)
+    pool = PromptPool(prompts.train)
     report("draws, distinct: begin")
     pool.draw(key(0), GROUPS)
     report("draws: a rollout")

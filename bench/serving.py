@@ -39,7 +39,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS, WeightSync
 from fluvial.engines.extensions.wire.client import JSON, HttpClient, Reply
 from fluvial.engines.extensions.wire.response import read_response
@@ -184,7 +184,7 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
         inside: RolloutSource = InProcess(model, lambda: nullcontext(module))
         settings = SamplingConfig(steps=STEPS, sampler=Stochastic(eta=ETA))
         remote = build_source(RolloutConfig(source=address), settings, model, lambda: nullcontext(module), world)
-        assert isinstance(remote, Remote)
+        assert isinstance(remote, RemoteSource)
         client = remote.pool.servers[0].client
         attempt = client.attempt
 

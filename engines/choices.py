@@ -104,14 +104,14 @@ def is_open(variant: type) -> bool:
     return isinstance(getattr(variant, "kind", None), property)
 
 
-def list_fields(variant: type) -> list[dataclasses.Field[Any]]:
+def list_variant_fields(variant: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of a variant beside its kind."""
     return list(dataclasses.fields(variant))[is_open(variant) :]
 
 
 def list_required(variant: type) -> list[str]:
     """Return the names of the fields without a default."""
-    return [field.name for field in list_fields(variant) if find_default(field) is dataclasses.MISSING]
+    return [field.name for field in list_variant_fields(variant) if find_default(field) is dataclasses.MISSING]
 
 
 def find_variant(union: Any, kind: Any, field: str) -> tuple[type, Callable[..., Any]]:

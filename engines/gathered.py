@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.world import collective
-from fluvial.models.lora import adapter_names, adapter_parts, is_adapter, lora_layers
-from fluvial.models.lora_layer import MAGNITUDE, merge_weight, row_norms, widen
+from fluvial.models.lora import find_lora_layers, is_adapter, map_adapter_names, map_adapter_parts
+from fluvial.models.lora_layer import MAGNITUDE, compute_row_norms, merge_weight, widen
 from fluvial.models.quantised import QuantisedLinear, find_quantised
 
 
@@ -75,7 +75,7 @@ class _Source(NamedTuple):
         adapter = self.norm_offset if self.parts is None else next(iter(self.parts.values()))
         tensor = tensor if adapter is None else tensor.to(adapter.device)  # the weight may be offloaded to the host
         if self.norm_offset is not None:
-            return (row_norms(tensor) + gather(self.norm_offset)).to(self.dtype(dtype))
+            return (compute_row_norms(tensor) + gather(self.norm_offset)).to(self.dtype(dtype))
         if self.parts is not None:
             parts = {part: gather(factor) for part, factor in self.parts.items()}
             tensor = merge_weight(widen(tensor), parts, self.scaling)
@@ -108,13 +108,13 @@ def _list_sources(
             here = list(state[name].shape) if name in state else "nothing"
             raise ValueError(f"export: the average of {name} has shape {list(tensor.shape)}, the module has {here} there")
         state[name] = tensor.detach()
-    layers = lora_layers(module)
+    layers = find_lora_layers(module)
     if adapter is None and not layers:
         return {name: _Source(tensor) for name, tensor in state.items()}
     if adapter is None and not merge:
         raise ValueError("export: the module has adapters: name one with `adapter`, or set merge=True")
     chosen = adapter or "default"
-    names, parts = adapter_names(module, chosen), adapter_parts(module, chosen)
+    names, parts = map_adapter_names(module, chosen), map_adapter_parts(module, chosen)
     if not merge:
         bases = {each[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, each in parts.items() if MAGNITUDE in each}
         return {

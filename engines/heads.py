@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.errors import UsageError
-from fluvial.models.lora import HEADS, linear_layers
+from fluvial.models.lora import HEADS, find_linear_layers
 
 
 class FeatureHead(nn.Module):
@@ -72,7 +72,7 @@ def find_width(block: nn.Module) -> int:
     """
     attention = [part for part in block.modules() if "attention" in type(part).__name__.lower()]
     for part in (*attention, block):
-        for layer in linear_layers(part).values():
+        for layer in find_linear_layers(part).values():
             return layer.in_features
     return 0
 

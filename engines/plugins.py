@@ -39,10 +39,10 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     },
     "reward_makers": {"clients": "fluvial.engines.extensions.judges.table:MAKERS"},
     "reports": {"page": "fluvial.engines.extensions.report.page:finish"},
-    "curves": {"png": "fluvial.engines.extensions.report.charts:curve"},
+    "curves": {"png": "fluvial.engines.extensions.report.charts:draw_curve"},
     "extensions": {
         "fit": "fluvial.engines.extensions.plan.fit:fit_config",
-        "stored": "fluvial.engines.extensions.remote.stored:Storing",
+        "stored": "fluvial.engines.extensions.remote.stored:StoringSource",
         "published": "fluvial.engines.extensions.published.resolve:configure",
     },
 }

@@ -11,7 +11,7 @@ from one stream never depend on another. A stream has a parent, the key that it 
                                                           RENOISING and STEPPING are split so, too
     evaluation    key(evaluate.SEED)                      EVALUATION_*
     probe         key(diagnostics.SEED)                   PROBE_*
-    order         order.order_key(data_seed or seed)      EPOCHS; the source is folded in before, the epoch after
+    order         order.derive_order_key(data_seed or seed)  EPOCHS; the source is folded in before, the epoch after
     preferences   key(seed) of `fluvial preferences`      PREFERENCE_*
     pretraining   fold_in(key(seed), update)              PRETRAIN_*
     rounding      key(optimizers.SEED)                    ROUNDING; the update, the parameter and the row are folded in

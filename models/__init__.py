@@ -1,6 +1,6 @@
-"""Models: the protocol that they keep, adapters over diffusers, the built-in models and LoRA.
+"""Models: their protocol, adapters over diffusers, the built-in models and LoRA.
 
-The names below are imported on first use, so that `models.catalogue` can be read without importing torch.
+The names below are imported on first use, so that `models.catalogue` can be imported without torch.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Published models that a built-in adapter serves: name, size and prediction.
+"""Published models with a built-in adapter: name, size and prediction.
 
-This module imports no torch, so that `fluvial models` answers at once. The networks to plan for, which need it, are in
-`models.shapes`.
+This module does not import torch, so that `fluvial models` answers at once. Networks for `fluvial plan`, which need torch,
+are in `models.shapes`.
 """
 
 from typing import Literal, NamedTuple
@@ -24,7 +24,7 @@ class PublishedModel(NamedTuple):
         return self.billions * 1e9 * 2 / GIB
 
 
-# Sizes are those stated by the publishers; DiT's is that of diffusers' network, whose blocks embed the class each.
+# Sizes are the publishers' statements; DiT's is that of diffusers' network, in which each block embeds the class.
 KNOWN = (
     PublishedModel("DiTPipeline", "facebook/DiT-XL-2-256", 0.75, "epsilon", "images of classes"),
     PublishedModel("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),

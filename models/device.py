@@ -1,4 +1,4 @@
-"""The accelerator of this process, of whatever kind: CUDA, ROCm (which torch calls cuda), XPU, NPU.
+"""Accelerator of this process: CUDA, ROCm (which torch calls cuda), XPU or NPU.
 
 `torch.get_device_module(device)` has the functions of `torch.cuda` for each of them.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 SIMULATED = "simulated"  # type of the device of `engines.extensions.simulate`, whose tensors have no values
 
 
-def default_device() -> torch.device:
-    """Return the accelerator if there is one, else the CPU. Apple's is not one: FSDP2 does not run there."""
+def find_default_device() -> torch.device:
+    """Return the accelerator if there is one, else the CPU; Apple's is not used, because FSDP2 does not run there."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != "mps":
         return torch.device(accelerator.type)
@@ -25,18 +25,18 @@ def default_device() -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device has memory and streams apart from the host's."""
+    """Return whether a device has memory and streams separate from the host's."""
     return device.type not in ("cpu", "meta")
 
 
-def compute_on(device: torch.device) -> None:
-    """Make a device the current one of this thread; a new thread has the first of the machine's, on every rank."""
+def set_current_device(device: torch.device) -> None:
+    """Make a device the current one of this thread; a new thread starts with the machine's first, on every rank."""
     if is_accelerator(device):
         torch.get_device_module(device).set_device(device)
 
 
-def use_here(*tensors: Tensor | None) -> None:
-    """Keep the memory of another stream's tensors from being used again while the work of this thread still reads them."""
+def record_use(*tensors: Tensor | None) -> None:
+    """Record that this thread's stream reads tensors of another stream, so that their memory is not reused too early."""
     for tensor in tensors:
         if tensor is not None and is_accelerator(tensor.device):
             tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
@@ -47,14 +47,14 @@ def has_values(device: torch.device) -> bool:
     return device.type not in (SIMULATED, "meta")
 
 
-def processor(device: torch.device) -> str:
-    """Return the name of a device, for a CPU with the vector instructions that torch uses there."""
+def describe_processor(device: torch.device) -> str:
+    """Return the name of a device; for a CPU with the vector instructions that torch uses."""
     if is_accelerator(device):
         return str(torch.get_device_module(device).get_device_name(device))
-    return f"{cpu()} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{read_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def cpu() -> str:
+def read_cpu_name() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
@@ -63,8 +63,8 @@ def cpu() -> str:
 
 
 @contextmanager
-def deterministic(on: bool) -> Iterator[None]:
-    """Make torch use deterministic algorithms only, and raise on operations that have none; restored afterwards.
+def use_deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Make torch use only deterministic algorithms inside the context, and raise on operations that have none.
 
     The same seed then gives the same bits on the same machine, versions and number of ranks. On CUDA some algorithms are
     slower, cuDNN's benchmark is off, and cuBLAS gets a fixed workspace. CUBLAS_WORKSPACE_CONFIG stays set, because cuBLAS

@@ -1,4 +1,4 @@
-"""Digests of files and tensors, from all their bytes: what keys of caches and fingerprints are made of."""
+"""Digests of the bytes of files and tensors, for keys of caches and fingerprints."""
 
 import hashlib
 import inspect
@@ -16,11 +16,11 @@ from fluvial.models.images import READING
 
 
 def digest_file(file: Path | bytes) -> str:
-    """Return the SHA-256 of a file. A process reads each file once, as long as it does not change."""
+    """Return the SHA-256 of a file or of bytes. A process reads each file once, as long as it does not change."""
     if isinstance(file, bytes):
         return hashlib.sha256(file).hexdigest()
-    known = file.stat()
-    return _digest_file(file.absolute(), known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns)
+    stat = file.stat()
+    return _digest_file(file.absolute(), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 @lru_cache(maxsize=2**17)
@@ -30,12 +30,12 @@ def _digest_file(file: Path, *state: int) -> str:
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the SHA-256 of the dtype, shape and bytes of each tensor by its name. One tensor at a time is on the host."""
+    """Return the `digest_tensor` of each tensor by name. One tensor at a time is on the host."""
     return {name: digest_tensor(tensor) for name, tensor in tensors}
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker` has it."""
+    """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker`."""
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
     digest.update(read_bytes(tensor))
     return digest.hexdigest()
@@ -47,12 +47,12 @@ def read_bytes(tensor: Tensor) -> memoryview:
 
 
 def join_digests(digests: Mapping[str, str]) -> str:
-    """Return one digest of several, which does not depend on their order, in 16 digits."""
+    """Return one digest of several, in 16 hexadecimal digits; it does not depend on their order."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe_code(thing: Any) -> str:
-    """Return the name of a function or a class, with a digest of its source where Python has it."""
+    """Return the name of a function or a class, with a digest of its source if Python can find it."""
     inner = inspect.unwrap(thing)
     name = f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
     try:
@@ -62,6 +62,6 @@ def describe_code(thing: Any) -> str:
 
 
 @cache
-def encoding_code() -> str:
+def describe_encoding_code() -> str:
     """Return the versions of the code that opens and encodes prompts and images."""
     return " ".join([READING, *(f"{name} {version(name)}" for name in ("torch", "diffusers", "transformers"))])

@@ -1,9 +1,9 @@
-"""Values of small tensors of a device that the host knows, so that nothing waits for the device to read them.
+"""Host copies of small device tensors, so that reading their values does not wait for the device.
 
-A copy from the host is known (`to_device`), and what `keep` computes from known tensors. A tensor that was written to
-since is not known any more.
+The host knows the values of a tensor that was copied to the device (`to_device`) or computed from known tensors
+(`compute_known`), until the tensor is written to.
 
-Copies with one layout in memory (`fresh_copy`) keep the bits of a rollout in its update: those of a matrix product can
+Copies with one memory layout (`fresh_copy`) keep the bits of a rollout in its update: the bits of a matrix product can
 depend on its operands' addresses. tests/README.md says what is promised of bits.
 """
 
@@ -18,19 +18,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fluvial.core import types
 
-MOST = 1 << 14  # elements of a tensor whose values are kept
+MOST = 1 << 14  # largest number of elements of a known tensor
 
 
 class _Kept(NamedTuple):
     host: Tensor
-    versions: tuple[int, int]  # of the tensor on the device and of `host`, when their values were the same
+    versions: tuple[int, int]  # versions of the device tensor and of `host` when their values were equal
 
 
 _kept = WeakTensorKeyDictionary()
 
 
 def remember(tensor: Tensor, host: Tensor) -> Tensor:
-    """Return `tensor`, whose values are those of `host`, a tensor of the same shape on the CPU."""
+    """Record that `tensor` has the values of `host`, a tensor of the same shape on the CPU, and return `tensor`."""
     versioned = not (tensor.is_inference() or host.is_inference())
     if not _on_host(tensor) and host.numel() <= MOST and versioned:
         _kept[tensor] = _Kept(host, (tensor._version, host._version))
@@ -38,13 +38,13 @@ def remember(tensor: Tensor, host: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, as `core.types.to_device` does; the host knows the values of a small copy."""
+    """Copy a tensor to a device, as `core.types.to_device`; the host knows the values of a small copy."""
     moved = types.to_device(tensor, device)
     return remember(moved, tensor.detach()) if _on_host(tensor) else moved
 
 
 def recall(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor on the CPU, without waiting for its device; None where they are not known."""
+    """Return the values of a tensor on the CPU, without waiting for its device; None if they are not known."""
     if _on_host(tensor):
         return tensor
     kept: _Kept | None = _kept.get(tensor)
@@ -52,7 +52,7 @@ def recall(tensor: Tensor) -> Tensor | None:
 
 
 def read(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor on the CPU; they are read from its device if they are not known, and known then."""
+    """Return the values of a tensor on the CPU; unknown values are read from the device and then known."""
     on_host = recall(tensor)
     if on_host is None:
         on_host = tensor.cpu()
@@ -60,10 +60,10 @@ def read(tensor: Tensor) -> Tensor:
     return on_host
 
 
-def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def compute_known(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return function(*tensors), known if all of the tensors are.
 
-    On an accelerator the function is called twice, for the device and for the host; it only moves, joins and repeats values.
+    On an accelerator the function is called twice, for device and host; it must only move, join or repeat values.
     """
     out = function(*tensors)
     if _on_host(out) or out.numel() > MOST:
@@ -72,16 +72,16 @@ def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return remember(out, function(*hosts)) if len(hosts) == len(tensors) else out
 
 
-def rows(tensor: Tensor, index: Tensor | slice) -> Tensor:
+def select_rows(tensor: Tensor, index: Tensor | slice) -> Tensor:
     """Return tensor[index], known if both are."""
     if isinstance(index, slice):
-        return keep(lambda values: values[index], tensor)
-    return keep(lambda values, places: values[places], tensor, index)
+        return compute_known(lambda values: values[index], tensor)
+    return compute_known(lambda values, select_rows: values[select_rows], tensor, index)
 
 
 def join(*tensors: Tensor) -> Tensor:
     """Return torch.cat(tensors), known if all are."""
-    return keep(lambda *values: torch.cat(values), *tensors)
+    return compute_known(lambda *values: torch.cat(values), *tensors)
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -89,7 +89,7 @@ def _on_host(tensor: Tensor) -> bool:
 
 
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
-    """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
+    """Copy tensors to a device, contiguous, each at the start of its own storage, which torch aligns to 64 bytes."""
 
     def copy_tensor(tensor: Tensor) -> Tensor:
         if tensor.device.type != device.type:

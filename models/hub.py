@@ -1,4 +1,4 @@
-"""Reach of the Hugging Face Hub: without a network its client reads the cache at once, as with HF_HUB_OFFLINE=1."""
+"""Reachability of the Hugging Face Hub: offline, its client reads the cache at once, as with HF_HUB_OFFLINE=1."""
 
 import functools
 import os
@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 PROXIES = ("https_proxy", "all_proxy", "http_proxy")
-SECONDS = 3.0  # of one attempt to connect
+SECONDS = 3.0  # timeout of an attempt to connect
 
 
 @contextmanager
 def probe_hub() -> Iterator[bool]:
     """Restrict the Hub's client to its cache inside the context if the Hub cannot be reached; yield whether it can be.
 
-    If it cannot, one line says so.
-
-    The client by itself asks six times per file, which takes 23 seconds.
+    One line on stderr reports an unreachable Hub. Without this, the client retries six times per file, for 23 seconds.
     """
     from huggingface_hub import constants
 
@@ -34,7 +32,7 @@ def probe_hub() -> Iterator[bool]:
 
 @functools.cache
 def _is_reachable(endpoint: str) -> bool:
-    """Return whether the Hub's server accepts a connection; what a proxy reaches is not known, and taken for reachable."""
+    """Return whether the Hub's server accepts a connection; behind a proxy it counts as reachable."""
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return True
     parts = urlsplit(endpoint)

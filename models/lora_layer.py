@@ -1,10 +1,10 @@
-"""The forward and backward pass of an adapted linear layer, with fewer operations than PEFT's.
+"""Forward and backward pass of an adapted linear layer, with fewer operations than PEFT's.
 
 PEFT runs four modules and about 14 operations per layer, and autograd some 30 more, mostly views and transposes. On a
-small model they cost more than the products. Here the layer of a LoRA is one node of autograd with 9 and 11 operations.
+small model they cost more than the products. Here a LoRA layer is one node of autograd, with 9 + 11 operations.
 
 A DoRA layer multiplies by the factors and by the lengths of rows, whose norms take a product with A instead of the sum
-W + s B A. A LoKr layer multiplies by the factors, too: PEFT makes the whole Kronecker product, and autograd keeps it.
+W + s B A. A LoKr layer multiplies by the factors, too: PEFT builds the whole Kronecker product, and autograd keeps it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# How an adapted layer multiplies its input: by the factors, by the merged weight, or by that which takes fewer operations.
+# How an adapted layer multiplies its input: by the factors, by the merged weight, or by whichever takes fewer operations.
 Product = Literal["auto", "factors", "merged"]
 SAMPLES = 4  # per forward pass; with fewer, auto may take more operations than the factors
 MAGNITUDE = "lora_magnitude_vector"
@@ -27,7 +27,7 @@ TINY = 1e-30  # smallest square of a row's norm
 
 
 def lighten(layer: Any, *, product: Product = "auto") -> None:
-    """Make an adapted layer compute by `adapted_linear` where that applies, in place; elsewhere it is PEFT's as before.
+    """Switch an adapted layer of PEFT to the light pass, in place; PEFT's own pass remains where the light one cannot apply.
 
     The layer keeps its parameters, their names and PEFT's interface.
 
@@ -40,13 +40,13 @@ def lighten(layer: Any, *, product: Product = "auto") -> None:
     if type(layer.base_layer) is not nn.Linear:
         return
     if type(layer) is lora.Linear:
-        layer.__class__ = _light(lora.Linear, product)  # type: ignore[arg-type]  # peft has no types: mypy sees no class
+        layer.__class__ = _make_light_linear(lora.Linear, product)  # type: ignore[arg-type]  # peft has no types: mypy sees no class
     elif type(layer) is lokr.Linear:
-        layer.__class__ = _light_lokr(lokr.Linear)  # type: ignore[arg-type]
+        layer.__class__ = _make_light_lokr(lokr.Linear)  # type: ignore[arg-type]
 
 
 @cache
-def _light(kind: Any, product: Product) -> type:
+def _make_light_linear(kind: Any, product: Product) -> type:
     """Return PEFT's adapted layer with the light pass."""
 
     class LightLinear(kind):
@@ -56,19 +56,19 @@ def _light(kind: Any, product: Product) -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
-            if (lengths := _active(self, MAGNITUDE)) is not None:
+            if (lengths := _get_active(self, MAGNITUDE)) is not None:
                 base, scale = self._modules["base_layer"], self.scaling[self._active_adapter[0]]
-                a, b = (_active(self, part).weight for part in ("lora_A", "lora_B"))
+                a, b = (_get_active(self, part).weight for part in ("lora_A", "lora_B"))
                 return dora_linear(x, base, a, b, lengths.weight, scale)
             quantised = type(self._modules["base_layer"]) is not nn.Linear
             if args or kwargs or is_transformed(x) or (quantised and product != "merged"):
                 return super().forward(x, *args, **kwargs)
-            if quantised and torch.is_grad_enabled():  # the merged weight is made again rather than kept
-                return checkpoint(self._light, x, use_reentrant=False)
-            return self._light(x)
+            if quantised and torch.is_grad_enabled():  # the backward pass recomputes the merged weight
+                return checkpoint(self._multiply, x, use_reentrant=False)
+            return self._multiply(x)
 
-        def _light(self, x: Tensor) -> Tensor:
-            """Return what `forward` does, by the light pass where it applies."""
+        def _multiply(self, x: Tensor) -> Tensor:
+            """Return the layer's output, by the light pass where it applies."""
             factors, compiling = light_factors(self, x), torch.compiler.is_compiling()
             if factors is None:
                 base = self._modules["base_layer"]
@@ -78,7 +78,7 @@ def _light(kind: Any, product: Product) -> type:
             if not compiling:
                 return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
             weight, bias, a, b, scale = factors
-            if merges and weight.numel() <= 2 * len(a) * sum(weight.shape):  # autograd takes the gradient of the whole sum
+            if merges and weight.numel() <= 2 * len(a) * sum(weight.shape):  # autograd computes the gradient of the sum
                 return nn.functional.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
             return super().forward(x)
 
@@ -86,7 +86,7 @@ def _light(kind: Any, product: Product) -> type:
 
 
 @cache
-def _light_lokr(kind: Any) -> type:
+def _make_light_lokr(kind: Any) -> type:
     """Return PEFT's LoKr layer with the light pass."""
 
     class LightLokr(kind):
@@ -95,19 +95,19 @@ def _light_lokr(kind: Any) -> type:
         def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
             """Return x W^T + bias + scale x (w1 (x) w2)^T."""
             out = _multiply_frozen(self._modules["base_layer"], x)
-            active = {part: _active(self, part) for part in PARTS if part in self._modules}
+            active = {part: _get_active(self, part) for part in PARTS if part in self._modules}
             parts = {part: tensor for part, tensor in active.items() if tensor is not None}
-            return out + lokr_product(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
+            return out + multiply_lokr(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
 
     return LightLokr
 
 
-def _active(layer: Any, part: str) -> Any:
-    """Return a part of the active adapter, None where there is none or where adapters are disabled."""
+def _get_active(layer: Any, part: str) -> Any:
+    """Return a part of the active adapter; None without one, or if adapters are disabled."""
     if layer._disable_adapters or layer.merged_adapters:
         return None
-    held, active = layer._modules[part], layer._active_adapter
-    return held[active[0]] if active and active[0] in held else None
+    tensors, active = layer._modules[part], layer._active_adapter
+    return tensors[active[0]] if active and active[0] in tensors else None
 
 
 def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
@@ -116,24 +116,24 @@ def _multiply_frozen(base: Any, x: Tensor) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32, or as it is if it has float64."""
+    """Return a tensor in float32; a float64 tensor stays float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def row_norms(weight: Tensor) -> Tensor:
+def compute_row_norms(weight: Tensor) -> Tensor:
     """Return the norms of the rows of a weight `[out, in]`, `[out]`, at least 1e-15; in the dtype of `widen`."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).clamp_min(TINY**0.5)
 
 
-def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
-    """Return what the rows of W + s B A are multiplied by to get their trained lengths, minus 1: `[out]`.
+def compute_growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
+    """Return the factor from the rows of W + s B A to their trained lengths, minus 1: `[out]`.
 
     With n the norms of the rows w of W, d = `longer` and b the rows of B it is
 
         (n + d) / |w + s b A| - 1    |w + s b A|^2 = n^2 + 2 s (w A^T) b^T + s^2 b A A^T b^T
 
-    where the denominator counts as a constant in the backward pass (arXiv 2402.09353, section 4.3).
+    The denominator is a constant in the backward pass (arXiv 2402.09353, section 4.3).
 
     Args:
         weight: frozen weight, `[out, in]`.
@@ -145,7 +145,7 @@ def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -
         Growth in the dtype of `widen(weight)`.
     """
     with torch.no_grad():
-        norms, wide, factor = row_norms(weight), widen(b) * scale, widen(a)
+        norms, wide, factor = compute_row_norms(weight), widen(b) * scale, widen(a)
         cross = (widen(weight.mm(a.t())) * wide).sum(1)
         square = (wide.mm(factor.mm(factor.t())) * wide).sum(1)
         more = (2 * cross + square) / norms.square()
@@ -155,25 +155,25 @@ def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -
 
 
 def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
-    """Return x (W + s B A)^T with rows of their trained lengths, + bias, `[..., out]`.
+    """Return x (W + s B A)^T + bias, with the rows scaled to their trained lengths, `[..., out]`.
 
-    With g = `growth` and y = x W^T it is y + bias + g (y + z) + z for z = s x A^T B^T. So the output is that of the frozen
-    layer to the bit where g and z are 0, and small g keep their digits in bfloat16.
+    With g = `compute_growth` and y = x W^T it is y + bias + g (y + z) + z for z = s x A^T B^T. So the output equals the
+    frozen layer's to the bit if g and z are 0, and a small g keeps its digits in bfloat16.
 
     Args:
         x: input, `[..., in]`.
         base: frozen layer, plain or quantised.
-        a, b, longer, scale: adapter, see `growth`.
+        a, b, longer, scale: adapter, see `compute_growth`.
     """
     weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
-    out, more = _multiply_frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
+    out, more = _multiply_frozen(base, x), compute_growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
     update = flat_linear(flat_linear(x, a) * scale, b)
     return out + ((out if base.bias is None else out - base.bias) + update) * more + update
 
 
-def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Return s x (w1 (x) w2)^T, `[..., out]`, without making the Kronecker product.
+def multiply_lokr(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return s x (w1 (x) w2)^T, `[..., out]`, without building the Kronecker product.
 
     With x as a matrix X of `[columns of w1, columns of w2]` it is s w1 X w2^T as a vector.
 
@@ -191,12 +191,12 @@ def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor
 
 
 def flat_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias, `[..., out]`, by one product of matrices."""
+    """Return x W^T + bias, `[..., out]`, by one matrix product."""
     return rows_linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
 def merge_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Return the weight that a layer and its adapter multiply by, in the dtype of the weight; computed in that of `widen`.
+    """Return the weight of a layer merged with its adapter, in the dtype of the weight; computed in the dtype of `widen`.
 
     Args:
         weight: frozen weight, `[out, in]`.
@@ -204,24 +204,24 @@ def merge_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> T
         scale: alpha / R.
     """
     wide = widen(weight)
-    held = {part: tensor.to(wide.dtype) for part, tensor in parts.items()}
-    if "lokr_w1" in held:
-        second = held["lokr_w2"] if "lokr_w2" in held else held["lokr_w2_a"] @ held["lokr_w2_b"]
-        return (wide + torch.kron(held["lokr_w1"], second) * scale).to(weight.dtype)
-    a, b = held["lora_A"], held["lora_B"]
+    parts = {part: tensor.to(wide.dtype) for part, tensor in parts.items()}
+    if "lokr_w1" in parts:
+        second = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+        return (wide + torch.kron(parts["lokr_w1"], second) * scale).to(weight.dtype)
+    a, b = parts["lora_A"], parts["lora_B"]
     total = wide + (b @ a) * scale
-    if MAGNITUDE in held:
-        total = total + total * growth(wide, a, b, held[MAGNITUDE], scale)[:, None]
+    if MAGNITUDE in parts:
+        total = total + total * compute_growth(wide, a, b, parts[MAGNITUDE], scale)[:, None]
     return total.to(weight.dtype)
 
 
 def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:
     """Return whether an adapted layer multiplies by the merged weight W + scale B A.
 
-    In a lower precision than float32 it never does, because the sum would round small adapters away. auto merges where that
-    takes no more operations, forward alone or forward and backward. For N rows and rank R the adapter takes N R (in + out)
-    multiplications by the factors and R in out merged; with the backward pass 3 N R (in + out), and merged
-    2 N R (in + out) + 2 R in out or, in narrow layers, about as many. So it merges where
+    In a lower precision than float32 it never does, because the sum would round small adapters away. auto merges if that
+    takes no more operations, both forward alone and forward and backward. For N rows and rank R, the adapter takes
+    N R (in + out) multiplications by the factors and R in out merged. With the backward pass it takes 3 N R (in + out), and
+    merged 2 N R (in + out) + 2 R in out or, in narrow layers, about as many. So it merges if
 
         2 in out <= N (in + out)
 
@@ -239,10 +239,10 @@ def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_bare(layer: Any, x: Tensor) -> bool:
-    """Return whether the base layer alone computes, its adapters disabled or merged, as the light pass computes its part.
+    """Return whether the base layer alone computes, with adapters disabled or merged, on plain tensors of one dtype.
 
-    A policy and its reference then round alike: torch's own linear multiplies an input that is part of a larger tensor and
-    adds the bias in a second rounding.
+    It then runs as a part of the light pass, so that a policy and its reference round alike: torch's own linear multiplies
+    an input that is a view of a larger tensor and adds the bias in a second rounding.
     """
     if layer._disable_adapters == bool(layer.merged_adapters):
         return False
@@ -252,12 +252,12 @@ def _is_bare(layer: Any, x: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of no subclass; those of a simulated device stand for plain ones."""
+    """Return whether a tensor has no subclass; fake tensors of a simulated device count as plain."""
     return type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "FakeTensor"
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Return whether autocast or a transform of torch.func takes part, which see PEFT's own code."""
+    """Return whether autocast or a transform of torch.func is active; both then run PEFT's own code."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return True
     return not torch.compiler.is_compiling() and (
@@ -266,7 +266,7 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def light_factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Return (W, bias, A, B, scale) of the active adapter, None where the light pass does not apply.
+    """Return (W, bias, A, B, scale) of the active adapter; None if the light pass does not apply.
 
     It applies to one adapter without dropout and trained lengths, over a frozen layer of plain tensors with one dtype.
     """
@@ -275,7 +275,7 @@ def light_factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor,
         return None
     name, base = active[0], layer._modules["base_layer"]
     modules = layer._modules["lora_A"]._modules, layer._modules["lora_B"]._modules
-    if name not in modules[0] or name in layer.lora_variant or _active(layer, MAGNITUDE) is not None:
+    if name not in modules[0] or name in layer.lora_variant or _get_active(layer, MAGNITUDE) is not None:
         return None
     down, up = (factors[name] for factors in modules)
     dropout = layer._modules["lora_dropout"]._modules[name]
@@ -291,8 +291,8 @@ def light_factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor,
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return x W^T + bias + scale x A^T B^T, `[..., out]`, with gradients of x, A and B.
 
-    The bits are those of PEFT's layer if the scale is a power of two and the input contiguous. Otherwise they agree to
-    rounding: the scale multiplies the R numbers between the factors instead of the output, and an input that is part of a
+    The bits equal those of PEFT's layer if the scale is a power of two and the input contiguous. Otherwise they agree to
+    rounding: the scale multiplies the R numbers between the factors instead of the output, and an input that is a view of a
     larger tensor is copied once and multiplied as one matrix.
 
     Args:
@@ -302,16 +302,16 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b:
         scale: factor of the adapter's output, alpha / R.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        return _Adapted.apply(x, x, weight, bias, a, b, scale)
-    return _forward(x, weight, bias, a, b, scale, reuse=True)[0]
+        return _AdaptedLinear.apply(x, x, weight, bias, a, b, scale)
+    return _compute_adapted(x, weight, bias, a, b, scale, reuse=True)[0]
 
 
-def _forward(
+def _compute_adapted(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, *, reuse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and what the backward pass needs: the input as a matrix, and scale x A^T.
+    """Return the output, and for the backward pass the input as a matrix and scale x A^T.
 
-    `reuse`: add to the layer's output in place. Selective checkpointing keeps that output, so training does not.
+    `reuse`: whether to add to the layer's output in place. Selective checkpointing keeps that output, so training does not.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = rows_linear(rows, weight, bias)
@@ -325,10 +325,10 @@ def rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-class _Adapted(torch.autograd.Function):
+class _AdaptedLinear(torch.autograd.Function):
     """`adapted_linear` as one node.
 
-    The input comes in twice, once for each term, because autograd then adds the two gradients to those of other layers
+    The input is passed twice, once for each term, because autograd then adds the two gradients to those of other layers
     one by one and in the same order as for PEFT's layer. So the sums have the same bits.
     """
 
@@ -337,7 +337,7 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, x: Tensor, again: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
         """Return the output."""
-        out, rows, inner = _forward(x, weight, bias, a, b, scale, reuse=False)
+        out, rows, inner = _compute_adapted(x, weight, bias, a, b, scale, reuse=False)
         ctx.save_for_backward(rows, inner, weight, a, b)
         ctx.scale, ctx.shape = scale, x.shape
         return out
@@ -362,17 +362,17 @@ class _Adapted(torch.autograd.Function):
 def merged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return x (W + scale B A)^T + bias, `[..., out]`, with gradients of x, A and B.
 
-    The sum is computed once per call. That takes fewer operations than `adapted_linear` where an input has more rows than
-    in out / (in + out), and fewer passes over the output. The arguments are those of `adapted_linear`.
+    The sum is computed once per call. That takes fewer passes over the output than `adapted_linear`, and fewer operations
+    if an input has more rows than in out / (in + out). The arguments are those of `adapted_linear`.
     """
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
-        return _Merged.apply(x, weight, bias, a, b, scale)
+        return _MergedLinear.apply(x, weight, bias, a, b, scale)
     out = rows_linear(x.reshape(-1, x.shape[-1]), torch.addmm(weight, b, a, alpha=scale), bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class _Merged(torch.autograd.Function):
-    """`merged_linear` as one node; its backward pass computes the merged weight again rather than keeping it."""
+class _MergedLinear(torch.autograd.Function):
+    """`merged_linear` as one node; its backward pass computes the merged weight again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -386,7 +386,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of A and of B: through that of the sum where that is fewer operations per row."""
+        """Return the gradients of x, A and B: through the gradient of the sum if that takes fewer operations per row."""
         rows, weight, a, b = ctx.saved_tensors
         need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
         grad, da, db = grad.reshape(-1, grad.shape[-1]), None, None

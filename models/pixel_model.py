@@ -1,4 +1,4 @@
-"""Built-in networks whose samples are the pixels of small images: a class of diffusers with fixed settings, and weights."""
+"""Base classes of the built-in models, whose samples are pixels: a diffusers network with fixed settings and weights."""
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class PixelModel(ABC):
     guide = staticmethod(classifier_free)
 
     def latent_shape(self, height: int | None = None, width: int | None = None, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of a sample, `[1, height, width]`; ValueError for another than the only supported size."""
+        """Return the shape of a sample, `[1, height, width]`; ValueError if the size is not the only supported one."""
         _, rows, columns = self.event
         size = (rows if height is None else height, columns if width is None else width, frames)
         if size != (rows, columns, 1):
@@ -54,7 +54,7 @@ class PixelModel(ABC):
         """Return the network with its weights, in float32, or `empty`, with parameters on the meta device.
 
         Raises:
-            ValueError: the folder of weights lacks a file or holds another model, or `empty` is set for random weights.
+            ValueError: the folder of weights lacks a file or contains another model, or `empty` is set for random weights.
         """
         import diffusers
 
@@ -98,7 +98,7 @@ class PixelTransformer(PixelModel):
         """Return the joint transformer blocks."""
         return list(module.get_submodule("transformer_blocks").children())
 
-    def scheduler(self, steps: int) -> Any:
+    def build_scheduler(self, steps: int) -> Any:
         """Return diffusers' flow-matching scheduler with shift 3, set to `steps` steps."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -108,19 +108,19 @@ class PixelTransformer(PixelModel):
 
     def schedule(self, steps: int, shape: tuple[int, ...] = ()) -> Schedule:
         """Return the schedule of the scheduler."""
-        scheduler = self.scheduler(steps)
+        scheduler = self.build_scheduler(steps)
         return Schedule(from_scheduler(scheduler), scheduler.timesteps)
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        """Return the network's output, of the samples' shape: v, unless a subclass reads it in another way."""
+        """Return the network's output, of the samples' shape: v, unless a subclass converts it."""
         return module(
-            hidden_states=self.network_input(x, cond),
+            hidden_states=self.build_network_input(x, cond),
             encoder_hidden_states=cond.tokens,
             pooled_projections=cond.pooled,
             timestep=sigma * 1000 if timestep is None else timestep,
             return_dict=False,
         )[0]
 
-    def network_input(self, x: Tensor, cond: Any) -> Tensor:
-        """Return what the network is given in place of noisy samples; a subclass adds channels of the conditioning."""
+    def build_network_input(self, x: Tensor, cond: Any) -> Tensor:
+        """Return the noisy samples as the network's input; a subclass adds channels of the conditioning."""
         return x

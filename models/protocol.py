@@ -1,4 +1,4 @@
-"""The interface of a model: what rollouts, objectives and the engine ask of it."""
+"""Interface of a model to rollouts, objectives and the engine."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from fluvial.core.types import PerSample, Samples
 Cond = Any  # conditioning of a model: a pytree of tensors whose first dimension is the batch
 
 
-# A folder of weights as diffusers saves a network, or the folder of each part by name for a network made of several.
+# Folder of weights as diffusers saves a network, or the folder of each part by name for a network made of several.
 Weights = Path | Mapping[str, Path]
 
 Prediction = Literal["velocity", "epsilon"]
@@ -20,7 +20,7 @@ PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 
 
 class Schedule(NamedTuple):
-    """A model's own schedule of T steps."""
+    """A model's schedule of T steps."""
 
     # [T+1] float32 on the host. For a flow: noise levels sigma, exactly 0 at the end. For an epsilon-prediction model:
     # cumulative signal powers alpha_bar, rising.
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 
 
 class DiffusionModel(Protocol):
-    """A diffusion or flow model: a network, its noise levels, and the way from prompts to images around it.
+    """A diffusion or flow model: a network, its noise levels, and the encoding of prompts and decoding of samples.
 
     Two kinds of prediction are supported:
 
@@ -48,12 +48,12 @@ class DiffusionModel(Protocol):
 
     @property
     def lora_targets(self) -> Sequence[str]:
-        """Suffixes of the names of the linear layers that LoRA adapts, as PEFT spells them, e.g. `to_q`."""
+        """Suffixes of the names of the linear layers that LoRA adapts, in PEFT's form, e.g. `to_q`."""
         ...
 
     @property
     def weights(self) -> Weights | None:
-        """Folder of the base weights; None if the network comes with weights from `build` alone."""
+        """Folder of the base weights; None if only `build` provides weights."""
         ...
 
     def build(self, *, empty: bool = False) -> nn.Module:
@@ -61,7 +61,7 @@ class DiffusionModel(Protocol):
         ...
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the repeated blocks of the network in the order they run; each is one unit of sharding."""
+        """Return the repeated blocks of the network in execution order; each is one unit of sharding."""
         ...
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -93,16 +93,16 @@ class DiffusionModel(Protocol):
     ) -> Samples:
         """Return the prediction `[B, *event]`: the velocity v = eps - x0 of a flow, or eps of a variance-preserving model.
 
-        A network in half precision gets samples and conditioning, `[B, ...]`, cast, and numbers per sample, `[B]`, as they
-        are: one that joins a level to its features casts it.
+        For a network in half precision, samples and conditioning `[B, ...]` are cast, but numbers per sample `[B]` are not:
+        a network that joins a level to its features casts it.
 
         Args:
             module: the network, as `build` returned it, possibly sharded and with adapters.
             x: noisy samples, `[B, *event]`.
             level: noise level of each sample, `[B]`: sigma of a flow, alpha_bar of a variance-preserving model.
             cond: conditioning of each sample, as `encode` returns it.
-            timestep: timestep of each sample on the scheduler, `[B]`. None derives it from the level, which is needed for
-                levels between those of a schedule, as in supervised training.
+            timestep: timestep of each sample on the scheduler, `[B]`; None, for levels between those of a schedule, as in
+                supervised training, derives it from the level.
         """
         ...
 
@@ -113,22 +113,22 @@ class DiffusionModel(Protocol):
     def guide(self, v: Samples, v_uncond: Samples, scale: PerSample, /) -> Samples:
         """Return the guided prediction `[B, *event]`: v_uncond + g (v - v_uncond) for most models.
 
-        Models that do just that set `guide = staticmethod(fluvial.core.guidance.classifier_free)`, so that the fused
-        kernels of an update can combine the halves themselves.
+        Models with this formula set `guide = staticmethod(fluvial.core.guidance.classifier_free)`, so that the fused
+        kernels of an update can combine the halves.
 
         Args:
             v, v_uncond: conditional and unconditional prediction.
-            scale: guidance scale g of each sample, `[B]`. A model may change it by the level: the optional method
-                `scale_at(scale, level, timestep)` returns it for samples at given levels (`models.guidance.scale_at`).
+            scale: guidance scale g of each sample, `[B]`. A model may vary it with the level by an optional method
+                `scale_at(scale, level, timestep)`, see `models.guidance.scale_at`.
         """
         ...
 
 
 class Sounds(NamedTuple):
-    """Sounds of B samples, which some models make alone or beside a video."""
+    """Sounds of B samples, which some models generate alone or with a video."""
 
     waves: Tensor  # [B, channels, n] float in [-1, 1]
-    rate: int  # numbers per second and channel
+    rate: int  # sampling rate per channel, in Hz
 
 
 class PipelineModel(DiffusionModel, Protocol):
@@ -144,7 +144,7 @@ class PipelineModel(DiffusionModel, Protocol):
 
 
 def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
-    """Check that an object has the members of `DiffusionModel`, and that its methods take their arguments.
+    """Check that an object has the members of `DiffusionModel`, and that its methods take the protocol's arguments.
 
     Args:
         model: object to test.
@@ -158,25 +158,25 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
     public = {name: member for name, member in declared.items() if not name.startswith("_")}
     calls = {name: inspect.signature(member) for name, member in public.items() if inspect.isfunction(member)}
     protocol = (PipelineModel if pipeline else DiffusionModel).__name__
-    # A class need not have what its objects get when they are made.
+    # A class may lack attributes that its constructor sets.
     members = calls if isinstance(model, type) else public
-    what = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
+    description = f"the class {model.__name__}" if isinstance(model, type) else f"an object of type {type(model).__name__}"
     if missing := [member for member in members if not hasattr(model, member)]:
-        raise ValueError(f"{name} is {what}, which is not a {protocol}: it has no {', '.join(missing)}")
+        raise ValueError(f"{name} is {description}, which is not a {protocol}: it has no {', '.join(missing)}")
     if isinstance(model, type):
-        raise ValueError(f"{name} is {what}, expected an object of it")
+        raise ValueError(f"{name} is {description}, expected an object of it")
     if model.prediction not in PREDICTIONS:
         raise ValueError(f"{name}.prediction is {model.prediction!r}, expected {' or '.join(PREDICTIONS)}")
     if isinstance(model.lora_targets, str):
         raise ValueError(f"{name}.lora_targets is the string {model.lora_targets!r}, expected a sequence of strings")
     for method, call in calls.items():
-        call_of_model, parameters = getattr(model, method), list(call.parameters.values())[1:]
+        model_method, parameters = getattr(model, method), list(call.parameters.values())[1:]
         named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
         expected = ", ".join([*positional, *(f"{key}=..." for key in named)])
-        if not callable(call_of_model):
-            raise ValueError(f"{name}.{method} is of type {type(call_of_model).__name__}, expected a method of ({expected})")
-        signature = inspect.signature(call_of_model)
+        if not callable(model_method):
+            raise ValueError(f"{name}.{method} is of type {type(model_method).__name__}, expected a method of ({expected})")
+        signature = inspect.signature(model_method)
         try:
             signature.bind(*positional, **dict.fromkeys(named))
         except TypeError as error:
@@ -186,33 +186,33 @@ def check_model(model: Any, name: str, *, pipeline: bool = False) -> None:
 def is_recorded(model: DiffusionModel) -> bool:
     """Return whether a model is a pipeline without an adapter, whose calls are replayed (`models.replay.any_pipeline`).
 
-    The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule, unless
+    The conditioning of such a model includes its guidance. It is defined only at the levels of its schedule, unless
     `knows_any_level`.
     """
     return bool(getattr(model, "recorded", False))
 
 
 def knows_any_level(model: DiffusionModel) -> bool:
-    """Return whether a pipeline without an adapter is defined at levels between those of its schedule, too."""
+    """Return whether a pipeline without an adapter is also defined at levels between those of its schedule."""
     return bool(getattr(model, "any_level", False))
 
 
-def sound_rate(model: DiffusionModel) -> int | None:
-    """Return the rate of the sounds that a model makes, by `model.sounds(latents, prompts)`; None if it makes none."""
+def find_sound_rate(model: DiffusionModel) -> int | None:
+    """Return the sampling rate of `model.decode_sounds(latents, prompts)`; None if the model makes no sounds."""
     return getattr(model, "sound_rate", None)
 
 
 def decode_samples(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:
-    """Return the images or videos of samples, see `DiffusionModel.decode`; a pipeline with images may need their prompts.
+    """Return the images or videos of samples, see `DiffusionModel.decode`.
 
-    A recorded pipeline, and a model whose `decodes_prompts` is set, are passed them.
+    The prompts are passed to a recorded pipeline, and to a model whose `decodes_prompts` is set.
 
     Args:
         model: the model.
         latents: samples `[B, *event]`.
         prompts: prompt of each sample, as the model encodes it, with its images if it has some.
     """
-    latents = latents.clone()  # a model may scale them in place, and the run trains on them
+    latents = latents.clone()  # a model may scale them in place, but the run trains on them
     if is_recorded(model) or getattr(model, "decodes_prompts", False):
         return model.decode(latents, prompts)  # type: ignore[call-arg]
     return model.decode(latents)

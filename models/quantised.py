@@ -1,9 +1,9 @@
 """Quantisation of frozen linear layers: int8, int4, nf4 and fp8, in plain operations on any device.
 
-A weight is stored as codes and one float32 scale per row or per block of 64 values, and is w = scale * level(code). Each
-pass dequantises it, multiplies, and keeps codes and scales alone for the backward pass, which has the gradient of the
-input. With fp8_dynamic the input is rounded in the same way, a scale per row, and the codes are multiplied. Codes are
-buffers: FSDP2 neither casts nor shards them, and the rollout and the update read the same ones.
+A weight is stored as codes with one float32 scale per row or per block of 64 values, w = scale * level(code). Each pass
+dequantises it, multiplies, and keeps only codes and scales for the backward pass, which computes the gradient of the input.
+With fp8_dynamic the input is rounded in the same way, with a scale per row, and the codes are multiplied. Codes are buffers:
+FSDP2 neither casts nor shards them, and the rollout and the update read the same ones.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Evenly spaced; the scale carries the sign of the largest value, which is exact (as llama.cpp's Q4_0).
+# Evenly spaced levels; the scale has the sign of the largest value, which is exact (as llama.cpp's Q4_0).
 INT4 = tuple(step / 8 for step in range(-7, 9))
 
 
-class Format(NamedTuple):
+class WeightFormat(NamedTuple):
     """Layout of a quantised weight."""
 
     codes: torch.dtype
     block: int = 0  # values per scale, over the flattened weight; 0 means a row
-    levels: tuple[float, ...] = ()  # of a code of four bits, ascending; two codes share a byte
+    levels: tuple[float, ...] = ()  # levels of a 4-bit code, ascending; two codes share a byte
     signed: bool = False  # whether the scale has the sign of the value with the largest magnitude
     largest: float = 1.0  # code of the largest value of a row
     dynamic: bool = False  # whether a product rounds its input, too
@@ -49,13 +49,13 @@ class Format(NamedTuple):
         return rows * columns * self.codes.itemsize + (4 * rows if self.codes != torch.bfloat16 else 0)
 
 
-FORMATS: dict[Base, Format] = {
-    "bfloat16": Format(torch.bfloat16),
-    "int8": Format(torch.int8, largest=127.0),
-    "int4": Format(torch.uint8, 64, INT4, signed=True),
-    "nf4": Format(torch.uint8, 64, NF4),
-    "fp8": Format(torch.float8_e4m3fn, largest=FP8_MAX),
-    "fp8_dynamic": Format(torch.float8_e4m3fn, largest=FP8_MAX, dynamic=True),
+FORMATS: dict[Base, WeightFormat] = {
+    "bfloat16": WeightFormat(torch.bfloat16),
+    "int8": WeightFormat(torch.int8, largest=127.0),
+    "int4": WeightFormat(torch.uint8, 64, INT4, signed=True),
+    "nf4": WeightFormat(torch.uint8, 64, NF4),
+    "fp8": WeightFormat(torch.float8_e4m3fn, largest=FP8_MAX),
+    "fp8_dynamic": WeightFormat(torch.float8_e4m3fn, largest=FP8_MAX, dynamic=True),
 }
 
 
@@ -68,13 +68,13 @@ class Quantised(NamedTuple):
 
 
 def quantise(weight: Tensor, base: Base) -> Quantised:
-    """Return codes and scales of a weight `[out, in]`; the nearest code of each value."""
-    form, nothing = FORMATS[base], torch.empty(0, device=weight.device)
+    """Return codes and scales of a weight `[out, in]`, with the nearest code for each value."""
+    form, empty = FORMATS[base], torch.empty(0, device=weight.device)
     if base == "bfloat16":
-        return Quantised(weight.to(torch.bfloat16), nothing, nothing)
+        return Quantised(weight.to(torch.bfloat16), empty, empty)
     weight = weight.detach().float()
     if not form.levels:
-        return Quantised(*_round_rows(weight, form), nothing)
+        return Quantised(*_round_rows(weight, form), empty)
     flat = nn.functional.pad(weight.flatten(), (0, -weight.numel() % form.block)).view(-1, form.block)
     scale = flat.gather(1, flat.abs().argmax(1, keepdim=True))
     scale = scale if form.signed else scale.abs()
@@ -85,7 +85,7 @@ def quantise(weight: Tensor, base: Base) -> Quantised:
     return Quantised(codes[::2] << 4 | codes[1::2], scale, pairs)
 
 
-def _round_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def _round_rows(x: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Return the codes of each row of a float32 matrix, and its scale `[rows, 1]`."""
     largest = x.abs().amax(1, keepdim=True)
     scale = torch.where(largest > 0, largest / form.largest, 1.0)
@@ -96,8 +96,8 @@ def _round_rows(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 def multiply(x: Tensor, weight: Quantised, base: Base, shape: Sequence[int], bias: Tensor | None) -> Tensor:
     """Return x W^T + bias of rows `[rows, in]`, in their dtype.
 
-    The product of two matrices of fp8 is that of the hardware where it has one (Hopper, with sizes that 16 divides and an
-    output in bfloat16), else that of the same numbers in float32.
+    fp8_dynamic uses the hardware's product of fp8 matrices if available (Hopper, sizes divisible by 16, output in bfloat16),
+    else a product of the same numbers in float32.
     """
     form = FORMATS[base]
     if not form.dynamic:
@@ -111,7 +111,7 @@ def multiply(x: Tensor, weight: Quantised, base: Base, shape: Sequence[int], bia
 
 
 def _multiplies_fp8(x: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether the device of a matrix multiplies codes of fp8 with a scale per row."""
+    """Return whether a matrix's device multiplies fp8 codes with a scale per row."""
     if x.dtype != torch.bfloat16 or any(size % 16 for size in shape):
         return False
     return not has_values(x.device) or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0))
@@ -133,13 +133,13 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer whose weight is quantised, with the interface of nn.Linear.
 
     Args:
-        linear: layer whose weight is quantised. On the meta device it has no values until `fill`.
+        linear: layer to quantise. On the meta device it has no values until `fill`.
         base: format of the weight.
-        dtype: dtype that the weight is rounded to first, and that exports have.
+        dtype: dtype that the weight is rounded to first; exports have it, too.
     """
 
     def __init__(self, linear: nn.Linear, base: Base, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would make a weight
+        nn.Module.__init__(self)  # nn.Linear's __init__ would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.base, self.dtype, self.training = base, dtype, linear.training
         self.bias = linear.bias
@@ -149,19 +149,18 @@ class QuantisedLinear(nn.Linear):
     @property
     def quantised(self) -> Quantised:
         """Codes, scales and levels; they share the buffers' storage."""
-        held = self._buffers
-        return Quantised(*(cast(Tensor, held[name]) for name in Quantised._fields))
+        return Quantised(*(cast(Tensor, self._buffers[name]) for name in Quantised._fields))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantised weight `[out, in]`; each access makes another tensor."""
+        """Dequantised weight `[out, in]`, a new tensor at each access."""
         return self.dequantise(self.dtype)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the weight `[out, in]` in a dtype."""
         return dequantise(self.quantised, self.base, (self.out_features, self.in_features), dtype)
 
-    def plain(self) -> nn.Linear:
+    def to_linear(self) -> nn.Linear:
         """Return a linear layer with the dequantised weight, on the same device."""
         with torch.device("meta"):
             layer = nn.Linear(self.in_features, self.out_features, bias=False)
@@ -177,15 +176,15 @@ class QuantisedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + bias, `[..., out]`."""
         if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
-            if FORMATS[self.base].dynamic:  # its derivative is that of the input as it is, in the backward pass too
+            if FORMATS[self.base].dynamic:  # rounding has the derivative 1, as in the backward pass
                 codes, scale = _round_rows(x.detach().float().flatten(0, -2), FORMATS[self.base])
                 x = x + ((codes.float() * scale).view_as(x).to(x.dtype) - x.detach())
             return nn.functional.linear(x, self.dequantise(x.dtype), self.bias)
-        return _Product.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
+        return _QuantisedProduct.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + bias, which keeps the quantised weight for the backward pass."""
+class _QuantisedProduct(torch.autograd.Function):
+    """Product x W^T + bias that keeps the quantised weight for the backward pass."""
 
     @staticmethod
     def forward(
@@ -194,7 +193,7 @@ class _Product(torch.autograd.Function):
         """Return the output."""
         ctx.save_for_backward(codes, scale, levels)
         ctx.base, ctx.shape = base, shape
-        # As one matrix: torch would multiply a batch as many, whose bits depend on the processor and the addresses.
+        # As one matrix: torch would multiply a batch as many matrices, with bits that depend on processor and addresses.
         out = multiply(x.reshape(-1, shape[1]), Quantised(codes, scale, levels), base, shape, bias)
         return out.view(*x.shape[:-1], shape[0])
 
@@ -205,15 +204,8 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         weight = dequantise(Quantised(*ctx.saved_tensors), ctx.base, ctx.shape, grad.dtype)
-        return (
-            (grad.reshape(-1, ctx.shape[0]) @ weight).view(*grad.shape[:-1], ctx.shape[1]),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        dx = (grad.reshape(-1, ctx.shape[0]) @ weight).view(*grad.shape[:-1], ctx.shape[1])
+        return (dx, *(None,) * 6)
 
 
 def find_quantised(module: nn.Module) -> dict[str, QuantisedLinear]:
@@ -221,13 +213,13 @@ def find_quantised(module: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, QuantisedLinear)}
 
 
-def frozen_linear(module: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the linear layers that can be quantised, each with the module and the name that it is registered under."""
+def find_frozen_linear(module: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Return the linear layers that can be quantised, as (parent, name in the parent, layer)."""
     return [
         (owner, name, layer)
-        for place, owner in module.named_modules()
+        for path, owner in module.named_modules()
         for name, layer in owner.named_children()
-        if type(layer) is nn.Linear and not layer.weight.requires_grad and ".lora_" not in f".{place}.{name}."
+        if type(layer) is nn.Linear and not layer.weight.requires_grad and ".lora_" not in f".{path}.{name}."
     ]
 
 
@@ -239,9 +231,9 @@ def quantise_linear(module: nn.Module, base: Base, dtype: torch.dtype) -> int:
     Args:
         module: module with or without adapters, with values or on the meta device.
         base: format of the weights.
-        dtype: dtype of the computation, which weights are rounded to first.
+        dtype: dtype of the computation; weights are rounded to it first.
     """
-    layers = frozen_linear(module)
+    layers = find_frozen_linear(module)
     number = len(layers)
     while layers:  # each weight is freed before the next one is quantised
         owner, name, layer = layers.pop()

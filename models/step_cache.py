@@ -1,18 +1,18 @@
-"""Caches of a chunk on its way through a schedule: results of a pass that later ones reuse.
+"""Step caches: results of a chunk's forward passes that later steps of the rollout reuse.
 
-Caches between deterministic steps are of the later blocks of a pass, or of the unconditional half of guidance.
+A cache between deterministic steps holds the later blocks of a pass, or the unconditional half of guidance.
 
-With k the last step that was computed whole, h_i the output of the first block at step i and y_i that of the last one, v_i
-the prediction and u_i the unconditional one:
+With k the last step that was computed in full, h_i and y_i the outputs of the first and the last block at step i, and v_i
+and u_i the conditional and the unconditional prediction:
 
     first block    y_i = h_i + (y_k - h_k)    if mean|h_i - h_k| < threshold * mean|h_k| for every sample of the batch
     of order m     y_i = h_i + sum_{n <= m} D_n (i - k)^n / n!    with D_0 = y_k - h_k and the differences
-                   D_n = (D_{n-1} - D'_{n-1}) / (k - k') to those of k', the step before k that was computed whole
+                   D_n = (D_{n-1} - D'_{n-1}) / (k - k') to those of k', the step before k that was computed in full
     guidance       u_i = v_i - (v_k - u_k)    if i - k < every
 
-Sources: first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108), which diffusers does not have for SD3, whose
-last block returns no text stream; its series is TaylorSeer's (2503.06923); the CFG cache of FasterCache (2410.19355), here
-without its weights of frequencies.
+Sources: first-block cache of ParaAttention, after TeaCache (arXiv 2411.19108), which diffusers lacks for SD3, because its
+last block returns no text stream; the series is TaylorSeer's (2503.06923); CFG cache of FasterCache (2410.19355), here
+without its frequency weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,27 +27,27 @@ from torch import Tensor, nn
 
 from fluvial.core.checks import check_fields
 from fluvial.models.fixed_adapters import FixedAdapters
-from fluvial.models.guidance import KeptDifference, guidance_halves
+from fluvial.models.guidance import GuidanceDifference, predict_halves
 from fluvial.models.prompt_layers import PromptKeys, PromptLayers, replace_forwards
 from fluvial.models.protocol import DiffusionModel
 
 
 @dataclass(frozen=True)
 class NoCache:
-    """Every step is computed whole."""
+    """Every step is computed in full."""
 
     kind: ClassVar[str] = "none"
 
 
 @dataclass(frozen=True)
 class FirstBlockCache:
-    """Steps leave out the blocks after the first where the output of that one has hardly changed since an earlier step.
+    """Steps skip the blocks after the first if the first block's output has hardly changed since an earlier step.
 
-    Samples then depend on those they are generated with.
+    Samples then depend on the other samples of their batch.
 
     Args:
         threshold: Largest relative change of the first block's output, without a unit.
-        order: Order of the series over steps that continues what the other blocks add; 0 repeats it.
+        order: Order of the series over steps that extrapolates the sum of the other blocks; 0 repeats it.
     """
 
     kind: ClassVar[str] = "first_block"
@@ -62,10 +62,10 @@ class FirstBlockCache:
 class GuidanceCache:
     """Steps compute the conditional half of guidance, and take its difference to the other half from an earlier step.
 
-    With classifier-free guidance of scale g a prediction is off by (g - 1) times what the difference has changed by.
+    With classifier-free guidance of scale g, the error of a prediction is (g - 1) times the change of the difference.
 
     Args:
-        every: Length of a cycle of steps; its first step computes both halves, as each step that is trained on does.
+        every: Length of a cycle of steps; its first step computes both halves, and so does each step that is trained on.
     """
 
     kind: ClassVar[str] = "guidance"
@@ -79,46 +79,46 @@ StepCacheChoice = NoCache | FirstBlockCache | GuidanceCache
 Reuse = Literal["all", "outside_blocks", "none"]
 
 
-class _Whole(NamedTuple):
-    """Values kept of a pass that was computed whole, of its last run of blocks that return tensors of one shape."""
+class _FullPass(NamedTuple):
+    """Values of a pass that was computed in full, for its last run of blocks that return tensors of one shape."""
 
     step: int  # number of the prediction
     first: int  # index of the first block of the run
     last: int
     heads: list[Tensor | None]  # tensors that the first block returned
-    changes: list[list[Tensor | None]]  # D_n of each tensor, by n; None where the last block returned none
+    changes: list[list[Tensor | None]]  # D_n of each tensor, by n; None if the last block returned none
 
 
 class StepCache:
-    """Lets the passes of a network leave out blocks, for one batch of samples on their way through a schedule.
+    """Cache that lets forward passes skip blocks, for one batch of samples on their way through a schedule.
 
-    The samples of a batch leave out blocks together, so the bits of a sample depend on its batch. Whether they do is read
-    from the device, once per pass: what follows depends on it.
+    The samples of a batch skip blocks together, so the bits of a sample depend on its batch. The decision is read from the
+    device once per pass, because control flow depends on it.
 
-    Memory: 2 + order copies of what a block returns, for each pass of a prediction.
+    Memory: 2 + order copies of a block's output, for each pass of a prediction.
 
     Args:
-        model: adapter; its last blocks must return tensors of one shape, as those of a transformer do. The first of them is
-            the one whose output is compared, and those before it are always computed.
-        module: its network, with adapters or sharded. Of compiled blocks those that are computed run compiled.
+        model: adapter; its last blocks must return tensors of one shape, as those of a transformer do. The output of the
+            first of them is compared, and the blocks before it are always computed.
+        module: its network, with adapters or sharded. Compiled blocks run compiled when they are computed.
         threshold: largest relative change of the first block's output, without a unit; about 0.1.
-        order: order of the series that continues what the other blocks add, see the module.
+        order: order of the series that extrapolates the sum of the other blocks, see the module.
     """
 
     def __init__(self, model: DiffusionModel, module: nn.Module, threshold: float, order: int = 0) -> None:
         self._threshold, self._order, self._blocks = threshold, order, list(model.blocks(module))
-        self._forwards = [self._wrap_forward(place, block.forward) for place, block in enumerate(self._blocks)]
-        self._known: dict[int, _Whole] = {}  # by the pass's number within a prediction
+        self._forwards = [self._wrap_forward(index, block.forward) for index, block in enumerate(self._blocks)]
+        self._known: dict[int, _FullPass] = {}  # by the number of the pass within a prediction
         self._step = -1
         self._begin(exact=True)
 
     @contextmanager
     def prediction(self, *, exact: bool) -> Iterator[None]:
-        """Make the passes of one prediction leave out blocks, unless it must be exact; the bits of that one stay.
+        """Allow the passes of one prediction to skip blocks, unless it must be exact.
 
         Raises:
-            ValueError: gradients are enabled, which blocks that are left out would not have; or the last block returns other
-                shapes than the one before.
+            ValueError: gradients are enabled, which skipped blocks would not have; or the last block returns other shapes
+                than the one before.
         """
         if torch.is_grad_enabled():
             raise ValueError("step cache: gradients are enabled, and blocks left out have none: use torch.no_grad()")
@@ -129,43 +129,43 @@ class StepCache:
 
     def _begin(self, *, exact: bool) -> None:
         self._step, self._exact, self._number, self._last = self._step + 1, exact, -1, len(self._blocks)
-        self._first = -1  # of the run of blocks with outputs of one shape that the pass is in
-        self._head: Any = None  # what the first and the last block of that run returned
+        self._first = -1  # first block of the current run of blocks with outputs of one shape
+        self._head: Any = None  # outputs of the first and the last block of that run
         self._tail: Any = None
-        self._reused: _Whole | None = None
+        self._reused: _FullPass | None = None
 
-    def _wrap_forward(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a block, which a pass calls in order."""
+    def _wrap_forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a block; a pass calls the blocks in order."""
 
         def forward_or_reuse(*args: Any, **kwargs: Any) -> Any:
-            if place <= self._last:
+            if index <= self._last:
                 self._end_pass()
                 self._number, self._first, self._reused = self._number + 1, -1, None
-            self._last = place
+            self._last = index
             if self._reused is not None:
-                return self._head if place < self._reused.last else self._extrapolate(self._reused)
+                return self._head if index < self._reused.last else self._extrapolate(self._reused)
             returned = forward(*args, **kwargs)
             known = None if self._exact else self._known.get(self._number)
-            if known is not None and known.first == place and self._is_close(returned, known):
+            if known is not None and known.first == index and self._is_close(returned, known):
                 self._head, self._reused = returned, known
             elif self._first < 0 or _differ(self._head, returned):
-                self._first, self._head = place, returned
+                self._first, self._head = index, returned
             self._tail = returned
             return returned
 
         return forward_or_reuse
 
-    def _is_close(self, returned: Any, known: _Whole) -> bool:
-        """Return whether what a block returned has hardly changed, for each sample."""
-        streams = zip(_tensors(returned), known.heads, strict=True)
+    def _is_close(self, returned: Any, known: _FullPass) -> bool:
+        """Return whether a block's output has hardly changed, for every sample."""
+        streams = zip(_list_tensors(returned), known.heads, strict=True)
         pairs = [(now, before) for now, before in streams if now is not None and before is not None]
         if any(now.shape != before.shape for now, before in pairs):
             return False
-        changes = [_mean(now - before) / _mean(before) for now, before in pairs]
+        changes = [_mean_magnitude(now - before) / _mean_magnitude(before) for now, before in pairs]
         return bool((torch.stack(changes) < self._threshold).all())
 
-    def _extrapolate(self, known: _Whole) -> Any:
-        """Return what the last block would return."""
+    def _extrapolate(self, known: _FullPass) -> Any:
+        """Return an estimate of the last block's output."""
         (tensors, tree), ends = optree.tree_flatten(self._head, none_is_leaf=True), list[Tensor | None]()
         for head, change, *differences in zip(tensors, *known.changes, strict=True):
             for n, difference in enumerate(differences if change is not None else (), start=1):
@@ -174,7 +174,7 @@ class StepCache:
         return optree.tree_unflatten(tree, ends)
 
     def _end_pass(self) -> None:
-        """Keep what the blocks did, if they were computed."""
+        """Keep the values of a pass, if it was computed in full."""
         if self._first < 0 or self._reused is not None:
             return
         if self._last == self._first:
@@ -182,46 +182,46 @@ class StepCache:
                 "step cache: the last block returns other shapes than the one before, so that none can be left out: set "
                 "rollout.step_cache to none or guidance for this model"
             )
-        heads, before = _tensors(self._head), self._known.get(self._number)
-        changes = [_subtract(_tensors(self._tail), heads)]
+        heads, before = _list_tensors(self._head), self._known.get(self._number)
+        changes = [_subtract(_list_tensors(self._tail), heads)]
         if before is not None and not _differ(before.changes[0], changes[0]):
             for earlier in before.changes[: self._order]:
                 difference = _subtract(changes[-1], earlier)
                 changes.append([None if d is None else d / (self._step - before.step) for d in difference])
-        self._known[self._number] = _Whole(self._step, self._first, self._last, heads, changes)
+        self._known[self._number] = _FullPass(self._step, self._first, self._last, heads, changes)
 
 
-def _tensors(returned: Any) -> list[Any]:
-    """Return the tensors of a tuple or of a tensor alone."""
+def _list_tensors(returned: Any) -> list[Any]:
+    """Return the tensors of a tuple, or a single tensor."""
     return list(optree.tree_leaves(returned, none_is_leaf=True))
 
 
 def _subtract(ends: list[Any], starts: list[Any]) -> list[Any]:
-    """Return the difference of each tensor, None for those that a block no longer returned."""
+    """Return the difference of each tensor; None for a tensor that a block no longer returned."""
     return [None if end is None else end - start for end, start in zip(ends, starts, strict=True)]
 
 
 def _differ(head: Any, returned: Any) -> bool:
     """Return whether a block returned other shapes than the first of its run; a stream may end."""
-    before, now = _tensors(head), _tensors(returned)
+    before, now = _list_tensors(head), _list_tensors(returned)
     shapes = [(None if h is None else h.shape, None if n is None else n.shape) for h, n in zip(before, now, strict=False)]
     return len(before) != len(now) or any(n is not None and h != n for h, n in shapes)
 
 
-def _mean(x: Tensor) -> Tensor:
+def _mean_magnitude(x: Tensor) -> Tensor:
     """Return the mean magnitude per sample, `[B]`."""
     return x.abs().flatten(1).mean(1)
 
 
 class PassReuse:
-    """The caches of a chunk.
+    """All caches of a chunk.
 
     Args:
         model, module: adapter and network, whose weights do not change as long as the object lives.
         layers: layers that see the prompt alone whose results are kept: all, those outside of the repeated blocks, or none.
             With all, merged weights are kept, too.
         keys: whether keys and values of the prompt's tokens are kept, too.
-        cache: what deterministic steps take over.
+        cache: cache between deterministic steps.
         guided: whether the passes have guidance.
 
     Raises:
@@ -240,9 +240,9 @@ class PassReuse:
     ) -> None:
         self._adapters = FixedAdapters(module) if layers == "all" else None
         self._blocks = StepCache(model, module, cache.threshold, cache.order) if isinstance(cache, FirstBlockCache) else None
-        self._kept = KeptDifference(cache.every) if isinstance(cache, GuidanceCache) and guided else None
-        # By whether a step computes one half of guidance, which gives the layers other inputs than both do.
-        kinds = 1 if self._kept is None else 2
+        self._difference = GuidanceDifference(cache.every) if isinstance(cache, GuidanceCache) and guided else None
+        # Separate caches for steps that compute one half of guidance, which gives the layers other inputs than both do.
+        kinds = 1 if self._difference is None else 2
         self._layers = [
             PromptLayers(model, module, in_blocks=layers == "all") for _ in range(kinds if layers != "none" else 0)
         ]
@@ -255,11 +255,12 @@ class PassReuse:
         Args:
             exact: compute the step in full, without `cache`.
         """
-        kept, near = self._kept, self._kept is not None and self._kept.is_near(exact=exact)
+        difference = self._difference
+        reuses = difference is not None and difference.advance(exact=exact)
         with (
             nullcontext() if self._adapters is None else self._adapters.prediction(),
-            self._layers[near].prediction() if self._layers else nullcontext(),
-            self._keys[near].prediction() if self._keys else nullcontext(),
+            self._layers[reuses].prediction() if self._layers else nullcontext(),
+            self._keys[reuses].prediction() if self._keys else nullcontext(),
             nullcontext() if self._blocks is None else self._blocks.prediction(exact=exact),
         ):
-            yield guidance_halves if kept is None else kept.reuse if near else kept.compute
+            yield predict_halves if difference is None else difference.reuse if reuses else difference.compute

@@ -123,8 +123,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / folder / f"{number}.txt").write_text(caption)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    whole = prompt_sets.records  # of which a few are encoded
-    monkeypatch.setattr(prompt_sets, "records", lambda *given, **named: islice(whole(*given, **named), 12))
+    whole = prompt_sets.read_set  # of which a few are encoded
+    monkeypatch.setattr(prompt_sets, "read_set", lambda *given, **named: islice(whole(*given, **named), 12))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
     return tmp_path
 

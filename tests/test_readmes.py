@@ -49,7 +49,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
-    from fluvial.engines.cli.parse import expand_flags, field_names
+    from fluvial.engines.cli.parse import expand_flags, list_fields
     from fluvial.engines.extensions.dryrun.run import DryRunConfig
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.plan.simulate import AheadConfig
@@ -72,7 +72,7 @@ def every_flag() -> set[str]:
         PeersConfig(Path("x")),
         waits.WaitsConfig(),
     ]
-    known = list(map(field_names, configs))
+    known = list(map(list_fields, configs))
     flags = {"--" + name.replace("_", "-") for names in known for name in names}
     short = {"--" + flag.rpartition(".")[2] for flag in flags if "." in flag}
     return (

@@ -35,7 +35,7 @@ from fluvial.engines.sampling.window import AllSteps
 from fluvial.kernels import step_log_prob
 from fluvial.models.device import is_accelerator
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.lora import adapter_names, adapter_parameters
+from fluvial.models.lora import find_adapter_parameters, map_adapter_names
 
 
 class Spent(NamedTuple):
@@ -98,7 +98,7 @@ class Ours:
         )
         job = Job(work.model, work.prompts, _score_mean, heldout=work.prompts, shape=work.size.event)
         self.parts = Trainer(config, job, world)
-        work.fill(dict(adapter_parameters(self.parts.engine.module, "default")))
+        work.fill(dict(find_adapter_parameters(self.parts.engine.module, "default")))
         self.sampler, self.schedule = self.parts.sampler.schedules.of(job.shape)[1], self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
@@ -190,7 +190,7 @@ class Ours:
 
     def read_gradients(self) -> dict[str, Tensor]:
         """Return the scaled gradient of the first update from AdamW's first moment, by the adapters' short names."""
-        engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
+        engine, short = self.parts.engine, map_adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
         return {name: gather(moment) for name, moment in moments.items()}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fluvial.bench.peers.work import Sampled, StoredRollout, Work
-from fluvial.models.lora import adapter_parameters, add_lora
+from fluvial.models.lora import add_lora, find_adapter_parameters
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
 VAE_SCALE = 8
@@ -135,7 +135,7 @@ class PeerPasses:
         else:
             self.module = work.model.build().to(work.device)
             add_lora(self.module, work.lora, ())
-            work.fill(dict(adapter_parameters(self.module, "default")))
+            work.fill(dict(find_adapter_parameters(self.module, "default")))
         self.timestep = work.make_scheduler().timesteps[0].to(work.device)
         self.halves = [torch.cat(halves) for halves in zip(work.cond, work.uncond, strict=True)]
 

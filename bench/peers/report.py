@@ -13,7 +13,7 @@ from fluvial.bench.peers import clone
 from fluvial.bench.peers.config import KNOWN, PROJECTS, TRANSFORMER, PeerCase, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import ROOT, measure_cases
 from fluvial.engines.errors import UsageError
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 
 NAMES = {
     "flow_grpo": "Flow-GRPO",
@@ -54,7 +54,7 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
 
 def list_cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
     """Return the cases to compare, in order; UsageError if there is no clone."""
-    present, on_host = [], not is_accelerator(default_device())
+    present, on_host = [], not is_accelerator(find_default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
             print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")

@@ -178,4 +178,4 @@ class Work:
 
     def make_scheduler(self) -> Any:
         """Make diffusers' scheduler with the schedule of the work."""
-        return self.model.scheduler(self.steps)
+        return self.model.build_scheduler(self.steps)

@@ -14,7 +14,7 @@ from fluvial.bench.studies.trial import StudyRun, StudyScore, group_curves, read
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.models.handwriting.recognisers import DigitRecogniser, reward_recogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser, load_reward_recogniser
 
 PROXY = "fluvial.bench.studies.tunnel:proxy"
 HOLE = 3.0  # weight of the ink
@@ -27,7 +27,7 @@ GARDO = "gardo"  # a method that is a guard itself
 
 @cache
 def _load_recogniser() -> DigitRecogniser:
-    return reward_recogniser()
+    return load_reward_recogniser()
 
 
 def proxy(images: Tensor, prompts: Sequence[str]) -> Tensor:

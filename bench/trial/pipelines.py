@@ -67,12 +67,12 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         folder: empty folder.
         command: runs a command line of fluvial, and returns its exit code.
     """
-    from fluvial.models.pipelines.open import built_in
+    from fluvial.models.pipelines.open import list_adapters
     from fluvial.models.tiny import modular
     from fluvial.models.tiny import pipelines as tiny
 
-    other = tiny.scheduler_of_no_flow(name)
-    if other and not (name in built_in() or tiny.is_modular(name)):
+    other = tiny.find_other_scheduler(name)
+    if other and not (name in list_adapters() or tiny.is_modular(name)):
         return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
     row = PipelineTrial(name, flow=not other)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
@@ -84,7 +84,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         import torch
 
         torch.set_num_threads(1)
-        with tiny.surroundings(name, asked.size):
+        with tiny.replace_surroundings(name, asked.size):
             return command(args)
 
     def train_with(words: list[str]) -> ProcessResult:
@@ -104,14 +104,14 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
     adapted = re.search(r"LoRA adapts (\d+) linear layers, (\d+) parameters", trained.output)
     return row._replace(
-        how="adapter" if name in built_in() else "blocks" if tiny.is_modular(name) else "recorded",
+        how="adapter" if name in list_adapters() else "blocks" if tiny.is_modular(name) else "recorded",
         error=None if within is None else float(within[1]),
         ratio=math.exp(log_ratio),
         layers=0 if adapted is None else int(adapted[1]),
         parameters=0 if adapted is None else int(adapted[2]),
         opens=wait([Forked(lambda: print(_check_opens(name, folder)), folder / "opens.txt")]).last,
         ranks=_compare_two_ranks(words, folder, run_command),
-        served=_train_served(words, folder, run_command, recorded=name not in built_in()),
+        served=_train_served(words, folder, run_command, recorded=name not in list_adapters()),
     )
 
 
@@ -153,10 +153,10 @@ def _build(name: str, folder: Path) -> None:
 
 def _build_command(name: str, folder: Path, asked: Any) -> list[str]:
     """Return the command line that trains a tiny pipeline, without its folder."""
-    from fluvial.models.pipelines.open import built_in
-    from fluvial.models.tiny.pipelines import scheduler_of_no_flow
+    from fluvial.models.pipelines.open import list_adapters
+    from fluvial.models.tiny.pipelines import find_other_scheduler
 
-    adapter = built_in().get(name)
+    adapter = list_adapters().get(name)
     size = [
         "--pipeline.height",
         str(asked.size),
@@ -172,7 +172,7 @@ def _build_command(name: str, folder: Path, asked: Any) -> list[str]:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
         words += ["--sampling.guidance.negative", asked.negative]
-    return ["ddpo" if scheduler_of_no_flow(name) else "grpo", *words]
+    return ["ddpo" if find_other_scheduler(name) else "grpo", *words]
 
 
 def _compare_two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
@@ -244,12 +244,12 @@ def _check_opens(name: str, folder: Path) -> str:
     """Return "yes" if the pipeline's own loader opens the exported adapter of a run, otherwise a reason."""
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    from fluvial.models.pipelines.folder import quietly
+    from fluvial.models.pipelines.folder import silence
     from fluvial.models.replay.processors import add_tokenizers, read_processors
-    from fluvial.models.tiny.pipelines import is_modular, surroundings
+    from fluvial.models.tiny.pipelines import is_modular, replace_surroundings
 
     try:
-        with quietly(), surroundings(name, 0):
+        with silence(), replace_surroundings(name, 0):
             if is_modular(name):
                 pipe: Any = ModularPipeline.from_pretrained(str(folder / "model"), local_files_only=True)
                 pipe.load_components([part for part in pipe.components if part.startswith(("transformer", "unet"))])

@@ -230,7 +230,7 @@ def build_published(case: UpdateCase, world: World) -> PublishedLoop:
     module: Any = case.size.build(case.train, world.device)
     if case.checkpointing:
         module.enable_gradient_checkpointing()  # diffusers' own
-    scheduler = MODEL.scheduler(case.steps)
+    scheduler = MODEL.build_scheduler(case.steps)
     return PublishedLoop(MODEL, module, OPTIMIZER, world, scheduler=scheduler, eta=ETA, clip=CLIP, compute=dtype)
 
 

@@ -1,22 +1,22 @@
-"""Short helps: the flags of a command that people set, and examples. --help-all lists every flag."""
+"""Short help of a command: the most used flags, and examples. --help-all lists every flag."""
 
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fluvial.engines.choices import describe_fields, locate
-from fluvial.engines.cli.listing import width, wrap
+from fluvial.engines.cli.listing import find_width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
-LONGEST = 190  # characters of a flag's first sentence that is printed whole
-WIDEST = 110  # columns of running text
+LONGEST = 190  # largest number of characters of a sentence that is printed in full
+WIDEST = 110  # largest number of columns of running text
 
 
 class Brief(NamedTuple):
-    """The short help of a command."""
+    """Contents of the short help of a command."""
 
-    fields: str  # dotted names, with spaces between them; those that a configuration lacks are left out
-    examples: tuple[str, ...]  # what is typed after "fluvial "
+    fields: str  # dotted names, separated by spaces; fields that the configuration lacks are left out
+    examples: tuple[str, ...]  # command lines without "fluvial "
 
 
 TRAIN = Brief(
@@ -62,40 +62,41 @@ EXPORT = Brief(
         "export runs/grpo/checkpoints/000040 --as merged --out network",
     ),
 )
-NAMES = {"format": "as"}  # flags with another name than their field
+NAMES = {"format": "as"}  # flags whose name is not that of their field
 
 
-def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
-    """Return the short help of a command.
+def format_help(brief: Brief, values: Any, program: str, about: str) -> list[str]:
+    """Return the lines of the short help of a command.
 
     Args:
-        values: its configuration with the defaults.
-        program: what is typed before the flags.
+        brief: contents of the help.
+        values: default configuration of the command.
+        program: words before the flags.
         about: text above the flags.
     """
-    columns = min(width(), WIDEST)
+    columns = min(find_width(), WIDEST)
     fields = [
         (name, *described) for name in brief.fields.split() if (described := _describe_value(values, name)) is not None
     ]
     names = ["--" + NAMES.get(name, name).replace("_", "-") for name, *_ in fields]
     indent = max(map(len, names)) + 4
-    shown = []
+    flag_lines = []
     for name, (_, value, text) in zip(names, fields, strict=True):
         default = "" if value in (None, (), "") else f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
-        first, *more = textwrap.wrap(text + default, columns - indent, break_on_hyphens=False)
-        shown += [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in more)]
+        first, *further = textwrap.wrap(text + default, columns - indent, break_on_hyphens=False)
+        flag_lines += [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in further)]
     method = getattr(values, "method", None)
     rewards = "--rewards pickscore " if method is None or method.is_scored else ""
     from_data = method is not None and method.source is not None
     source = "--data.images FOLDER" if from_data else f"{rewards}--prompts @drawbench-like"
-    asked = {"recipe": program.rpartition(" ")[2], "source": source, "out": getattr(values, "out", "")}
-    examples = [example.format(**asked) for example in brief.examples]
+    words = {"recipe": program.rpartition(" ")[2], "source": source, "out": getattr(values, "out", "")}
+    examples = [example.format(**words) for example in brief.examples]
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n")]
     return [
         f"usage: {program} [--flag value ...]",
         *(line for paragraph in paragraphs for line in ["", *wrap(paragraph, columns)]),
         "",
-        *shown,
+        *flag_lines,
         "",
         "Examples",
         *(line for each in examples for line in wrap(f"fluvial {each}", columns, indent=2, later=6)),
@@ -109,11 +110,11 @@ def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     if not hasattr(values, name):
         return None
     text = describe_fields(type(values)).get(name, "")
-    return getattr(values, name), _clause(" ".join(text.split()))
+    return getattr(values, name), _shorten(" ".join(text.split()))
 
 
-def _clause(text: str) -> str:
-    """Return the first sentence of a help up to its first explanation."""
+def _shorten(text: str) -> str:
+    """Return the first sentence of a help text, without its explanations."""
     for marks in ((", e.g.", ", each with", ". ", "; "), (": ", " (")):
         ends = [place for mark in marks if (place := text.find(mark)) > 0]
         text = text[: min(ends, default=len(text))]
@@ -122,6 +123,6 @@ def _clause(text: str) -> str:
     return text.removesuffix(".").replace("`", "")
 
 
-def asks(args: Sequence[str]) -> bool:
-    """Return whether a command's own help is asked for, in place of a name."""
+def asks_for_help(args: Sequence[str]) -> bool:
+    """Return whether a command is asked for its help, without a name."""
     return bool(args) and args[0] in (*HELP, HELP_ALL)

@@ -1,18 +1,18 @@
-"""`fluvial config RECIPE [--field value ...]`: print the settings of a training run, those that differ or all of them."""
+"""`fluvial config RECIPE [--field value ...]`: print the settings of a training run, only those that differ or all."""
 
 import json
 
 from fluvial.engines.cli import train
-from fluvial.engines.cli.listing import JSON, paragraphs, without
+from fluvial.engines.cli.listing import JSON, drop_flag, format_paragraphs
 
 USAGE = """usage: fluvial config RECIPE [--config FILE] [--field value ...] [--all] [--json]
 
-Print what differs from RECIPE in a run with these fields, as TOML: fluvial config grpo --sampling.group 8 > my.toml, edit
-it, and fluvial train my.toml. --all prints every setting below its help. --json prints the whole run, as its config.json
-holds it.
+Print the settings of a run that differ from RECIPE, as TOML: fluvial config grpo --sampling.group 8 > my.toml, edit it, and
+fluvial train my.toml. --all prints every setting below its help. --json prints the whole run, in the format of its
+config.json.
 
-A file may be TOML, YAML or JSON. It holds what differs, by names such as optimizer.lr, and the recipe that it differs from;
-flags go over it. A list in place of one value is a sweep: a run of each. engines/run/files/examples has ten complete files.
+A file may be TOML, YAML or JSON. It names its recipe and the settings that differ, such as optimizer.lr; flags override it.
+A list instead of one value is a sweep: one run per value. engines/run/files/examples has ten complete files.
 """
 ALL = "--all"
 
@@ -20,10 +20,10 @@ ALL = "--all"
 def run(args: list[str]) -> None:
     """Print a configuration."""
     if not args:
-        print(paragraphs(USAGE), end="")
+        print(format_paragraphs(USAGE), end="")
         return
-    args, as_json = without(args, JSON)
-    args, whole = without(args, ALL)
+    args, as_json = drop_flag(args, JSON)
+    args, whole = drop_flag(args, ALL)
     if as_json:
         from fluvial.engines.run.record import as_record
 

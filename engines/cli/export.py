@@ -6,22 +6,22 @@ from typing import Annotated, Literal
 
 import tyro
 
-from fluvial.engines.cli.brief import EXPORT, asks
+from fluvial.engines.cli.brief import EXPORT, asks_for_help
 from fluvial.engines.cli.parse import flags_in_errors, parse_config
 from fluvial.engines.errors import UsageError
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Export a checkpoint of a run, with a model card, while training goes on or afterwards.
+    """Export a checkpoint of a run, with a model card, during training or afterwards.
 
     Args:
         format: lora (the adapter, for diffusers), merged (the network with the adapter folded in, for diffusers), full (the
-            whole pipeline, for diffusers) or comfyui (the original layout, as ComfyUI and kohya's trainers read it). By
-            default lora where an adapter was trained, else merged.
+            whole pipeline, for diffusers) or comfyui (the original layout, for ComfyUI and kohya's trainers). By default
+            lora if an adapter was trained, else merged.
         ema: Export the moving average of the weights.
         dtype: Dtype of the files; by default export.dtype of the run.
-        merge: With comfyui, merge the adapter into the weights and export these.
+        merge: With comfyui, merge the adapter into the weights and export them.
         out: Folder of the export; by default exports/UPDATE-FORMAT in the run folder.
     """
 
@@ -33,8 +33,8 @@ class ExportOptions:
 
 
 def run(args: list[str]) -> None:
-    """Write an export, and print where it is."""
-    if asks(args):
+    """Write an export, and print its path."""
+    if asks_for_help(args):
         parse_config(ExportOptions(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"

@@ -1,6 +1,7 @@
-"""Dispatch the command line to a command's own file, and end with an exit code that says how it went.
+"""Entry point of the command line: calls the module of a command and converts errors to exit codes.
 
-A command's file has a function `run(args)`, which raises UsageError for wrong arguments, and may have its help in USAGE.
+The module of a command has a function `run(args)`, which raises UsageError for wrong arguments. It may have its help in
+USAGE.
 """
 
 import contextlib
@@ -13,30 +14,30 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from fluvial.engines.cli import processes
-from fluvial.engines.cli.listing import JSON, paragraphs, without
+from fluvial.engines.cli.listing import JSON, drop_flag, format_paragraphs
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, describe_machine_failure
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
 from fluvial.engines.waits import Waits, wait_for
 
-PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
+PLAN = """Compute the memory of training, and the settings with which it fits. Without MODEL, with --rollout-seconds
                       and --update-seconds: how many servers keep a trainer busy."""
 # Argument and description of each command.
 COMMANDS = {
     "train": (
         "RECIPE",
-        "Post-train a model. RECIPE is one that train --help or runs lists, your own module:name, or a file.",
+        "Post-train a model. RECIPE is listed by train --help or runs, or is your own module:name or a file.",
     ),
     "runs": ("[NAME]", "List the published runs, or print one and its sources; runs ls lists your own in ./runs."),
-    "config": ("RECIPE", "Print what differs from a recipe in a run, or every setting: a file for fluvial train my.toml."),
+    "config": ("RECIPE", "Print the settings that differ from a recipe, or all of them: a file for fluvial train my.toml."),
     "eval": ("MODEL", "Score samples of a model, a run or a checkpoint, and compare them with a base model."),
-    "sample": ("MODEL", "Draw images of prompts into one PNG."),
+    "sample": ("MODEL", "Generate images of prompts into one PNG."),
     "export": ("RUN", "Write the weights of a run, or of one of its checkpoints, for diffusers or ComfyUI (--as)."),
     "push": ("FOLDER NAME", "Upload exported weights with their model card to the Hub; without --upload only list them."),
-    "preferences": ("MODEL", "Draw samples and write the best and the worst of each prompt to a folder, for train dpo."),
+    "preferences": ("MODEL", "Generate samples, and write the best and the worst of each prompt to a folder for train dpo."),
     "serve": ("MODEL", "Serve rollouts over HTTP, for training runs elsewhere: fluvial serve handwriting --port 30000."),
     "serve-rewards": ("NAME", "Serve rewards over HTTP: fluvial serve-rewards pickscore ocr --port 8000."),
-    "report": ("RUN ...", "Write the report of a run folder as one HTML file, or of several a comparison."),
+    "report": ("RUN ...", "Write the report of a run folder, or the comparison of several, as one HTML file."),
     "plan": ("MODEL", PLAN),
     "models": ("", "List the models that can be trained, with the memory of their weights."),
     "rewards": ("[NAME]", "List the reward models, or describe one; rewards vote lets people compare images as a reward."),
@@ -55,32 +56,32 @@ train, eval and serve take --processes N: they run on N processes of this machin
 GPUs two, where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input, 130 or 143 stopped at once by SIGINT or SIGTERM.
 """
-UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more
+UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output pipe is closed
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done (or stopped as asked), 1 the run failed, 2 wrong input."""
-    exit_with(_command, list(sys.argv[1:] if args is None else args))
+    exit_with(_dispatch, list(sys.argv[1:] if args is None else args))
 
 
 def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
-    """Run a command line and leave the process with its exit code."""
+    """Run a command line, and exit the process with its exit code."""
     interrupts = list[int]()
     signal.signal(signal.SIGTERM, lambda number, frame: end_at_once(number))
     signal.signal(signal.SIGINT, lambda number, frame: _interrupt(interrupts))
-    # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
+    # In the repository's root, Python must not import the folders `core`, `kernels`, ... as packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
     if not _holds_sources(os.getcwd()):
         sys.path.append(os.getcwd())  # for user-defined modules; last, so that nothing there hides a package
     try:
         code = run(args, command)
     except BaseException:
-        if interrupts:  # an import turns what interrupts it into errors of its own
+        if interrupts:  # an interrupted import raises other errors
             end_at_once(signal.SIGINT)
         raise
-    # Everything is written, and the process group is gone. Left to itself the interpreter sometimes aborts here, over a
-    # thread of gloo's that is still running (torch 2.13: about one exit in ten of several processes under load), so that a
-    # finished run looks like a failed one.
+    # Everything is written, and the process group is destroyed. A normal exit of the interpreter sometimes aborts because a
+    # thread of gloo is still running (torch 2.13: about one exit in ten of several processes under load), which would make a
+    # finished run look like a failed one.
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     sys.stderr.flush()
@@ -88,15 +89,15 @@ def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
 
 
 def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> int:
-    """Run a command line and return its exit code. Errors that the user can correct are printed in one line."""
+    """Run a command line, and return its exit code. Errors that the user can correct are printed in one line."""
     try:
-        return (command or _command)(args)
+        return (command or _dispatch)(args)
     except HelpPrintedError:
         return 0
     except ElsewhereError:
         return 1
     except UsageError as error:
-        # Wrong input is wrong on every rank; one of them says so.
+        # Wrong input is wrong on every rank; one rank prints the error.
         if os.environ.get("RANK", "0") == "0":
             _complain(error)
         return 2
@@ -105,7 +106,7 @@ def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> i
             _complain(error)
             return 1
         return UNREAD
-    except (FluvialError, OSError) as error:  # OSError: a full or a lost disk, wherever it was noticed
+    except (FluvialError, OSError) as error:  # OSError: a full or lost disk, in any place
         _complain(error)
         return 1
     except (MemoryError, RuntimeError) as error:
@@ -127,7 +128,7 @@ def _interrupt(interrupts: list[int]) -> None:
 
 
 def _is_read(stream: TextIO) -> bool:
-    """Return whether somebody still reads a stream; nobody does after `fluvial ... | head`."""
+    """Return whether the other end of a pipe is open; it is not after `fluvial ... | head`."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
@@ -137,7 +138,7 @@ def _complain(error: Exception | str) -> None:
     print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
 
 
-def _command(args: list[str]) -> int:
+def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -154,8 +155,8 @@ def _command(args: list[str]) -> int:
     silent = os.environ.get("RANK", "0") != "0"
     with contextlib.nullcontext() if silent else Waits(_complain), wait_for(f"importing what {args[0]} needs"):
         command = importlib.import_module(f"fluvial.engines.cli.{args[0].replace('-', '_')}")
-    if without(rest[1:], JSON)[0][:1] in (["-h"], ["--help"]) and hasattr(command, "USAGE"):
-        print(paragraphs(command.USAGE), end="")
+    if drop_flag(rest[1:], JSON)[0][:1] in (["-h"], ["--help"]) and hasattr(command, "USAGE"):
+        print(format_paragraphs(command.USAGE), end="")
         return 0
     with contextlib.nullcontext() if silent else Waits(_complain):
         command.run(rest[1:])
@@ -163,7 +164,7 @@ def _command(args: list[str]) -> int:
 
 
 def _holds_sources(entry: str) -> bool:
-    """Return whether a sys.path entry is the root of the sources, where `kernels` would hide Hugging Face's package."""
+    """Return whether a sys.path entry is the root of the sources, whose `kernels` would hide Hugging Face's package."""
     root = os.path.abspath(entry or os.getcwd())
     return all(os.path.isfile(os.path.join(root, name, "__init__.py")) for name in ("core", "engines", "kernels")) and (
         os.path.isfile(os.path.join(root, "kernels", "dispatch.py"))

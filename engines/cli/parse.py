@@ -1,4 +1,4 @@
-"""Parse a command's flags into its dataclass, and print the fields of the library's errors as flags."""
+"""Parser of a command's flags to its dataclass, which also names the flags of fields in the library's errors."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ from fluvial.engines.choices import (
     is_bare,
     is_open,
     is_variant,
-    list_fields,
     list_kinds,
     list_unused,
+    list_variant_fields,
     list_variant_kinds,
     list_variants,
     locate,
@@ -42,7 +42,7 @@ KIND = "kind"  # field of a choice's form
 
 
 class HelpPrintedError(Exception):
-    """Ends a command whose help was asked for and has been printed."""
+    """Signal that ends a command after its help was printed."""
 
 
 def parse_config(
@@ -54,29 +54,29 @@ def parse_config(
     brief: "Brief | None" = None,
     unused: Callable[[Config], Iterable[str]] = list_unused,
 ) -> Config:
-    """Return the configuration that the arguments ask for.
+    """Parse arguments to a configuration.
 
     Args:
-        base: dataclass whose fields become flags; it holds the values of those that are not typed.
-        program: what was typed before the flags, e.g. "fluvial train grpo".
-        args: the flags and their values.
+        base: dataclass whose fields become flags, with their default values.
+        program: words before the flags, e.g. "fluvial train grpo".
+        args: flags and their values.
         about: first paragraph of the help; by default the docstring of the dataclass.
-        brief: what --help prints; by default every flag, as --help-all does.
-        unused: function of a configuration that returns the flags that cannot be set beside the others; no help shows them.
+        brief: output of --help; by default every flag, as with --help-all.
+        unused: function from a configuration to the flags that have no effect beside the others; helps omit them.
 
     Raises:
-        UsageError: a flag or a value is wrong.
-        HelpPrintedError: help was asked for and has been printed.
+        UsageError: a flag or a value is invalid.
+        HelpPrintedError: the help was printed.
     """
     from fluvial.engines.cli import brief as helps
 
     if brief is not None and set(helps.HELP) & set(args):
-        print("\n".join(helps.lines(brief, base, program, _summary(about or type(base).__doc__ or ""))))
+        print("\n".join(helps.format_help(brief, base, program, _drop_arguments(about or type(base).__doc__ or ""))))
         raise HelpPrintedError
-    asked = {*helps.HELP, helps.HELP_ALL} & set(args)
-    args = [word for word in args if word not in asked]
-    if asked:
-        with contextlib.suppress(UsageError):  # of flags that are wrong, as they may be while one looks for help
+    help_words = {*helps.HELP, helps.HELP_ALL} & set(args)
+    args = [word for word in args if word not in help_words]
+    if help_words:
+        with contextlib.suppress(UsageError):  # a person who looks for help may type wrong flags
             base = parse_config(base, program, args)
         args = ["--help"]
     import tyro
@@ -86,21 +86,21 @@ def parse_config(
         with flags_in_errors(base):
             if "--" in args:
                 raise UsageError("'--' is a word too many: expected flags and their values")
-            typed = expand_flags(args, field_names(base))
-            hidden = set(unused(base)) if asked else set[str]()
-            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None), hidden=hidden)
+            typed = expand_flags(args, list_fields(base))
+            hidden = set(unused(base)) if help_words else set[str]()
+            form = build_form(base, lambda name: next(iter(find_values(typed, _to_flag(name))[-1:]), None), hidden=hidden)
         words = expand_flags(args, form.names)
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
                 prog=program,
-                description=_summary(about or type(base).__doc__ or ""),
+                description=_drop_arguments(about or type(base).__doc__ or ""),
                 args=words,
                 config=(tyro.conf.AvoidSubcommands,),
             )
             for name in form.names:
-                if find_values(words, _flag(name))[-1:] == [""] and getattr(*locate(filled, name), None) == Path():
-                    raise UsageError(f"{_flag(name)} is '', expected a path; the current folder is .")
+                if find_values(words, _to_flag(name))[-1:] == [""] and getattr(*locate(filled, name), None) == Path():
+                    raise UsageError(f"{_to_flag(name)} is '', expected a path; the current folder is .")
             from fluvial.engines.run.record import expand_home
 
             config: Config = expand_home(form.fill(filled))
@@ -111,72 +111,72 @@ def parse_config(
         raise UsageError(f"{error} ({program} --help)") from error
 
 
-def _move(error: Any, place: str, names: Collection[str]) -> None:
-    """Put the place of a group of settings into an error about one of them, e.g. `fake.` of an optimizer."""
+def _qualify_field(error: Any, place: str, names: Collection[str]) -> None:
+    """Prefix the field of an error with its group of settings, e.g. `fake.` for an optimizer."""
     field = getattr(error, "field", None) or ""
     if (name := field.rpartition(".")[2]) in names and not field.startswith(place):
         error.field = f"{place}{name}"
 
 
 class FlagForm(NamedTuple):
-    """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
+    """Dataclass with the fields of a configuration but without its checks, from which tyro derives flags.
 
-    A field that holds a dataclass is declared as that dataclass: `TrainConfig.method` may be any method, also a user's, and
-    the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
-    that kind.
+    A field that holds a dataclass is declared with the type of its value: `TrainConfig.method` may be any method, also a
+    user's, and the flags are those of the recipe's method. A choice (`engines.choices`) has a flag for its kind, and flags
+    for the fields of that kind.
     """
 
     type: type  # the dataclass
-    names: list[str]  # of its flags, e.g. "rollout.window.size"
-    build: Callable[..., Any]  # returns the configuration of the fields' values
+    names: list[str]  # names of its flags, e.g. "rollout.window.size"
+    build: Callable[..., Any]  # function from the fields' values to the configuration
     inner: dict[str, "FlagForm"]  # forms of the fields that hold dataclasses
     union: Any  # type of the field, if it is a choice
-    kind: str  # its kind
-    bare: list["FlagForm"]  # those of `inner` whose flags have no name before them
+    kind: str  # kind of the choice
+    bare: list["FlagForm"]  # those of `inner` whose flags have no prefix
 
     def fill(self, values: Any, place: str = "") -> Any:
-        """Return the configuration that a filled-in form describes, which stands at a place in a run; its checks run."""
+        """Build the configuration of a filled-in form, at a place in a run, and run its checks."""
         current = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
         inner = {name: form.fill(current[name], f"{place}{name}.") for name, form in self.inner.items()}
         try:
             return self.build(**current | inner)
         except ValueError as error:
-            _move(error, place.removeprefix("method."), current)
+            _qualify_field(error, place.removeprefix("method."), current)
             raise
 
-    def other_kinds(self, name: str) -> str | None:
-        """Return a hint for a flag that a choice has with another kind; None for any other flag."""
+    def explain_other_kind(self, name: str) -> str | None:
+        """Return a hint for a flag that belongs to another kind of a choice; None for any other flag."""
         first, _, rest = name.partition(".")
         if first in self.inner and rest:
-            return self.inner[first].other_kinds(rest)
+            return self.inner[first].explain_other_kind(rest)
         if self.union is None:
-            return next((hint for form in self.bare if (hint := form.other_kinds(name)) is not None), None)
-        named = {
-            kind: [field.name for field in list_fields(find_variant(self.union, kind, "")[0])]
+            return next((hint for form in self.bare if (hint := form.explain_other_kind(name)) is not None), None)
+        fields = {
+            kind: [field.name for field in list_variant_fields(find_variant(self.union, kind, "")[0])]
             for kind in list_kinds(self.union)
         }
-        having = [kind for kind, names in named.items() if first in names]
-        return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
+        others = [kind for kind, names in fields.items() if first in names]
+        return f"the kind {self.kind} has no {first}, which {', '.join(others)} have" if others else None
 
 
-def form_of(
+def build_form(
     config: Any,
     typed_kind: Callable[[str], str | None],
     name: str = "",
     union: Any = None,
     hidden: Collection[str] = (),
 ) -> FlagForm:
-    """Return the form of a configuration.
+    """Build the form of a configuration.
 
-    A choice of the kind that is typed keeps its values if it is of that variant already; else it has the variant's defaults,
-    and flags without a default are required.
+    A choice keeps its values if the typed kind is its own. Otherwise it has the defaults of the typed kind, and flags
+    without a default are required.
 
     Args:
-        config: dataclass with the values of the flags that are not typed.
-        typed_kind: returns the kind that was typed of the choice of a name, e.g. "rollout.window".
-        name: name of the field that holds it.
+        config: dataclass with the values of flags that are not typed.
+        typed_kind: function from the name of a choice, e.g. "rollout.window", to its typed kind.
+        name: name of the field that holds `config`.
         union: type of that field, if it is a choice.
-        hidden: names of flags, and of groups of them, that are left out: the form is for a help, and is not filled in.
+        hidden: names of flags and groups of flags to leave out of a help; such a form cannot be filled in.
     """
     import tyro
 
@@ -186,67 +186,67 @@ def form_of(
     if union is not None:
         kind = typed_kind(name) or config.kind
         variant, build = find_variant(union, kind, name)
-        if kind == config.kind and is_open(variant):  # its function may have no name
+        if kind == config.kind and is_open(variant):  # a function in Python may have no name to type
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
     hints, inner = get_type_hints(variant, include_extras=True), dict[str, FlagForm]()
     names, bare = list[str](), list[FlagForm]()
-    fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
-    for field in dataclasses.fields(variant) if union is None else list_fields(variant):
-        value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
-        held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
-        held = name if is_bare(field) else held
-        if held in hidden:
+    fields: list[Any] = [] if union is None else [(KIND, _build_kind_flag(union), kind)]
+    for field in dataclasses.fields(variant) if union is None else list_variant_fields(variant):
+        value = getattr(config, field.name) if isinstance(config, variant) else _find_default(field)
+        full_name, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
+        full_name = name if is_bare(field) else full_name
+        if full_name in hidden:
             continue
         if list_variants(declared) or dataclasses.is_dataclass(value):
-            form = form_of(value, typed_kind, held, declared if list_variants(declared) else None, hidden)
+            form = build_form(value, typed_kind, full_name, declared if list_variants(declared) else None, hidden)
             inner[field.name] = form
             names += form.names
             bare += [form] if is_bare(field) else []
-            kind_of: Any = Annotated[form.type, tyro.conf.arg(name="")] if is_bare(field) else form.type
-            fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
+            form_type: Any = Annotated[form.type, tyro.conf.arg(name="")] if is_bare(field) else form.type
+            fields.append((field.name, form_type, dataclasses.field(default_factory=form.type)))
         else:
-            names.append(held)
-            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
-    made = dataclasses.make_dataclass(variant.__name__, fields)
+            names.append(full_name)
+            fields.append((field.name, declared, dataclasses.field(default_factory=partial(_identity, value))))
+    dataclass = dataclasses.make_dataclass(variant.__name__, fields)
     texts = describe_fields(variant)
     described = [f"    {name}: {' '.join(texts[name].split())}" for name, *_ in fields if name in texts]
-    made.__doc__ = "\n".join(
-        [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
+    dataclass.__doc__ = "\n".join(
+        [_drop_arguments(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
     )
-    return FlagForm(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
+    return FlagForm(dataclass, [name, *names] if union is not None else names, build, inner, union, kind, bare)
 
 
-def _kind_flag(union: Any) -> Any:
-    """Return the type of the flag of a choice's kind."""
+def _build_kind_flag(union: Any) -> Any:
+    """Return the annotated type of the flag for a choice's kind."""
     import tyro
 
     known, custom = list_kinds(union), any(map(is_open, list_variants(union)))
     metavar = f"{{{','.join([*known, 'module:name'] if custom else known)}}}"
     about = "; ".join(
-        f"{'any other' if is_open(variant) else list_variant_kinds(variant)[0]}: {_first_line(variant)}"
+        f"{'any other' if is_open(variant) else list_variant_kinds(variant)[0]}: {_read_first_line(variant)}"
         for variant in reversed(list_variants(union))
     )
     return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _default(field: "dataclasses.Field[Any]") -> Any:
+def _find_default(field: "dataclasses.Field[Any]") -> Any:
     """Return the default of a field, or tyro's mark of a required one."""
     import tyro
 
     return tyro.MISSING if (default := find_default(field)) is dataclasses.MISSING else default
 
 
-def _first_line(variant: type) -> str:
+def _read_first_line(variant: type) -> str:
     return inspect.cleandoc(variant.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
 def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> NoReturn:
-    """Raise UsageError for what tyro rejects."""
+    """Raise UsageError for an error of tyro."""
     from tyro import _errors
 
     if isinstance(event, _errors.UnrecognizedArgs):
@@ -256,14 +256,14 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
             place = f"{before[-1]} takes one value" if before else "expected flags"
             raise UsageError(f"{token!r} is a word too many: {place}")
         unknown = token.partition("=")[0]
-        if len(meant := _find_flags(unknown, form.names)) > 1:
-            raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
-        if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
+        if len(matches := _find_flags(unknown, form.names)) > 1:
+            raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(matches)}")
+        if (hint := form.explain_other_kind(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        near = suggest(unknown, map(_flag, form.names))
-        near = near or suggest(unknown, [_flag(name.rpartition(".")[2]) for name in form.names])
+        near = suggest(unknown, map(_to_flag, form.names))
+        near = near or suggest(unknown, [_to_flag(name.rpartition(".")[2]) for name in form.names])
         name = unknown[2:].replace("-", "_")
-        if (hint := explain_unknown(name, form.names, _flag, of_method=bool(form.bare))) is not None:
+        if (hint := explain_unknown(name, form.names, _to_flag, of_method=bool(form.bare))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):
@@ -277,70 +277,70 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
     flag, metavar = argument.lowered.name_or_flags[0], argument.lowered.metavar or "a value"
     choices = [word for part in metavar.split("|") for word in part.strip("{}").split(",")]
     accepted = " or ".join(EXPECTED.get(word, word) for word in choices if word != "None")
-    got = list(itertools.takewhile(lambda word: not word.startswith("--"), _after(words, flag)))
+    got = list(itertools.takewhile(lambda word: not word.startswith("--"), _list_words_after(words, flag)))
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
 
 
-def _after(words: Sequence[str], flag: str) -> list[str]:
+def _list_words_after(words: Sequence[str], flag: str) -> list[str]:
     """Return the words after a flag's last occurrence."""
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
     split = [part.replace("_", "-") if part.startswith("--") else part for part in split]
     return split[len(split) - split[::-1].index(flag) :] if flag in split else []
 
 
-def _flag(field: str) -> str:
+def _to_flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _summary(docstring: str) -> str:
-    """Return a docstring without its section of arguments, which the flags explain."""
+def _drop_arguments(docstring: str) -> str:
+    """Return a docstring without its arguments, which are shown with the flags."""
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
 
 
 def expand_flags(args: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the words of a command line with flags in full: `--lr` as `--optimizer.lr`.
+    """Return a command line with the full names of flags: `--lr` becomes `--optimizer.lr`.
 
     Args:
-        args: words as they were typed.
+        args: words of the command line.
         names: names of the command's flags.
     """
     words = list[str]()
     for word in args:
         flag, equals, value = word.partition("=")
-        meant = _find_flags(flag, names)
-        words.append(meant[0] + equals + value if len(meant) == 1 else word)
+        matches = _find_flags(flag, names)
+        words.append(matches[0] + equals + value if len(matches) == 1 else word)
     return words
 
 
 def _find_flags(word: str, names: Sequence[str]) -> list[str]:
-    """Return the flags that a word stands for, see `find_settings`."""
+    """Return the flags that a word may stand for, see `find_settings`."""
     name = word.removeprefix("--").replace("-", "_")
-    return [_flag(each) for each in find_settings(name, names)] if word.startswith("--") else []
+    return [_to_flag(each) for each in find_settings(name, names)] if word.startswith("--") else []
 
 
 @contextlib.contextmanager
 def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Print the fields of `config` that an error names as flags: `rollout.eta` as `--rollout.eta`.
+    """Convert fields in errors to flags: `rollout.eta` to `--rollout.eta`.
 
     Args:
         config: configuration of the command, or its form.
-        also: fields by other names that the library has for them.
+        also: field of the command by its name in the library, if the names differ.
     """
-    names = config.names if isinstance(config, FlagForm) else field_names(config)
+    names = config.names if isinstance(config, FlagForm) else list_fields(config)
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
-        name = name if name in names else name.removeprefix("method.")  # as a record and a checkpoint name it
-        return _flag(name) if name in names else field
+        name = name if name in names else name.removeprefix("method.")  # records and checkpoints name it so
+        return _to_flag(name) if name in names else field
 
     try:
         yield
     except FluvialError as error:
-        said = error.name_fields(format_field)
-        if said == str(error):
+        message = error.name_fields(format_field)
+        if message == str(error):
             raise
-        raise type(error)(said) from error
-    except ValueError as error:  # a value of a configuration
+        raise type(error)(message) from error
+    except ValueError as error:  # an invalid value of a configuration
         from fluvial.core.checks import FieldError  # imports torch
 
         if isinstance(error, FieldError):
@@ -348,28 +348,28 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         raise UsageError(str(error)) from error
 
 
-def field_names(config: Any) -> list[str]:
-    """Return the names of all flags of a dataclass, e.g. "seed" and "rollout.window.size"."""
+def list_fields(config: Any) -> list[str]:
+    """Return the dotted names of all flags of a dataclass, e.g. "seed" and "rollout.window.size"."""
     names = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not dataclasses.is_dataclass(value) or is_variant(type(value)):
             names.append(field.name)
         if dataclasses.is_dataclass(value):
-            inner = field_names(value)[is_open(type(value)) :]
+            inner = list_fields(value)[is_open(type(value)) :]
             names += inner if is_bare(field) else [f"{field.name}.{name}" for name in inner]
     return names
 
 
 def find_values(args: Sequence[str], flag: str) -> list[str]:
-    """Return the values that a flag is given, as `flag value` or `flag=value`."""
+    """Return the values of a flag, given as `flag value` or `flag=value`."""
     words = [arg.replace("_", "-") if arg.startswith("--") and "=" not in arg else arg for arg in args]
     spaced = [value for word, value in itertools.pairwise(words) if word == flag]
     return spaced + [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
 
 
 def split_flags(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the given flags with their values, and all other words."""
+    """Split a command line into the given flags with their values, and all other words."""
     matched, others, words = list[str](), list[str](), iter(args)
     for word in words:
         name, has_value, _ = word.partition("=")
@@ -381,7 +381,7 @@ def split_flags(args: Sequence[str], flags: Collection[str]) -> tuple[list[str],
 
 
 def console() -> "Console":
-    """Return the terminal that a command prints to."""
+    """Return the console of the standard output."""
     from rich.console import Console
 
     return Console()
@@ -394,7 +394,7 @@ def check_server_packages(command: str) -> None:
 
 
 def check_pipeline(pipeline: Any) -> None:
-    """Raise UsageError for settings that only training takes: several sizes, and weights, which a command has itself."""
+    """Raise UsageError for settings that only training takes: several sizes, and `pipeline.weights`."""
     if pipeline.weights is not None:
         raise UsageError("pipeline.weights", pipeline.weights, "None", "name the folder in `weights`")
     if len(pipeline.sizes) > 1:
@@ -404,17 +404,17 @@ def check_pipeline(pipeline: Any) -> None:
 def parse_name(
     command: str, args: Sequence[str], known: Sequence[str], what: str, *, fits: Callable[[str], bool] | None = None
 ) -> str:
-    """Return the name that follows a command.
+    """Return the name after a command.
 
     Args:
-        command: the command.
-        args: what was typed after it.
-        known: names that there are.
-        what: what a name stands for, with its article, e.g. "a model".
-        fits: test of a name that is not known, which may be a path or `module:name`.
+        command: name of the command.
+        args: words after the command.
+        known: known names.
+        what: kind of name, with its article, e.g. "a model".
+        fits: predicate of other valid names, such as paths or `module:name`.
 
     Raises:
-        UsageError: there is no name, or it is not known.
+        UsageError: there is no name, or it is unknown.
     """
     if args and (args[0] in known or (fits is not None and fits(args[0]))):
         return args[0]

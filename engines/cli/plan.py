@@ -1,13 +1,13 @@
-"""`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer.
+"""`fluvial plan MODEL`: compute the memory of training without a GPU; without MODEL, servers ahead of a trainer.
 
-MODEL may be a published run, whose settings are planned, with all that it takes.
+MODEL may be a published run; then its requirements are printed, and its settings are planned.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fluvial.engines.cli.brief import HELP, asks
+from fluvial.engines.cli.brief import HELP, asks_for_help
 from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name
 from fluvial.engines.errors import UsageError
@@ -19,11 +19,11 @@ SECONDS = ("--rollout-seconds", "--update-seconds")
 
 
 def run(args: list[str]) -> None:
-    """Print the plan of a configuration, a table of the settings that fit, or a comparison with a real update.
+    """Print the plan of a configuration, the settings that fit, or a comparison with a measured update.
 
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
     """
-    if asks(args):
+    if asks_for_help(args):
         from fluvial.engines.extensions.plan.plan import PlanConfig
 
         parse_config(PlanConfig(), "fluvial plan MODEL", ["--help"])
@@ -52,44 +52,44 @@ def run(args: list[str]) -> None:
 
 
 def _show(name: str, config: "PlanConfig") -> None:
-    """Print the plan of a model, as the settings ask for it."""
+    """Print the plan of a model, the settings that fit, or the table, depending on the flags."""
     from fluvial.engines.extensions.plan.fit import show_fit
     from fluvial.engines.extensions.plan.plan import show, show_table
 
-    chosen = show_fit if config.fit is not None else show_table if config.table else show
+    show_output = show_fit if config.fit is not None else show_table if config.table else show
     with flags_in_errors(config):
-        chosen(name, config, console=console())
+        show_output(name, config, console=console())
 
 
 def _is_run(name: str) -> bool:
-    """Return whether a name is that of a published run, PROJECT/MODEL/TASK, and not of a folder."""
+    """Return whether a name is a published run, PROJECT/MODEL/TASK, not a folder."""
     return name.count("/") == 2 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _plan_run(name: str, flags: Sequence[str]) -> None:
-    """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
+    """Print the requirements of a published run and its memory on --gpus GPUs, by default as many as published."""
     import torch
 
-    from fluvial.engines.extensions.plan.fit import plan_of
+    from fluvial.engines.extensions.plan.fit import to_plan_config
     from fluvial.engines.extensions.plan.hours import count_run
     from fluvial.engines.extensions.plan.plan import PlanConfig
+    from fluvial.engines.extensions.published.requirements import describe_requirements
     from fluvial.engines.extensions.published.resolve import resolve
-    from fluvial.engines.extensions.published.runs import find
-    from fluvial.engines.extensions.published.takes import lines
+    from fluvial.engines.extensions.published.runs import find_run
 
-    published = find(name)
+    published = find_run(name)
     config = resolve(published)
     count = parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus
     if not set(HELP) & set(flags):
-        print("\n".join(lines(published, config, gpus=count)))
+        print("\n".join(describe_requirements(published, config, gpus=count)))
     try:
-        planned = plan_of(config, config.model, count, torch.device("cuda"))
+        planned = to_plan_config(config, config.model, count, torch.device("cuda"))
     except UsageError as error:
         print(f"  memory   {error}")
         return
     if not set(HELP) & set(flags):
         print(f"  compute  {count_run(config, config.model)}")
-    asked = parse_config(planned, f"fluvial plan {name}", flags)
-    if asked.check:
+    plan_config = parse_config(planned, f"fluvial plan {name}", flags)
+    if plan_config.check:
         raise UsageError("--check makes an update of the built-in model, and has no effect with a published run; remove it")
-    _show(config.model, asked)
+    _show(config.model, plan_config)

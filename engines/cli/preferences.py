@@ -11,9 +11,9 @@ from torch import nn
 from fluvial.core.checks import BATCH, STEPS, check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
-from fluvial.engines.cli.brief import PREFERENCES, asks
-from fluvial.engines.cli.eval_models import drawing_settings, open_model, source_of
-from fluvial.engines.cli.listing import defaults, may_be_model
+from fluvial.engines.cli.brief import PREFERENCES, asks_for_help
+from fluvial.engines.cli.eval_models import find_source, open_model, read_drawing_settings
+from fluvial.engines.cli.listing import choose_defaults, may_be_model
 from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
@@ -36,26 +36,26 @@ from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.scoring.warm_up import warm_up
 from fluvial.engines.streams import Stream
 from fluvial.models import decode_samples
-from fluvial.models.device import default_device
+from fluvial.models.device import find_default_device
 
-MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
+MAX_INVALID = 0.25  # largest fraction of the prompts that may lack a valid reward
 
 
 @dataclass(frozen=True)
 class PreferencesConfig:
-    """Draw samples with a model, and write the best and the worst sample of each prompt, by a reward, to a folder.
+    """Generate samples with a model, and write the best and the worst sample of each prompt, by a reward, to a folder.
 
-    MODEL is what `fluvial sample` takes. A run and a checkpoint bring their prompts, rewards, steps, guidance and size.
+    MODEL is as in `fluvial sample`. Runs and checkpoints bring their prompts, rewards, steps, guidance and size.
 
     Args:
         out: Folder for preferences.jsonl and its images.
-        prompts: Files of prompts, as for training; held-out prompts are left out. A built-in model has prompts of its own.
-        count: Number of prompts that samples are drawn of; None takes each prompt once. A prompt whose samples all get the
-            same reward gives no preference.
+        prompts: Files of prompts, as for training; held-out prompts are left out. Built-in models have their own prompts.
+        count: Number of prompts to sample; None takes each prompt once. A prompt whose samples all get the same reward
+            gives no preference.
         group: Number of samples per prompt.
-        rewards: Rewards, each with or without =weight: names, or functions of your own (module:name). By default the first
-            of the built-in model; a pipeline has none.
-        weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
+        rewards: Rewards, each with or without =weight: names, or your own functions (module:name). By default the first
+            reward of the built-in model; a pipeline has none.
+        weights: Folder of weights instead of the model's own, such as the `weights` of a run folder.
         lora: File or folder of an adapter, such as the `lora` of a run folder.
         steps: Number of steps of the sampling schedule.
         seed: Seed of the order of the prompts and of the noise.
@@ -85,28 +85,28 @@ class PreferencesConfig:
 
 def run(args: list[str]) -> None:
     """Write the folder, and print the command that trains on it."""
-    if asks(args):
+    if asks_for_help(args):
         parse_config(
             PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL_OR_RUN", args[:1], brief=PREFERENCES
         )
     name = parse_name("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
-    source, folder = source_of(name), Path("runs") / "preferences"
-    preset = defaults(name if source is None else source.config.model)
+    source, folder = find_source(name), Path("runs") / "preferences"
+    preset = choose_defaults(name if source is None else source.config.model)
     base = PreferencesConfig(folder, count=preset.samples, steps=preset.steps, micro_batch=preset.micro_batch)
     if source is not None:
         run = source.config
-        base = replace(base, prompts=run.prompts, rewards=run.rewards, **drawing_settings(run))
+        base = replace(base, prompts=run.prompts, rewards=run.rewards, **read_drawing_settings(run))
     config = parse_config(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
-        count, asked = write(name, config)
+        pairs, prompts = write(name, config)
     flags = {"weights": config.weights, "lora": config.lora}
     start = "".join(f" --{flag} {path}" for flag, path in flags.items() if path is not None)
-    print(f"{count} preferences of {asked} prompts: {config.out}; train on them with")
+    print(f"{pairs} preferences of {prompts} prompts: {config.out}; train on them with")
     print(f"fluvial train dpo --model {name} --preferences {config.out}{start}")
 
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
-    """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
+    """Generate and write the preferences of a model, and return the numbers of preferences and of prompts."""
     check_pipeline(config.pipeline)
     with open_model(name, weights=config.weights, lora=config.lora) as (model, weights):
         if config.prompts:
@@ -114,7 +114,7 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
         job = jobs.open_to_train(
             model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=weights, prompts=config.prompts
         )
-        if weights == config.weights:  # else it is a run's, whose rollouts may be guided
+        if weights == config.weights:  # not the weights of a run, whose rollouts may be guided
             check_second_scale(job.model, guided=config.guidance.scale != 1)
         module = jobs.build(job)
         if config.lora is not None:
@@ -122,18 +122,18 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
         claim_preferences(config.out)
         count = len(job.prompts) if config.count is None else config.count
         order = PromptOrder(job.prompts, fold_in(key(config.seed), Stream.PREFERENCE_PROMPTS), job.source_weights)
-        return _write(job, module, [job.prompts[place] for place in order.places(0, count)], config), count
+        return _write(job, module, [job.prompts[number] for number in order.take(0, count)], config), count
 
 
-def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: PreferencesConfig) -> int:
-    """Draw a group of samples of each prompt, write the best and the worst of each, and return how many pairs there are.
+def _write(job: Job, module: nn.Module, prompts: Sequence[Prompt], config: PreferencesConfig) -> int:
+    """Generate a group of samples per prompt, write the best and the worst of each, and return the number of pairs.
 
-    Of each group only the two are kept, so that memory does not grow with the number of samples.
+    Other samples are dropped, so memory does not grow with their number.
     """
     weighted = select(job.rewards, config.rewards, videos=has_frames(config.pipeline.frames, job.shape))
-    device = default_device()
+    device = find_default_device()
     schedule = on_device(job.model.schedule(config.steps, job.shape), device)
-    tokens = TextLengths(job.model).of(config.guidance.texts(job.model, asked))
+    tokens = TextLengths(job.model).of(config.guidance.texts(job.model, prompts))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)
     module, root, group = module.to(device).eval(), fold_in(key(config.seed), Stream.PREFERENCE_SAMPLES), config.group
     together, pairs = max(config.micro_batch // group, 1), list[Any]()
@@ -141,29 +141,29 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
     try:
         with torch.no_grad():
             latents = torch.zeros(1, *job.shape, device=device)
-            blank = Samples(decode_samples(job.model, latents, model_inputs(asked[:1])), asked[:1], latents)
+            blank = Samples(decode_samples(job.model, latents, model_inputs(prompts[:1])), prompts[:1], latents)
             warm_up(runners.runners, blank, count=config.micro_batch, group=group)
-        for first in range(0, len(asked), together):
-            prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]
-            requests = Requests(prompts, range(first * group, first * group + len(prompts)), root)
-            images = []
+        for first in range(0, len(prompts), together):
+            repeated = [prompt for prompt in prompts[first : first + together] for _ in range(group)]
+            requests = Requests(repeated, range(first * group, first * group + len(repeated)), root)
+            chunks = []
             for chunk in generate(job.model, module, requests, sampling, micro_batch=config.micro_batch):
                 runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
-                images.append(chunk.images.cpu())
-            drawn, scored = torch.cat(images), runners.collect()
+                chunks.append(chunk.images.cpu())
+            images, scored = torch.cat(chunks), runners.collect()
             kept = find_kept_samples(scored.scores, group)
             problems += scored.problems[:1]
             left_out += int((~kept).sum()) // group
-            if left_out > MAX_INVALID * len(asked):
-                raise RunError(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward so far")
-            number = torch.nonzero(kept).flatten()
-            extremes = best_and_worst(weigh_rewards(scored.scores[kept], runners.weights), number // group)
-            for place in torch.nonzero(extremes.valid).flatten().tolist():
-                win, lose = int(number[extremes.win[place]]), int(number[extremes.lose[place]])
-                pairs.append((prompts[win].text, drawn[win].clone(), drawn[lose].clone()))
+            if left_out > MAX_INVALID * len(prompts):
+                raise RunError(f"{problems[0]}; {left_out} of the {len(prompts)} prompts have no valid reward so far")
+            numbers = torch.nonzero(kept).flatten()
+            extremes = best_and_worst(weigh_rewards(scored.scores[kept], runners.weights), numbers // group)
+            for index in torch.nonzero(extremes.valid).flatten().tolist():
+                win, lose = int(numbers[extremes.win[index]]), int(numbers[extremes.lose[index]])
+                pairs.append((repeated[win].text, images[win].clone(), images[lose].clone()))
     finally:
         runners.close()
     if problems:
-        print(f"{problems[0]}; {left_out} of the {len(asked)} prompts have no valid reward and are left out")
+        print(f"{problems[0]}; {left_out} of the {len(prompts)} prompts have no valid reward and are left out")
     write_preferences(config.out, pairs)
     return len(pairs)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.listing import paragraphs
+from fluvial.engines.cli.listing import format_paragraphs
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import CARD
 
@@ -11,16 +11,16 @@ USAGE = """usage: fluvial push FOLDER OWNER/NAME [--upload] [--public]
 
 Upload the folder of an export, or the weights of a run, with their model card to a repository of the Hugging Face Hub.
 
-Without --upload it prints what would be uploaded, and uploads nothing. A repository that is new is private; --public makes
-it public. The account is that of huggingface-cli login, or of the variable HF_TOKEN.
+Without --upload it only prints the files. A new repository is private; --public makes it public. The account is that of
+huggingface-cli login, or of the variable HF_TOKEN.
 """
 FLAGS = ("--upload", "--public")
 
 
 def run(args: Sequence[str]) -> None:
-    """Print the files with their sizes, and upload them if that is asked for."""
+    """Print the files with their sizes, and upload them with --upload."""
     if set(args) & {"-h", "--help"}:
-        print(paragraphs(USAGE), end="")
+        print(format_paragraphs(USAGE), end="")
         return
     flags, words = ([word for word in args if word.startswith("-") == is_flag] for is_flag in (True, False))
     if unknown := [flag for flag in flags if flag not in FLAGS]:
@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def find_weights(folder: Path) -> Path:
-    """Return the folder of weights with a card: itself, or those of a run; UsageError if there are none."""
+    """Return the folder of weights with a card: the folder itself, or one in a run; UsageError if there is none."""
     for candidate in (folder, folder / "lora", folder / "weights"):
         if (candidate / CARD).is_file() and any(candidate.rglob("*.safetensors")):
             return candidate

@@ -1,4 +1,4 @@
-"""`fluvial report RUN ...`: write the report of a run folder, whether the run has ended or not, or compare several."""
+"""`fluvial report RUN ...`: write the report of a run folder, during or after the run, or compare several."""
 
 import sys
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ USAGE = """usage: fluvial report RUN [RUN ...]
 Write report.html to the run folder RUN: curves, images, numbers and settings in one file, which needs no network.
 fluvial train writes it when a run ends.
 
-With several folders, such as fluvial report runs/*, or the folder of several, write comparison.html beside them: curves
-over each other, the settings that differ, scores with intervals, seconds, and samples side by side. Files among them are
-left out, and so are folders without a run, which are named.
+With several folders, such as fluvial report runs/*, or a folder of several runs, write comparison.html beside them: curves
+in the same charts, the settings that differ, scores with intervals, seconds, and samples side by side. Files are ignored.
+Folders without a run are named and left out.
 """
 
 
 def run(args: Sequence[str]) -> None:
-    """Write a report or a comparison and print its path."""
+    """Write a report or a comparison, and print its path."""
     if not args or not all(args):
         got = "nothing" if not args else "''"
         raise UsageError(f"report takes the folder of a run, or of several, got {got} (fluvial report --help)")
@@ -28,5 +28,5 @@ def run(args: Sequence[str]) -> None:
         print(comparison.write([Path(each) for each in args]))
         return
     print(page.write(out))
-    for problem in page.damage(out):
+    for problem in page.find_damage(out):
         print(f"fluvial: {problem}", file=sys.stderr)

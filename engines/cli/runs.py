@@ -1,47 +1,46 @@
-"""`fluvial runs [NAME]`: the field's published runs, each side by side with what fluvial runs."""
+"""`fluvial runs [NAME]`: list the published runs of the field, or compare one with its configuration in fluvial."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, table, without, wrap
+from fluvial.engines.cli.listing import JSON, drop_flag, format_table, wrap
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find, load_published
-from fluvial.engines.extensions.published.takes import list_missing
+from fluvial.engines.extensions.published.requirements import list_missing
+from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find_run, load_published
 
 USAGE = """usage: fluvial runs [NAME] [--json]
        fluvial runs ls [FOLDER ...] [--json]
 
-Without a name, list the published runs. With one, print its configuration side by side: each setting as published and as
-fluvial runs it, where it was read, and why the two differ. fluvial train NAME trains it.
+Without a name, list the published runs. With one, print each setting as published and as fluvial runs it, its source, and
+why the two differ. fluvial train NAME trains it.
 --json prints the same for programs.
 
 ls lists your own runs, those in ./runs or in FOLDER: method, model, state, reward, score on held-out prompts, seconds.
 """
 OWN = "ls"
-SHORT = 24  # characters of a value that is printed twice rather than as "the same"
+SHORT = 24  # longer values that are equal are printed as "the same"
 
 
 def run(args: Sequence[str]) -> None:
     """List the published runs, or print one."""
-    args, as_json = without(args, JSON)
+    args, as_json = drop_flag(args, JSON)
     if args and args[0] == OWN:
         print(list_own([Path(each) for each in args[1:]] or [Path("runs")], as_json=as_json))
     elif as_json and len(args) < 2:
-        every = load_published()
-        listed_ones = [{"name": name, **_facts(run)} for name, run in every.items()]
-        print(json.dumps(record(find(args[0])) if args else listed_ones, indent=1))
+        facts = [{"name": name, **_list_facts(run)} for name, run in load_published().items()]
+        print(json.dumps(to_record(find_run(args[0])) if args else facts, indent=1))
     elif len(args) > 1:
         raise UsageError(f"runs takes one name, got {len(args)} words (fluvial runs --help)")
     elif args:
-        print(describe_run(find(args[0])))
+        print(describe_run(find_run(args[0])))
     else:
-        print(list_lines())
+        print(format_list())
 
 
 def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
-    """Return a line per run in some folders, or their facts as JSON."""
+    """Return a table of the runs in some folders, or their facts as JSON."""
     from fluvial.engines.extensions.report.comparison import list_scores, read_runs
 
     runs = read_runs(folders)
@@ -53,10 +52,10 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
             "model": each.config.get("model", ""),
             "state": each.state,
             "reward": each.rewards[-1] if each.rewards else None,
-            "scores": {name: row["mean"] for name, column in scores if (row := column[place]) is not None},
+            "scores": {name: row["mean"] for name, column in scores if (row := column[number]) is not None},
             "seconds": each.seconds,
         }
-        for place, each in enumerate(runs)
+        for number, each in enumerate(runs)
     ]
     if as_json:
         return json.dumps(facts, indent=1)
@@ -72,17 +71,17 @@ def list_own(folders: Sequence[Path], *, as_json: bool) -> str:
         )
         for row in facts
     ]
-    return "\n".join(table(("run", "method", "model", "state", "reward", "held out", "seconds"), rows))
+    return "\n".join(format_table(("run", "method", "model", "state", "reward", "held out", "seconds"), rows))
 
 
-def _facts(run: PublishedRun) -> dict[str, Any]:
+def _list_facts(run: PublishedRun) -> dict[str, Any]:
     """Return the facts of a run in a list for programs."""
     facts = {name: getattr(run, name) for name in ("algorithm", "model", "paper", "gpus")}
     return {**facts, "to_bring": list_missing(run), "headline": dict(run.headline)}
 
 
-def list_lines() -> str:
-    """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
+def format_list() -> str:
+    """Return a table of the published runs: name, algorithm, paper, GPUs, missing requirements, and headline."""
     runs = load_published()
     rows = [
         (
@@ -95,14 +94,14 @@ def list_lines() -> str:
         )
         for name, run in runs.items()
     ]
-    lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
+    lines = format_table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
     lines += ["", f"{len(runs)} runs. fluvial runs|plan|train NAME prints, plans or trains one."]
     return "\n".join(lines)
 
 
 def describe_run(run: PublishedRun) -> str:
-    """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
-    from fluvial.engines.extensions.published.resolve import ASSUMED, side_by_side
+    """Return a run's sources, the comparison of its settings, the assumed settings, and unusual behaviour."""
+    from fluvial.engines.extensions.published.resolve import ASSUMED, compare_settings
 
     sources = {source: number for number, source in enumerate(run.sources, start=1)}
     lines = [
@@ -110,11 +109,11 @@ def describe_run(run: PublishedRun) -> str:
         f"  paper     {'arXiv ' + run.paper if run.paper else '-'}",
         f"  GPUs      {run.gpus or 'not stated'}",
         *(f"  headline  {key}: {value}" for key, value in run.headline.items()),
-        *(f"  source {number}  {_place(source)}" for source, number in sources.items()),
+        *(f"  source {number}  {_format_citation(source)}" for source, number in sources.items()),
         "",
     ]
     lines = [part for line in lines for part in wrap(line, later=4) or [""]]
-    rows = list(side_by_side(run))
+    rows = list(compare_settings(run))
     settings = [
         (
             row.setting,
@@ -126,7 +125,7 @@ def describe_run(run: PublishedRun) -> str:
         for row in rows
         if row.why != ASSUMED
     ]
-    lines += table(("setting", "published", "ours", "source", "why"), settings)
+    lines += format_table(("setting", "published", "ours", "source", "why"), settings)
     if assumed := "; ".join(f"{row.setting} {row.ours}" for row in rows if row.why == ASSUMED):
         lines += ["", f"{ASSUMED}, since no source states them", *wrap(assumed, indent=2, later=2)]
     if run.unusual:
@@ -134,19 +133,22 @@ def describe_run(run: PublishedRun) -> str:
     return "\n".join(lines)
 
 
-def record(run: PublishedRun) -> dict[str, Any]:
-    """Return a run for programs: its facts, and its settings side by side."""
-    from fluvial.engines.extensions.published.resolve import side_by_side
+def to_record(run: PublishedRun) -> dict[str, Any]:
+    """Return a run for programs: its facts, and the comparison of its settings."""
+    from fluvial.engines.extensions.published.resolve import compare_settings
 
     facts = {name: getattr(run, name) for name in ("name", "algorithm", "model", "paper", "gpus", "unusual")}
     settings = [
-        {**{name: getattr(row, name) for name in ("setting", "published", "ours", "why")}, "source": _place(row.source)}
-        for row in side_by_side(run)
+        {
+            **{name: getattr(row, name) for name in ("setting", "published", "ours", "why")},
+            "source": _format_citation(row.source),
+        }
+        for row in compare_settings(run)
     ]
     return {**facts, "headline": dict(run.headline), "settings": settings}
 
 
-def _place(source: Citation | None) -> str | None:
+def _format_citation(source: Citation | None) -> str | None:
     if source is None:
         return None
     note = f" ({source.note})" if source.note else ""

@@ -1,4 +1,4 @@
-"""`fluvial serve MODEL`: samples of a model with their log-probabilities over HTTP, for training runs elsewhere."""
+"""`fluvial serve MODEL`: serve samples of a model with their log-probabilities over HTTP, for training runs elsewhere."""
 
 import math
 import os
@@ -18,35 +18,35 @@ from fluvial.engines.sampling.generate import Guidance
 class ServeConfig:
     """Serve rollouts of a model over HTTP, with the requests and responses of sglang-diffusion (POST /rollout/generate).
 
-    MODEL is what train --model takes: handwriting, handwriting-unet, the folder or the Hub id of a pipeline of diffusers,
-    your own module:name, or the folder of a run. Other machines reach the server only if host says so; the environment
-    variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send. Endpoints that change the weights ask for the
-    key in FLUVIAL_SERVE_ADMIN_KEY, if there is one. On several processes (--processes N, or torchrun) each holds a part of
-    the weights and denoises a part of the tokens of every sample, so that a model larger than a card is served.
+    MODEL is as in train --model: handwriting, handwriting-unet, the folder or the Hub id of a pipeline of diffusers, your
+    own module:name, or the folder of a run. Set host to serve other machines; the environment variable FLUVIAL_SERVE_KEY
+    must then hold an API key, which clients send. Endpoints that change the weights require the key in
+    FLUVIAL_SERVE_ADMIN_KEY, if it is set. On several processes (--processes N, or torchrun) each holds a part of the weights
+    and denoises a part of the tokens of every sample, so that the model may be larger than one GPU.
 
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one, which is printed.
-        weights: Folder of other base weights, as diffusers saves a network.
-        steps: Number of steps of the schedule where a request names none.
-        micro_batch: Number of samples per forward pass. Every batch is filled up to it, so that a sample has the same bits
-            whatever else is asked for; the bits are those of a training run with the same number.
+        weights: Folder of other base weights, in the format of diffusers.
+        steps: Default number of steps of the schedule.
+        micro_batch: Number of samples per forward pass. Every batch is padded to it, so that the bits of a sample do not
+            depend on other requests; they are those of a training run with the same number.
         linger_ms: Milliseconds that a batch which is not full waits for more requests.
-        deadline: Seconds that a request may take; then it is answered with 504.
+        deadline: Seconds until a request is answered with 504.
         dtype: Dtype of the network; auto is bfloat16 on CUDA, else float32.
-        deterministic: Use deterministic algorithms only, so that a GPU gives the same bits every time.
-        weights_root: Folders that requests may name weights, adapters and images in. By default this user's folder in the
-            machine's shared memory, where trainers leave them, and those of the model's own weights.
-        prompts: Files of prompts, as train --prompts takes them: a pipeline without an adapter is recorded on them, as the
-            trainer's is. One that takes images needs prompts with images.
-        most_waiting: Largest number of samples that wait; requests beyond are answered with 429.
+        deterministic: Use only deterministic algorithms, so that a GPU gives the same bits every time.
+        weights_root: Folders of the weights, adapters and images that requests may name. By default this user's folder in
+            the machine's shared memory, where trainers write them, and those of the model's own weights.
+        prompts: Files of prompts, as in train --prompts, on which a pipeline without an adapter is recorded, as in the
+            trainer. A pipeline with image inputs needs prompts with images.
+        most_waiting: Largest number of waiting samples; further requests are answered with 429.
         most_steps: Largest number of steps of a request.
         most_outputs: Largest number of samples of a request.
         most_megapixels: Pixels of one sample, in millions.
         most_mb: Largest request, in megabytes.
         most_response_mb: Largest response, in megabytes.
-        guidance: Classifier-free guidance where a request names none.
-        pipeline: Size of the samples where a request names none, and how a pipeline is opened.
+        guidance: Default classifier-free guidance.
+        pipeline: Default size of the samples, and how a pipeline is opened.
     """
 
     host: str = "127.0.0.1"
@@ -89,24 +89,24 @@ def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
     from fluvial.engines.engine.world import init_world
-    from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
-    from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
+    from fluvial.engines.extensions.servers.asgi import check_address, read_admin_key, read_key, serve
+    from fluvial.engines.extensions.servers.rollout.image_routes import build_image_routes
     from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
     from fluvial.engines.extensions.servers.rollout.policy import open_policy
-    from fluvial.engines.extensions.servers.rollout.sampling import batcher
-    from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
-    from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
-    from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+    from fluvial.engines.extensions.servers.rollout.sampling import build_batcher
+    from fluvial.engines.extensions.servers.rollout.service import RolloutService, build_application
+    from fluvial.engines.extensions.servers.rollout.video_routes import build_video_routes
+    from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, build_control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
-    from fluvial.models.device import deterministic
+    from fluvial.models.device import use_deterministic_algorithms
 
-    key, admin = key_of(config.host), admin_key()
+    key, admin = read_key(config.host), read_admin_key()
     check_pipeline(config.pipeline)
     if int(os.environ.get("RANK", 0)) == 0:
         check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
-    with init_world() as world, deterministic(config.deterministic):
+    with init_world() as world, use_deterministic_algorithms(config.deterministic):
         policy = open_policy(
             name,
             weights=config.weights,
@@ -121,7 +121,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
         if policy.ranks is not None and not world.is_main:
             policy.ranks.follow(policy, policy.weights)
             return
-        batches = batcher(
+        batches = build_batcher(
             policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
         )
         limits = ServeLimits(
@@ -130,14 +130,14 @@ def serve_model(name: str, config: ServeConfig) -> None:
             response=config.most_response_mb * 1_000_000,
         )
         service = RolloutService(policy, batches, limits=limits, deadline=config.deadline)
-        control = control_routes(WeightRoutes(policy.weights, policy.between))
+        control = build_control_routes(WeightRoutes(policy.weights, policy.run_between))
 
-        def ready(address: str) -> None:
+        def print_ready(address: str) -> None:
             print(f"serving {name} on {address}", flush=True)
 
-        app = application(
-            service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]
+        app = build_application(
+            service, key=key, admin=admin, control=control, more=[*build_image_routes(service), *build_video_routes(service)]
         )
-        serve(app, host=config.host, port=config.port, ready=ready)
+        serve(app, host=config.host, port=config.port, ready=print_ready)
         if policy.ranks is not None:
             policy.ranks.end()

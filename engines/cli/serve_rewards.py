@@ -1,7 +1,4 @@
-"""Rewards over HTTP, for training runs on other machines or in other environments, and the page on which people vote.
-
-`fluvial serve-rewards NAME...`, `fluvial rewards vote`
-"""
+"""`fluvial serve-rewards NAME...` and `fluvial rewards vote`: serve rewards and the voting page over HTTP."""
 
 import math
 import secrets
@@ -17,17 +14,17 @@ from fluvial.engines.errors import UsageError
 class ServeRewardsConfig:
     """Serve rewards over HTTP, in the JSON of Flow-Factory (POST /compute) and of UniRL (POST /score).
 
-    A run uses them as `--rewards unirl:url=http://HOST:PORT,rewards=NAME`. Other machines reach the server only if host
-    says so; the environment variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send (key_env).
+    A run uses them as `--rewards unirl:url=http://HOST:PORT,rewards=NAME`. Set host to serve other machines; the environment
+    variable FLUVIAL_SERVE_KEY must then hold an API key, which clients send (key_env).
 
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one, which is printed.
         batch: Largest number of samples per call of a reward.
-        linger_ms: Milliseconds that a request waits for others, to fill a batch.
+        linger_ms: Milliseconds that a request waits for others to fill a batch.
         most_mb: Largest request, in megabytes.
         most_megapixels: Pixels of all images of a request, in millions.
-        most_waiting: Largest number of samples that wait for a reward; requests beyond are answered with 429.
+        most_waiting: Largest number of samples that wait for a reward; further requests are answered with 429.
     """
 
     host: str = "127.0.0.1"
@@ -53,7 +50,7 @@ class VoteConfig:
     Args:
         out: Folder for the votes and their images; one with votes is continued.
         rounds: Number of times that each image of a group is compared with two others.
-        host: Address to listen on; voters on other machines reach the page only if it says so.
+        host: Address to listen on; set it for voters on other machines.
         port: Port to listen on; 0 takes a free one, which is printed.
     """
 
@@ -67,7 +64,7 @@ class VoteConfig:
 
 
 def run(args: list[str]) -> None:
-    """Serve the rewards that are named until SIGINT or SIGTERM."""
+    """Serve the named rewards until SIGINT or SIGTERM."""
     count = next((number for number, word in enumerate(args) if word.startswith("-")), len(args))
     names, flags = args[:count], args[count:]
     config = parse_config(ServeRewardsConfig(), "fluvial serve-rewards", flags)
@@ -80,29 +77,29 @@ def run(args: list[str]) -> None:
 def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     """Load the rewards and serve them."""
     check_server_packages("serve-rewards")
-    from fluvial.engines.extensions.servers.asgi import key_of, serve
-    from fluvial.engines.extensions.servers.formats import Limits
-    from fluvial.engines.extensions.servers.rewards import RewardService, application
+    from fluvial.engines.extensions.servers.asgi import read_key, serve
+    from fluvial.engines.extensions.servers.formats import ScoringLimits
+    from fluvial.engines.extensions.servers.rewards import RewardService, build_application
     from fluvial.engines.scoring.registry import select
 
-    key = key_of(config.host)
+    key = read_key(config.host)
     rewards = {}
     for name, (reward, weight) in select({}, names).items():
         if weight != 1:
             raise UsageError(
-                f"reward {name!r} has the weight {weight:g}, and a server gives plain scores: weigh it where it is used"
+                f"reward {name!r} has the weight {weight:g}, but a server returns plain scores: set the weight in the run"
             )
         short = name.rpartition(":")[2]  # score for mine:score
         rewards[name if short in rewards else short] = reward
-    limits = Limits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
+    limits = ScoringLimits(most_bytes=config.most_mb * 1_000_000, most_pixels=config.most_megapixels * 1_000_000)
     service = RewardService(
         rewards, limits=limits, batch=config.batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting
     )
 
-    def ready(address: str) -> None:
+    def print_ready(address: str) -> None:
         print(f"serving {', '.join(rewards)} on {address}", flush=True)
 
-    serve(application(service, key=key), host=config.host, port=config.port, ready=ready)
+    serve(build_application(service, key=key), host=config.host, port=config.port, ready=print_ready)
 
 
 def run_vote(args: list[str]) -> None:
@@ -115,20 +112,21 @@ def run_vote(args: list[str]) -> None:
 def serve_votes(config: VoteConfig) -> None:
     """Open the folder of votes and serve it."""
     check_server_packages("rewards vote")
-    from fluvial.engines.extensions.servers.asgi import KEY_ENV, check_address, key_of, serve
+    from fluvial.engines.extensions.servers.asgi import KEY_ENV, check_address, read_key, serve
     from fluvial.engines.extensions.votes.records import VoteFolder
     from fluvial.engines.extensions.votes.service import VoteService, application
 
-    key = key_of(config.host) or secrets.token_urlsafe(16)
+    key = read_key(config.host) or secrets.token_urlsafe(16)
     check_address(config.host, config.port)
     folder = VoteFolder(config.out)
 
-    def ready(address: str) -> None:
+    def print_ready(address: str) -> None:
         print(f"{len(folder.votes)} votes in {config.out}; the page for voters is {address}/#key={key}")
         print(
             f"train on them with {KEY_ENV}={key} fluvial train ... --rewards votes:url={address},key_env={KEY_ENV}",
             flush=True,
         )
 
-    serve(application(VoteService(folder, rounds=config.rounds), key=key), host=config.host, port=config.port, ready=ready)
+    app = application(VoteService(folder, rounds=config.rounds), key=key)
+    serve(app, host=config.host, port=config.port, ready=print_ready)
     print(f"{len(folder.votes)} votes in {config.out}")

@@ -15,9 +15,9 @@ from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
 from fluvial.engines.cli.parse import (
     console,
     expand_flags,
-    field_names,
     find_values,
     flags_in_errors,
+    list_fields,
     parse_config,
     parse_name,
     split_flags,
@@ -32,9 +32,9 @@ DRY_RUN, PRESET, CONFIG = "--dry-run", "--preset", "--config"
 
 
 def run(args: list[str]) -> None:
-    """Train by a recipe, or print the list of recipes."""
+    """Train a recipe, or print the list of recipes."""
     if args and args[0] in ("-h", "--help"):
-        print(recipes_help(), end="")
+        print(format_recipes(), end="")
         return
     if args and args[0] == HELP_ALL:
         args = ["grpo", HELP_ALL]
@@ -60,37 +60,37 @@ def run(args: list[str]) -> None:
 
 
 def _train(config: "TrainConfig") -> bool:
-    """Train a run, and return whether it came to its end."""
+    """Train a run, and return whether it was completed."""
     from fluvial.engines.run import train
 
     with flags_in_errors(config):
         try:
             return bool(train(config, console=console()))
         except LostProcessError as error:
-            advice = f"earlier checkpoints are unchanged, go on with --resume --out {config.out}"
+            advice = f"earlier checkpoints are unchanged, continue with --resume --out {config.out}"
             raise LostProcessError(f"{error}; {advice}") from error
 
 
 def _dry_run(args: list[str]) -> None:
-    """Simulate a training run, and print what it would do."""
+    """Simulate a training run, and print its report."""
     from fluvial.engines.extensions.dryrun import run as dryrun
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(dryrun.DryRunConfig)}
     matched, others = split_flags(args, flags)
-    asked = parse_config(dryrun.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", matched)
-    config = configure("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
+    options = parse_config(dryrun.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", matched)
+    config = configure("train", [word for word in others if word != DRY_RUN], gpus=options.as_gpus)
     with flags_in_errors(config):
-        dryrun.run(asked, config, console=console())
+        dryrun.run(options, config, console=console())
 
 
-class Configured(NamedTuple):
-    """A run that was asked for.
+class ConfiguredRun(NamedTuple):
+    """Run as configured by the command line.
 
     Args:
         recipe: name of its recipe; None for a file of a whole run.
-        base: the recipe's run, or that of the file of a whole run.
-        config: the run.
-        name: its name in a sweep; empty without one.
+        base: configuration of the recipe, or of the file of a whole run.
+        config: configuration of the run.
+        name: name in a sweep; empty without one.
     """
 
     recipe: str | None
@@ -100,7 +100,7 @@ class Configured(NamedTuple):
 
 
 def configure(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
-    """Return the one run that is asked for, see `configure_all`; UsageError for a sweep."""
+    """Return the configuration of a single run, see `configure_all`; UsageError for a sweep."""
     configured = configure_all(command, args, gpus=gpus)
     if len(configured) > 1:
         names = ", ".join(each.name for each in configured)
@@ -108,13 +108,13 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
     return configured[0].config
 
 
-def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[Configured]:
-    """Return the runs that a recipe, a file of what differs, and the typed fields describe, each over the one before.
+def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> list[ConfiguredRun]:
+    """Return the runs of a command line: a recipe, overridden by a file, overridden by flags.
 
     Args:
-        command: word that was typed before the arguments, for messages.
+        command: word before the arguments, for messages.
         args: name of the recipe, a file, or both with --config before the file; then flags.
-        gpus: number of GPUs, for what is said of it; by default one per process.
+        gpus: number of GPUs, for notes about it; by default one per process.
     """
     from fluvial.engines.run.files import read
 
@@ -122,8 +122,8 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
         args = ["--config", *args]
     files = find_values(args, CONFIG)
     if len(files) > 1 or (CONFIG in args and not files):
-        what = "names no file" if not files else f"names {len(files)} files, expected one"
-        raise UsageError(f"{CONFIG} {what}: fluvial {command} grpo {CONFIG} my.yaml")
+        problem = "names no file" if not files else f"names {len(files)} files, expected one"
+        raise UsageError(f"{CONFIG} {problem}: fluvial {command} grpo {CONFIG} my.yaml")
     _, words = split_flags(args, {CONFIG})
     path = Path(files[0]) if files else None
     entries = {} if path is None else read.read_settings(path)
@@ -132,7 +132,7 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
         from fluvial.engines.run.record import read_record
 
         wrong = ValueError, TypeError, AttributeError, KeyError
-        with convert_errors(UsageError, *wrong, says=f"{path} is not a configuration, as fluvial config prints it"):
+        with convert_errors(UsageError, *wrong, says=f"{path} is not a configuration, as printed by fluvial config"):
             config = read_record(entries)
         return [_complete(command, str(path), f"The run in {path}.", config, config, words, gpus=gpus)._replace(recipe=None)]
     stated = entries.get(read.RECIPE)
@@ -144,31 +144,31 @@ def configure_all(command: str, args: list[str], *, gpus: int | None = None) -> 
             raise UsageError(f"{path} names no recipe: {hint}")
         typed, words = stated, [stated, *words]
     elif stated is not None and stated != typed:
-        raise UsageError(f"{path} is for the recipe {stated}, and {typed} was typed: remove one of them")
-    known = [*listing.recipes(), *listing.find_installed("recipes")]
+        raise UsageError(f"{path} is for the recipe {stated}, but {typed} was typed: remove one of them")
+    known = [*listing.list_recipes(), *listing.find_installed("recipes")]
     name = parse_name(command, words, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
     return list(_configure_recipe(command, name, path, entries, words[1:], gpus=gpus))
 
 
 def _configure_recipe(
     command: str, name: str, path: Path | None, entries: dict[str, Any], flags: list[str], *, gpus: int | None
-) -> Iterator[Configured]:
-    """Yield the runs of a recipe; a file may sweep some settings."""
+) -> Iterator[ConfiguredRun]:
+    """Yield the runs of a recipe; the entries of a file may sweep settings."""
     from fluvial.engines.run.files import read
 
-    recipe = _recipe(name)
+    recipe = _find_recipe(name)
     about = inspect.getdoc(recipe) or f"The recipe {name}."
     preset = entries.pop("preset", None)
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
     first = _build(name, recipe, flags)
     with convert_errors(UsageError, UsageError, says=str(path)):
-        runs = read.expand_sweeps(first, entries, field_names(first))
+        runs = read.expand_sweeps(first, entries, list_fields(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
         plain = _build(name, recipe, [*model, *flags])
-        base, others = _preset(plain, expand_flags(flags, field_names(plain)))
+        base, others = _apply_preset(plain, expand_flags(flags, list_fields(plain)))
         with convert_errors(UsageError, UsageError, says=str(path)):
-            config = read.apply_settings(base, values, field_names(base)) if values else base
+            config = read.apply_settings(base, values, list_fields(base)) if values else base
         yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
 
 
@@ -182,24 +182,28 @@ def _complete(
     *,
     label: str = "",
     gpus: int | None,
-) -> Configured:
-    """Return a run with the typed flags over its recipe and its file, and say what may not be expected of it.
+) -> ConfiguredRun:
+    """Return a run with the typed flags over its recipe and its file, and print notes on settings that may surprise.
 
     Args:
-        name: what was typed for it: a recipe or a file.
-        base, config: the recipe's run, and that with the preset and the file over it.
-        label: name of the run in a sweep, whose folder lies in `out`.
+        command: word before the arguments, for messages.
+        name: recipe or file, as typed.
+        about: text of the help.
+        base, config: configuration of the recipe, without and with the preset and the file.
+        flags: typed flags.
+        label: name of the run in a sweep; its folder is within `out`.
+        gpus: number of GPUs; None for one per process.
     """
-    flags = expand_flags(flags, field_names(config))
-    # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
+    flags = expand_flags(flags, list_fields(config))
+    # The defaults depend on the resumed run, so its folder is found before the flags are parsed.
     resumes = "--resume" in flags or bool(find_values(flags, "--checkpoint.resume-from"))
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
-    asked, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]) / label
+    configured, out = config, Path((find_values(flags, "--out") or [str(config.out)])[-1]) / label
     if label and resumes and not _is_recorded(out):  # a run of the sweep that has not begun
         flags, resumes = [word for word in flags if word != "--resume"], False
     if resumes and not shows_help:
         config = _read_recorded(out)
-        typed, recorded = asked.method.method_name, config.method.method_name
+        typed, recorded = configured.method.method_name, config.method.method_name
         if typed != recorded:
             raise UsageError(
                 f"{config.out} holds a run with the method {recorded}, and {name} has {typed}: resume it by its own recipe, "
@@ -212,13 +216,13 @@ def _complete(
     )
     config = replace(config, out=out) if label else config
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
-    for line in _notes(name, asked, config, flags, resumes=resumes, gpus=gpus):
+    for line in _list_notes(name, configured, config, flags, resumes=resumes, gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
-    return Configured(name, base, config, label)
+    return ConfiguredRun(name, base, config, label)
 
 
-def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
-    """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
+def _apply_preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
+    """Return a run adapted to the number of GPUs of --preset, and the other flags; rank 0 prints the changes."""
     matched, others = split_flags(flags, {PRESET})
     if not matched:
         return config, others
@@ -227,25 +231,24 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
-        preset, said = fit_to_gpus(config, (find_values(flags, PRESET) or [""])[-1])
+        preset, note = fit_to_gpus(config, (find_values(flags, PRESET) or [""])[-1])
     except UsageError as error:
         raise UsageError(error.name_fields(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
-        print(f"fluvial: {said}", file=sys.stderr)
+        print(f"fluvial: {note}", file=sys.stderr)
     return preset, others
 
 
-def _notes(
-    name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
+def _list_notes(
+    name: str, configured: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
 ) -> Iterator[str]:
-    """Yield what a person may not expect of the settings that she did not type; rank 0 says it."""
+    """Yield notes on defaults that may surprise, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
     if resumes:
-        if asked.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
-            kinds = f"{config.method.sampling.sampler.kind} there, {asked.method.sampling.sampler.kind} in {name}"
-            said = f"{config.out} keeps the settings that it recorded, which are not those of {name}"
-            yield f"{said}: sampling.sampler {kinds}"
+        if configured.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
+            kinds = f"{config.method.sampling.sampler.kind} there, {configured.method.sampling.sampler.kind} in {name}"
+            yield f"{config.out} keeps its recorded settings, which differ from those of {name}: sampling.sampler {kinds}"
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora
@@ -268,48 +271,47 @@ def _notes(
 
 
 def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
-    """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
+    """Yield notes on a published run: another number of GPUs, and prompts that replace a published file."""
+    from fluvial.engines.extensions.published.requirements import describe_accumulation
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import load_published
-    from fluvial.engines.extensions.published.takes import choose_accumulation
 
     run = load_published().get(name)
     if run is None:
         return
-    asked = resolve(run)
-    same = [(each.method.sampling.batch, each.method.passes.minibatches) for each in (config, asked)]
-    if run.gpus not in (0, gpus) and config.makes_samples and same[0] == same[1]:
-        yield choose_accumulation(config, published=run.gpus, gpus=gpus)
+    recipe = resolve(run)
+    batch, published_batch = ((each.method.sampling.batch, each.method.passes.minibatches) for each in (config, recipe))
+    if run.gpus not in (0, gpus) and config.makes_samples and batch == published_batch:
+        yield describe_accumulation(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
-    if stated and config.prompts and config.prompts == asked.prompts:
+    if stated and config.prompts and config.prompts == recipe.prompts:
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
-def recipes_help() -> str:
-    """Return what each recipe is and where it comes from, for a person to choose."""
+def format_recipes() -> str:
+    """Return the help of `fluvial train`, which lists the recipes and prompt sets."""
     lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
-    for name, about in {**listing.recipes(), **listing.find_installed("recipes")}.items():
+    for name, about in {**listing.list_recipes(), **listing.find_installed("recipes")}.items():
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
-        "  module:name  Your own: a method, or a function that returns a TrainConfig, in a module that is found from here.",
+        "  module:name  Your own method, or function that returns a TrainConfig; the module is found from this folder.",
         "",
-        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
+        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters per sample, with fewer groups per rollout.",
         "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
-        "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",
-        "lists all fields. With --dry-run --as-gpus 64 it says what the run would do on 64 GPUs, without one: whether it",
-        "fits, what holds the memory, bytes on the wire, host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
+        "handwriting-unet, words) they were tuned on these. fluvial train RECIPE --help explains both; --help-all lists all",
+        "fields. --dry-run --as-gpus 64 reports the run on 64 simulated GPUs: whether it fits, the memory by line, bytes",
+        "sent, and host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
     lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
-    lines += [
-        f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.find_installed("prompts")}.items()
-    ]
+    sets = {**listing.list_prompt_sets(), **listing.find_installed("prompts")}
+    lines += [f"  @{name:<15} {about}" for name, about in sets.items()]
     return "\n".join(lines) + "\n"
 
 
-def _recipe(name: str) -> Callable[..., "TrainConfig"]:
-    """Return the function of a recipe, built in, published, installed or user-defined."""
+def _find_recipe(name: str) -> Callable[..., "TrainConfig"]:
+    """Return the function of a built-in, published, installed or user-defined recipe."""
     if "/" in name:
         return _find_published(name)
     from fluvial.engines.run.recipes import RECIPES, make_method_recipe
@@ -319,7 +321,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
 
 
 def _explain_no_recipe(recipe: Any) -> str | None:
-    """Return what keeps an object from being a recipe, or a method that is trained with the defaults of the model."""
+    """Explain why an object is neither a recipe nor a method; None if it is one."""
     from fluvial.engines.run.method import Method, explain_no_method
 
     if inspect.isclass(recipe) and issubclass(recipe, Method):
@@ -330,9 +332,9 @@ def _explain_no_recipe(recipe: Any) -> str | None:
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:
     """Return the recipe of a published run."""
     from fluvial.engines.extensions.published.resolve import resolve
-    from fluvial.engines.extensions.published.runs import find
+    from fluvial.engines.extensions.published.runs import find_run
 
-    run = find(name)
+    run = find_run(name)
     config, deviations = resolve(run), run.deviations
 
     def recipe() -> "TrainConfig":
@@ -346,10 +348,10 @@ def _find_published(name: str) -> Callable[[], "TrainConfig"]:
 
 
 def _build(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> "TrainConfig":
-    """Return the run that a recipe describes, for the model that is typed.
+    """Return the run of a recipe, for the typed model.
 
-    A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a user-defined recipe
-    says its own.
+    A recipe with a parameter `model` is called with it. The run folder of a named recipe is runs/NAME; a user-defined recipe
+    sets its own.
     """
     from fluvial.engines.run.config import TrainConfig
     from fluvial.engines.run.jobs.weights import find_base_model

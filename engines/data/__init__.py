@@ -1,1 +1,1 @@
-"""Input data: prompts, and preferences between two images."""
+"""Input data: prompts, images with captions, and preferences between two images."""

@@ -1,4 +1,4 @@
-"""Encoded images on disk: each image is encoded once, by one rank, and read when it is trained on."""
+"""Cache of encoded images on disk: each image is encoded once, by one rank, and read during training."""
 
 import hashlib
 import json
@@ -13,36 +13,36 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.engines.data.images import read_image, read_size
-from fluvial.engines.data.sizes import Size, fits, nearest_size
+from fluvial.engines.data.sizes import Size, find_nearest_size, fits
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.files import save_tensors
 from fluvial.engines.waits import wait_for
-from fluvial.models.digests import digest_file, encoding_code
+from fluvial.models.digests import describe_encoding_code, digest_file
 from fluvial.models.images import describe_file
 
-MANIFEST = "encoded.json"  # settings that a cache was written with
+MANIFEST = "encoded.json"  # settings of a cache
 LEFT_OUT = "left_out.txt"  # names of the images that the last run left out
 NAME = "latents"
-BATCH = 4  # images that are encoded together
+BATCH = 4  # number of images that are encoded together
 
 
 Image = Path | bytes  # file of an image, or its bytes
 
 
 class ImageCache:
-    """Clean samples of images, in a folder that runs and ranks share.
+    """Clean samples of images, in a folder shared by runs and ranks.
 
     Args:
-        folder: folder of the encoded images, one safetensors file each, which is made if necessary.
-        settings: what the samples depend on besides the image, by name; a folder of other settings is refused.
+        folder: folder of the encoded images, one safetensors file each; created if necessary.
+        settings: settings on which the samples depend, by name; a folder with other settings is rejected.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples.
-        shapes: shape of a sample of each size that images are scaled and cut to; with several, an image gets the nearest.
-            The size None takes images as they are.
-        skip: whether images that cannot be read, or that no size takes, are left out, instead of an error; `left_out.txt`
-            in the folder names them then.
-        compare: whether an image that is in the folder is encoded again and compared, because the settings do not say all
-            that `encode` depends on, such as what a function encloses.
+        shapes: shape of a sample by size; images are scaled and cut to the nearest size. The size None keeps images as they
+            are.
+        skip: whether to leave out images that cannot be read or that fit no size, and name them in `left_out.txt`,
+            instead of raising an error.
+        compare: whether to encode one image of the folder again and compare the samples, because the settings may not cover
+            everything that `encode` depends on, such as the closure of a function.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class ImageCache:
             "shape": " ".join(str(list(shape)) for shape in self.shapes.values()),
             "size": " ".join(map(str, self.shapes)),
         }
-        self.sizes: dict[Image, Size | None] = {}  # of the first image of each group, where there are several sizes
+        self.sizes: dict[Image, Size | None] = {}  # size of a group, by its first image
         self.left_out: frozenset[tuple[Image, ...]] = frozenset()
 
     def sample(self, image: Image, size: Size | None = None) -> Tensor:
-        """Return the clean sample of an image, `[*event]`, at the size of its group, by default the only one.
+        """Return the clean sample of an image, `[*event]`, at the size of its group; by default the only size.
 
         Raises:
-            RunError: it is not in the folder, or damaged.
+            RunError: the sample is missing or damaged.
         """
-        file = self._file(image, size or next(iter(self.shapes)))
+        file = self._locate(image, size or next(iter(self.shapes)))
         try:
             return load_file(file)[NAME]
         except (OSError, SafetensorError, KeyError) as error:
@@ -80,82 +80,81 @@ class ImageCache:
             ) from error
 
     def fill(self, groups: Sequence[tuple[Image, ...]], world: World) -> None:
-        """Encode the images that are not in the folder yet, each rank its part; every rank must take part.
+        """Encode the images that are not in the folder yet, a part on each rank; every rank must take part.
 
-        The images of a group belong together, and get the size that is nearest to the first of them. What an interrupted run
-        has encoded is kept.
+        All images of a group get the size nearest to the first of them. An interrupted run continues where it stopped.
 
         Raises:
-            UsageError: an image cannot be read or none of several sizes takes it, its sample has another shape, or the
-                folder was written with other settings.
+            UsageError: an image cannot be read or fits no size, its sample has another shape, or the folder has other
+                settings.
             RunError: the folder cannot be written.
         """
         with world.agreed():
             if world.is_main:
                 self._claim()
-        everyone = list(dict.fromkeys(groups))
-        sizes = self._assign(everyone, world)
+        unique = list(dict.fromkeys(groups))
+        sizes = self._assign(unique, world)
         wanted = list(dict.fromkeys((image, size) for group, size in sizes.items() for image in group))
         bad: list[int] = []
         with world.agreed():
             if self.compare and world.is_main:
                 self._compare(wanted)
-            missing = [place for place in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[place])]
+            missing = [number for number in range(world.rank, len(wanted), world.size) if not self._holds(*wanted[number])]
             with wait_for("encoding", len(missing), "images") as wait:
-                for part in self._readable(wanted, missing, bad):
+                for part in self._read_in_parts(wanted, missing, bad):
                     self._encode(part)
                     wait.advance(len(part))
-        unreadable = {wanted[place][0] for part in world.gather_items(bad) for place in part}
-        self.left_out = frozenset(group for group in everyone if group not in sizes or not unreadable.isdisjoint(group))
+        unreadable = {wanted[number][0] for part in world.gather_items(bad) for number in part}
+        self.left_out = frozenset(group for group in unique if group not in sizes or not unreadable.isdisjoint(group))
         self.sizes = {group[0]: size for group, size in sizes.items()}
         with world.agreed():
             if world.is_main:
-                self._list(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
+                self._list_left_out(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
 
     def _assign(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
-        """Return the size of each group that one of the sizes takes; each rank looks at its part."""
+        """Return the size of each group that fits one; each rank reads its part of the images."""
         if len(self.shapes) == 1:
             return dict.fromkeys(groups, next(iter(self.shapes)))
-        known = [size for size in self.shapes if size is not None]
-        assigned: list[tuple[int, int]] = []
+        sizes = [size for size in self.shapes if size is not None]
+        assigned: list[tuple[int, int]] = []  # index of the group, index of its size
         with world.agreed():
-            for place in range(world.rank, len(groups), world.size):
+            for number in range(world.rank, len(groups), world.size):
                 try:
-                    assigned.append((place, known.index(self._nearest(groups[place], known))))
+                    assigned.append((number, sizes.index(self._find_nearest(groups[number], sizes))))
                 except UsageError:
                     if not self.skip:
                         raise
-        taken = {place: known[number] for part in world.gather_items(assigned) for place, number in part}
-        return {group: taken[place] for place, group in enumerate(groups) if place in taken}
+        size_of = {number: sizes[index] for part in world.gather_items(assigned) for number, index in part}
+        return {group: size_of[number] for number, group in enumerate(groups) if number in size_of}
 
-    def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
-        """Return the size of a group. UsageError if an image cannot be read, or no size takes it."""
-        each = [read_size(image) for image in group]
+    def _find_nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
+        """Return the size of a group; UsageError if an image cannot be read or fits no size."""
+        image_sizes = [read_size(image) for image in group]
         try:
-            size = nearest_size(each[0], sizes)
+            size = find_nearest_size(image_sizes[0], sizes)
         except ValueError as error:
             raise UsageError(f"{describe_file(group[0])} of {error}") from error
-        for image, its in zip(group, each, strict=True):
-            if not fits(its, size):
+        for image, image_size in zip(group, image_sizes, strict=True):
+            if not fits(image_size, size):
                 raise UsageError(
-                    f"{describe_file(image)} of {its} pixels cannot be cut to {size}, the size of {describe_file(group[0])} "
-                    "beside it: more than a third would be cut off; leave the two out"
+                    f"{describe_file(image)} of {image_size} pixels cannot be cut to {size}, the size of "
+                    f"{describe_file(group[0])} beside it: more than a third would be cut off; leave the two out"
                 )
         return size
 
-    def _readable(
-        self, wanted: Sequence[tuple[Image, Size | None]], places: Sequence[int], bad: list[int]
+    def _read_in_parts(
+        self, wanted: Sequence[tuple[Image, Size | None]], numbers: Sequence[int], bad: list[int]
     ) -> Iterator[list[tuple[Image, Size | None, Tensor]]]:
-        """Yield the images at the given places in parts of one size; places of unreadable ones are added to `bad`."""
+        """Yield the images of the given indices in parts of one size; indices of unreadable ones are added to `bad`."""
         part: list[tuple[Image, Size | None, Tensor]] = []
-        for place in places:
-            image, size = wanted[place]
+        for number in numbers:
+            image, size = wanted[number]
             try:
                 pixels = read_image(image, size)
             except UsageError:
                 if not self.skip:
                     raise
-                bad.append(place)
+                bad.append(number)
                 continue
             if part and (len(part) == BATCH or part[0][2].shape != pixels.shape):
                 yield part
@@ -174,7 +173,7 @@ class ImageCache:
         if tuple(samples.shape[1:]) != self.shapes[size]:
             raise UsageError(f"{first} gives a sample of {list(samples.shape[1:])}, expected {list(self.shapes[size])}")
         for (image, size, _), sample in zip(part, samples, strict=True):
-            file = self._file(image, size)
+            file = self._locate(image, size)
             partial = file.with_suffix(f".{secrets.token_hex(4)}")
             try:
                 save_tensors({NAME: sample.contiguous()}, partial)
@@ -183,40 +182,42 @@ class ImageCache:
                 partial.unlink(missing_ok=True)
                 reason = getattr(error, "strerror", None) or error
                 raise RunError(
-                    f"{self.folder} cannot be written: {reason}; what is encoded is kept, start again to go on"
+                    f"{self.folder} cannot be written: {reason}; encoded images are kept, start again to continue"
                 ) from error
 
     def _compare(self, wanted: Sequence[tuple[Image, Size | None]]) -> None:
-        """Raise UsageError if the first image that the folder holds has another sample than `encode` returns."""
+        """Raise UsageError if `encode` returns another sample for the first image that the folder holds."""
         for image, size in wanted:
             if self._holds(image, size):
                 sample = self.encode(read_image(image, size)[None])[0].float().cpu()
                 if not torch.allclose(sample, self.sample(image, size), rtol=1e-2, atol=1e-2):
-                    there = f"`data.cache` {self.folder} holds another sample of {describe_file(image)}"
-                    raise UsageError(f"{there} than encode returns: set it to another folder")
+                    raise UsageError(
+                        f"`data.cache` {self.folder} holds another sample of {describe_file(image)} than encode returns: "
+                        "set it to another folder"
+                    )
                 return
 
     def _claim(self) -> None:
-        """Write the settings into the folder, or check them against those that are there."""
+        """Write the settings to the folder, or compare them with those of the folder."""
         file = self.folder / MANIFEST
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not file.exists():
                 file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-            there = json.loads(file.read_text(encoding="utf-8"))
+            stored = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"`data.cache` {self.folder} cannot be used: {error.strerror}") from error
         except ValueError as error:
             raise UsageError(f"{file} cannot be read: delete the folder, or set `data.cache` to another") from error
-        if there != self.settings:
-            names = [name for name in self.settings if there.get(name) != self.settings[name]]
-            differs = ", ".join(f"{name} {there.get(name)} there and {self.settings[name]} here" for name in names)
+        if stored != self.settings:
+            names = [name for name in self.settings if stored.get(name) != self.settings[name]]
+            differs = ", ".join(f"{name} {stored.get(name)} there and {self.settings[name]} here" for name in names)
             raise UsageError(
                 f"`data.cache` {self.folder} was written with other settings ({differs}): set it to another folder"
             )
 
-    def _list(self, left_out: Sequence[str]) -> None:
-        """Write the names of the images that are left out into the folder, one group per line."""
+    def _list_left_out(self, left_out: Sequence[str]) -> None:
+        """Write the names of left-out images to the folder, one group per line."""
         file = self.folder / LEFT_OUT
         try:
             if left_out:
@@ -227,18 +228,18 @@ class ImageCache:
             raise RunError(f"{file} cannot be written: {error.strerror}") from error
 
     def _holds(self, image: Image, size: Size | None) -> bool:
-        """Return whether an image's sample is in the folder, whole."""
-        file = self._file(image, size)
+        """Return whether the folder holds the complete sample of an image."""
+        file = self._locate(image, size)
         try:
             with safe_open(file, framework="pt") as tensors:
                 return tuple(tensors.get_slice(NAME).get_shape()) == self.shapes[size]
         except (OSError, SafetensorError):
             return False
 
-    def _file(self, image: Image, size: Size | None) -> Path:
-        """Return the file of an image at a size: by its bytes, the settings, and the code that opens and encodes it."""
+    def _locate(self, image: Image, size: Size | None) -> Path:
+        """Return the file of an image at a size; its name depends on the image's bytes, the settings, and the code."""
         try:
-            key = [self.settings, encoding_code(), str(size), digest_file(image)]
+            key = [self.settings, describe_encoding_code(), str(size), digest_file(image)]
         except OSError as error:
             raise UsageError(f"{image!s} cannot be read as an image: {error.strerror}") from error
         return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.safetensors"

@@ -1,8 +1,7 @@
-"""The order of prompts: shuffled epochs per source, the sources mixed by weight, in batches of one size.
+"""Order of prompts: shuffled epochs per source, sources mixed by weight, in batches of one size.
 
-The order is a function of the key alone. It is drawn by position and holds no state that a checkpoint would have to store,
-so it is the same on every rank and after every resume. A prompt of the order is found in O(1), whatever came before; only
-prompts of unequal weights are counted, once per epoch.
+The order is a function of the key. It has no state for checkpoints, so it is the same on every rank and after every resume.
+Any prompt of the order is found in O(1); only prompts of unequal weights are counted once per epoch.
 """
 
 import math
@@ -16,60 +15,60 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from fluvial.core.random import Key, fold_in, key, permute, uniform
-from fluvial.engines.data.prompt_table import PromptKind, kinds_of, select
+from fluvial.engines.data.prompt_table import PromptKind, list_kinds, select
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
 
-# Folded into a run's key: no run has as many updates, whose numbers are folded in elsewhere.
+# Folded into a run's key: larger than any number of an update, which other streams fold in.
 ORDER = 2**62
 Party = TypeVar("Party")
 
 
-def _exact(weight: float | Fraction) -> Fraction:
-    """Return the decimal number that a weight was typed as."""
+def _to_fraction(weight: float | Fraction) -> Fraction:
+    """Return a weight as the decimal number that was typed."""
     return Fraction(str(weight))
 
 
 def _group(codes: "array[int]", parties: Mapping[int, Party]) -> dict[Party, Sequence[int]]:
-    """Return the places of each party, the first first, from the codes of all places and each code's party."""
+    """Return the indices of each party in ascending order, from the code of each index and the party of each code."""
     if len({*parties.values()}) == 1:
         return dict.fromkeys(parties.values(), range(len(codes)))
-    places = {party: array("i") for party in parties.values()}
-    for place, code in enumerate(codes):
-        places[parties[code]].append(place)
-    return dict(places)
+    indices = {party: array("i") for party in parties.values()}
+    for index, code in enumerate(codes):
+        indices[parties[code]].append(index)
+    return dict(indices)
 
 
-def order_key(seed: int) -> Key:
+def derive_order_key(seed: int) -> Key:
     """Return the key of the order of prompts."""
     return fold_in(key(seed), ORDER)
 
 
-# Up to this size a shuffle sorts random numbers (4 ms, 0.5 MB); larger ones are permuted place by place.
+# Up to this size a shuffle sorts random numbers (4 ms, 0.5 MB); larger ones are permuted index by index.
 SORTED = 2**16
 
 
 class Shuffle:
-    """A random permutation of range(size)."""
+    """Random permutation of range(size)."""
 
     def __init__(self, key: Key, size: int) -> None:
         self.key, self.size = key, size
         self._sorted = uniform(key, (size,)).argsort(stable=True) if size <= SORTED else None
 
-    def __getitem__(self, place: int) -> int:
-        """Return the image of a place."""
-        return permute(self.key, place, self.size) if self._sorted is None else int(self._sorted[place])
+    def __getitem__(self, index: int) -> int:
+        """Return the permuted index."""
+        return permute(self.key, index, self.size) if self._sorted is None else int(self._sorted[index])
 
 
 class Turns(Generic[Party]):
-    """Endless order of turns: the next one is that of the party which is furthest behind its share.
+    """Endless order of turns: the next turn goes to the party that is furthest behind its share.
 
-    The order repeats itself after as many turns as the weights, as integers without a common divisor, add up to.
+    The order has a period: the sum of the weights, as integers without a common divisor.
 
     Args:
-        weights: weight of each party, above 0, in exact numbers.
+        weights: exact weight of each party, above 0.
     """
 
     def __init__(self, weights: Mapping[Party, Fraction]) -> None:
@@ -80,10 +79,10 @@ class Turns(Generic[Party]):
         self.period = sum(self.shares.values())
         self._taken, self._done = dict.fromkeys(self.shares, 0), 0
 
-    def after(self, first: int, count: int) -> list[tuple[Party, int]]:
-        """Return the party of each of `count` turns from number `first` on, and the number of its own turns before."""
+    def take(self, first: int, count: int) -> list[tuple[Party, int]]:
+        """Return the party of each of `count` turns from number `first` on, and the number of its earlier turns."""
         periods, first = divmod(first, self.period)
-        if first < self._done:  # a period is walked from its beginning
+        if first < self._done:  # start the period again
             self._taken, self._done = dict.fromkeys(self.shares, 0), 0
         turns = []
         while self._done < first + count:
@@ -101,30 +100,30 @@ class Turns(Generic[Party]):
 class PromptOrder:
     """Endless order of prompts.
 
-    An epoch of a source holds each of its prompts once, shuffled. A prompt of weight w is there w times per epoch in the
-    mean: with weight 0.5 in every second epoch, from the first on. The next prompt comes from the source that is furthest
-    behind its share, so that after any number of prompts each source is within one prompt of it.
+    An epoch of a source holds each of its prompts once, shuffled. A prompt of weight w comes w times per epoch on average:
+    with weight 0.5 in every second epoch, beginning with the first. The next prompt comes from the source that is furthest
+    behind its share, so each source is always within one prompt of its share.
 
     Args:
         prompts: all prompts, each with its source and its weight.
         key: key of the order.
-        weights: weight of each source by name; 1 where there is none.
+        weights: weight of each source by name; 1 for sources without one.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | Mapping[str, Fraction] | None = None
     ) -> None:
-        kinds, codes = kinds_of(prompts)
+        kinds, codes = list_kinds(prompts)
         members = _group(codes, {code: kinds[code].source for code in dict.fromkeys(codes)})
-        self.turns = Turns({source: _exact((weights or {}).get(source, 1.0)) for source in members})
+        self.turns = Turns({source: _to_fraction((weights or {}).get(source, 1.0)) for source in members})
         self.epochs = {
-            source: _Epochs(places, kinds, codes, fold_in(key, number))
-            for number, (source, places) in enumerate(members.items())
+            source: _Epochs(indices, kinds, codes, fold_in(key, number))
+            for number, (source, indices) in enumerate(members.items())
         }
 
-    def places(self, first: int, count: int) -> list[int]:
+    def take(self, first: int, count: int) -> list[int]:
         """Return the indices of `count` prompts, from number `first` of the order on."""
-        return [self.epochs[source].at(position) for source, position in self.turns.after(first, count)]
+        return [self.epochs[source].look_up(position) for source, position in self.turns.take(first, count)]
 
 
 class _Epochs:
@@ -138,24 +137,24 @@ class _Epochs:
         self._epoch, self._first, self._end = -1, 0, 0
         self._shuffle, self._sums = Shuffle(self.key, 0), torch.zeros(0)
 
-    def at(self, position: int) -> int:
+    def look_up(self, position: int) -> int:
         """Return the prompt at a position of the endless order."""
         if not self._first <= position < self._end:
             self._seek(position)
-        place = self._shuffle[position - self._first]
+        index = self._shuffle[position - self._first]
         if len(self.counts) > 1:
-            return self.members[int(torch.searchsorted(self._sums, place, right=True))]
-        return self.members[place // ((self._end - self._first) // len(self.members))]
+            return self.members[int(torch.searchsorted(self._sums, index, right=True))]
+        return self.members[index // ((self._end - self._first) // len(self.members))]
 
-    def _start(self, epoch: int) -> int:
-        """Return the number of prompts of all epochs before one: those of weight w were there ceil(epoch w) times."""
+    def _count_before(self, epoch: int) -> int:
+        """Return the number of prompts in all epochs before one; a prompt of weight w came ceil(epoch w) times."""
         return sum(count * math.ceil(epoch * weight) for weight, count in self.counts.items())
 
     def _seek(self, position: int) -> None:
-        """Begin the epoch of a position."""
+        """Set up the epoch of a position."""
         mean = sum(count * weight for weight, count in self.counts.items())
-        epoch = bisect_right(range(int(position / mean) + 2), position, key=self._start) - 1
-        self._epoch, self._first, self._end = epoch, self._start(epoch), self._start(epoch + 1)
+        epoch = bisect_right(range(int(position / mean) + 2), position, key=self._count_before) - 1
+        self._epoch, self._first, self._end = epoch, self._count_before(epoch), self._count_before(epoch + 1)
         self._shuffle = Shuffle(fold_in(self.key, epoch), self._end - self._first)
         if len(self.counts) > 1:
             times = [math.ceil((epoch + 1) * kind.weight) - math.ceil(epoch * kind.weight) for kind in self.kinds]
@@ -166,88 +165,88 @@ class _Epochs:
 
 
 class BatchOrder:
-    """Endless order of batches of prompts; the prompts of a batch have one size, or none of them has one.
+    """Endless order of batches of prompts; all prompts of a batch have the same size, or none has a size.
 
-    Batches of a size come as often as its prompts do, and the prompts of a size are shuffled in epochs, see `PromptOrder`.
-    Where all prompts have the same size, or none, the order is that of `PromptOrder`.
+    The frequency of a size is that of its prompts, which are shuffled in epochs, see `PromptOrder`. If all prompts have the
+    same size, or none, the order is that of `PromptOrder`.
 
     Args:
         prompts, key, weights: arguments of `PromptOrder`.
     """
 
     def __init__(self, prompts: Sequence[Prompt], key: Key, weights: Mapping[str, float] | None = None) -> None:
-        kinds, codes = kinds_of(prompts)
+        kinds, codes = list_kinds(prompts)
         counts = Counter(codes)
-        totals: defaultdict[str, Fraction] = defaultdict(Fraction)  # weight of the prompts of each source
+        totals: defaultdict[str, Fraction] = defaultdict(Fraction)  # total weight of the prompts by source
         for code, count in counts.items():
-            totals[kinds[code].source] += count * _exact(kinds[code].weight)
+            totals[kinds[code].source] += count * _to_fraction(kinds[code].weight)
         self.members = _group(codes, {code: kinds[code].size for code in counts})
         mass: dict[Size | None, defaultdict[str, Fraction]] = {size: defaultdict(Fraction) for size in self.members}
         for code, count in counts.items():
-            kind, share = kinds[code], _exact((weights or {}).get(kinds[code].source, 1.0))
-            mass[kind.size][kind.source] += share * count * _exact(kind.weight) / totals[kind.source]
+            kind, share = kinds[code], _to_fraction((weights or {}).get(kinds[code].source, 1.0))
+            mass[kind.size][kind.source] += share * count * _to_fraction(kind.weight) / totals[kind.source]
         self.turns = Turns({size: sum(parts.values(), Fraction()) for size, parts in mass.items()})
         if len(self.members) == 1:
             self.orders = {size: PromptOrder(prompts, key, weights) for size in self.members}
         else:
             self.orders = {
-                size: PromptOrder(select(prompts, places), fold_in(fold_in(key, Stream.SIZES), number), mass[size])
-                for number, (size, places) in enumerate(self.members.items())
+                size: PromptOrder(select(prompts, indices), fold_in(fold_in(key, Stream.SIZES), number), mass[size])
+                for number, (size, indices) in enumerate(self.members.items())
             }
 
-    def batch(self, number: int, count: int) -> list[int]:
-        """Return the indices of the `count` prompts of a batch, whose number is from 0 on."""
-        [(size, before)] = self.turns.after(number, 1)
-        return self.of_size(size, before * count, count)
+    def take_batch(self, number: int, count: int) -> list[int]:
+        """Return the indices of the `count` prompts of batch `number`, counted from 0."""
+        [(size, before)] = self.turns.take(number, 1)
+        return self.take_size(size, before * count, count)
 
-    def of_size(self, size: Size | None, first: int, count: int) -> list[int]:
+    def take_size(self, size: Size | None, first: int, count: int) -> list[int]:
         """Return the indices of `count` prompts of a size, from number `first` of their order on."""
-        return [self.members[size][place] for place in self.orders[size].places(first, count)]
+        return [self.members[size][index] for index in self.orders[size].take(first, count)]
 
 
-class Pool:
-    """Prompts to draw from at random, those of a draw of one size.
+class PromptPool:
+    """Prompts to draw from at random; all prompts of a draw have one size.
 
     Args:
-        prompts: all prompts, whose weights have no effect.
+        prompts: all prompts; their weights have no effect.
     """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.kinds, self.codes = kinds_of(prompts)
+        self.kinds, self.codes = list_kinds(prompts)
         self.members = _group(self.codes, {code: self.kinds[code].size for code in dict.fromkeys(self.codes)})
 
     def draw(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
-        """Return the indices of `count` prompts of a size, drawn with replacement; any size is that of the first."""
+        """Draw the indices of `count` prompts of a size, with replacement; "any" takes the size of the first one."""
         draws, first = uniform(key, (count,)), list[int]()
         if size == "any" and len(self.members) > 1:
             first, draws = [int(draws[0] * len(self.codes))], draws[1:]
-        members = self._of_size(first, size)
-        return [*first, *(members[place] for place in (draws * len(members)).long().tolist())]
+        members = self._choose_members(first, size)
+        return [*first, *(members[index] for index in (draws * len(members)).long().tolist())]
 
     def draw_distinct(self, key: Key, count: int, size: Size | Literal["any"] | None = "any") -> list[int]:
-        """Return the indices of `count` prompts of a size, all of them before one comes again; any is that of one drawn."""
-        members = self._of_size([int(uniform(key, (1,)) * len(self.codes))], size)
+        """Draw the indices of `count` prompts of a size, all of them before one repeats; "any" draws the size."""
+        members = self._choose_members([int(uniform(key, (1,)) * len(self.codes))], size)
         rounds = [Shuffle(fold_in(key, number), len(members)) for number in range(-(-count // len(members)))]
         return [members[rounds[number // len(members)][number % len(members)]] for number in range(count)]
 
-    def _of_size(self, first: Sequence[int], size: Size | Literal["any"] | None) -> Sequence[int]:
-        """Return the indices of the prompts of a size; any size is that of the first prompt, or the only one."""
+    def _choose_members(self, first: Sequence[int], size: Size | Literal["any"] | None) -> Sequence[int]:
+        """Return the indices of the prompts of a size; "any" takes that of the first prompt, or the only one."""
         if size != "any":
             return self.members[size]
         return self.members[self.kinds[self.codes[first[0]]].size] if first else next(iter(self.members.values()))
 
 
-def size_of_batch(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
-    """Return the size of a batch: that of its prompts, else one that is drawn, each as likely."""
+def draw_size(prompts: Sequence[Prompt], key: Key, sizes: Sequence[Size]) -> Size:
+    """Return the size of a batch: that of its prompts, else one drawn uniformly."""
     size = prompts[0].size
     return sizes[int(uniform(key, (1,)) * len(sizes))] if size is None else size
 
 
 class Captions:
-    """The images of each caption. Images of several sizes are compared with those of their size.
+    """Images of each caption, to compare with each other. With several sizes, only images of one size are compared.
 
-    A caption with a single image is left out, because there is nothing to compare it with. A prompt without an image, whose
-    sample a job makes itself, is compared with other samples of the prompt.
+    A caption with a single image is left out. A prompt without an image, whose sample is generated by a job, is compared
+    with other samples of the prompt.
 
     Args:
         prompts: captions with their images.
@@ -258,18 +257,18 @@ class Captions:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         groups: dict[tuple[str, object], list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            groups.setdefault((prompt.text, prompt.size), []).append(place)
-        self.members = [places for places in groups.values() if len(places) > 1 or prompts[places[0]].image is None]
+        for index, prompt in enumerate(prompts):
+            groups.setdefault((prompt.text, prompt.size), []).append(index)
+        self.members = [indices for indices in groups.values() if len(indices) > 1 or prompts[indices[0]].image is None]
         if not self.members:
             raise UsageError(
                 "`compare` is caption, and no caption of data has two images: add images, or set it "
                 "to data, which compares images of different captions"
             )
-        self.firsts = [prompts[places[0]] for places in self.members]
+        self.firsts = [prompts[indices[0]] for indices in self.members]
 
     def draw(self, caption: int, key: Key, count: int) -> list[int]:
-        """Return the indices of `count` images of a caption of `firsts`, each as often as the others, or once more."""
-        places = self.members[caption]
-        order: list[int] = uniform(key, (len(places),)).argsort(stable=True).tolist()
-        return [places[order[number % len(places)]] for number in range(count)]
+        """Draw the indices of `count` images of a caption of `firsts`, all of them before one repeats."""
+        indices = self.members[caption]
+        order: list[int] = uniform(key, (len(indices),)).argsort(stable=True).tolist()
+        return [indices[order[number % len(indices)]] for number in range(count)]

@@ -1,8 +1,8 @@
-"""Preferences: pairs of images of one prompt, the preferred and the rejected one, from a folder or a file.
+"""Preferences: pairs of a preferred and a rejected image of one prompt, from a folder or a file.
 
 A folder holds `preferences.jsonl`, with one line {"prompt", "win", "lose"} per pair, and the image files that it names.
-Files of records, and folders that datasets saved to disk, may also have the columns of Pick-a-Pic (two images and their
-labels) or of HPD (several images and their ranks).
+Files of records, and folders written by datasets' `save_to_disk`, may also have the columns of Pick-a-Pic (two images and
+their labels) or of HPD (several images and their ranks).
 """
 
 import json
@@ -20,14 +20,14 @@ from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import Prompt, read_file
-from fluvial.engines.data.tables import FileRecord, is_data_set, rows
+from fluvial.engines.data.tables import FileRecord, is_data_set, read_rows
 from fluvial.engines.errors import UsageError
 
 PREFERENCES = "preferences.jsonl"
 
 
 class Preference(NamedTuple):
-    """Two clean samples of a prompt, `[*event]` each: the preferred one and the rejected one."""
+    """Preferred and rejected clean sample of a prompt, `[*event]` each."""
 
     prompt: Prompt
     win: Tensor
@@ -35,7 +35,7 @@ class Preference(NamedTuple):
 
 
 class PreferenceRecord(NamedTuple):
-    """A preference in a file: two images of a prompt."""
+    """Preference in a file: two images of a prompt."""
 
     where: str  # file and line, for messages
     prompt: Prompt
@@ -44,14 +44,14 @@ class PreferenceRecord(NamedTuple):
 
 
 class EncodedPreferences:
-    """Preferences whose images are read from a cache when they are trained on.
+    """Preferences whose samples are read from a cache during training.
 
     Args:
-        records: the preferences.
-        cache: cache that holds the samples of all their images, but of those that it left out.
+        records: preferences.
+        cache: cache with the samples of their images, except those that it left out.
 
     Raises:
-        UsageError: all of them were left out.
+        UsageError: all preferences were left out.
     """
 
     def __init__(self, records: Sequence[PreferenceRecord], cache: ImageCache) -> None:
@@ -65,8 +65,8 @@ class EncodedPreferences:
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, place: int) -> Preference:
-        record = self.records[place]
+    def __getitem__(self, index: int) -> Preference:
+        record = self.records[index]
         size = self.cache.sizes[record.win]
         return Preference(record.prompt, self.cache.sample(record.win, size), self.cache.sample(record.lose, size))
 
@@ -77,10 +77,10 @@ class EncodedPreferences:
 
 
 def claim_preferences(folder: Path) -> None:
-    """Make the folder for preferences, before any image is generated.
+    """Create the folder for preferences, before any image is generated.
 
     Raises:
-        UsageError: it already holds preferences or other files, or cannot be made.
+        UsageError: the folder already holds files, or cannot be created.
     """
     if (folder / PREFERENCES).exists():
         raise UsageError(f"{folder} already holds preferences: choose another folder")
@@ -93,7 +93,7 @@ def claim_preferences(folder: Path) -> None:
 
 
 def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-    """Write preferences and their images to a folder, which is made if necessary.
+    """Write preferences and their images to a folder, which is created if necessary.
 
     Args:
         folder: folder without preferences.
@@ -102,7 +102,7 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
     Raises:
         UsageError: the folder already holds preferences, or cannot be written.
     """
-    from fluvial.models.images import as_image
+    from fluvial.models.images import to_image
 
     claim_preferences(folder)
     try:
@@ -110,7 +110,7 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
         for number, (prompt, *both) in enumerate(chosen):
             names = [f"{number:06d}-{side}.png" for side in ("win", "lose")]
             for name, image in zip(names, both, strict=True):
-                as_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
+                to_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
             lines.append(json.dumps({"prompt": prompt, "win": names[0], "lose": names[1]}))
         (folder / PREFERENCES).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
@@ -129,32 +129,31 @@ def read_preferences(
     """Return the preferences of a folder as clean samples of a model.
 
     Args:
-        folder: folder that `write_preferences` wrote, or another source, see `preference_records`.
-        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples; None for a model that has none.
+        folder: folder written by `write_preferences`, or another source, see `read_preference_records`.
+        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples; None for a model without one.
         shape: shape of one sample.
-        check, heldout, skip: arguments of `preference_records`.
+        check, heldout, skip: arguments of `read_preference_records`.
 
     Raises:
-        UsageError: the model cannot encode images, an image is missing or unreadable, or as `preference_records` does.
+        UsageError: the model cannot encode images, an image is missing or unreadable, or as in `read_preference_records`.
     """
     if encode is None:
         raise UsageError(
-            f"preferences of {folder} cannot be used: this job has no function from images to samples (encode): pass one to "
-            "the job"
+            f"preferences of {folder} cannot be used: the job has no function from images to samples: pass `encode` to it"
         )
     preferences = []
-    for record in preference_records(folder, check=check, heldout=heldout, skip=skip):
+    for record in read_preference_records(folder, check=check, heldout=heldout, skip=skip):
         try:
             samples = encode(torch.stack([read_image(image) for image in (record.win, record.lose)]))
         except (UsageError, RuntimeError) as error:
             raise UsageError(f"{record.where}: its images cannot be used: {' '.join(str(error).split())}") from error
         if tuple(samples.shape[1:]) != tuple(shape):
             raise UsageError(f"{record.where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
-        preferences.append(Preference(record.prompt, *samples.clone()))  # it may encode into one buffer
+        preferences.append(Preference(record.prompt, *samples.clone()))  # `encode` may reuse its buffer
     return tuple(preferences)
 
 
-def preference_records(
+def read_preference_records(
     path: Path, *, check: Callable[[str], None], heldout: Sequence[str] = (), skip: Sequence[str] = ()
 ) -> tuple[PreferenceRecord, ...]:
     """Return the preferences of a folder or a file, without reading their images.
@@ -164,13 +163,13 @@ def preference_records(
     - `win` and `lose`, or `path1` and `path2`, the first one preferred (HPDv3's arrays of JSON);
     - two images `image_0` and `image_1` (or `jpg_0` and `jpg_1`) with `label_0`, 1 if the first is preferred and 0 if the
       second is (Pick-a-Pic; ties are left out);
-    - a list `images` (or `image_path`) with `rank`, of which the lowest is the best, or `human_preference`, of which the
-      highest is (HPDv2; each two images of different rank are a preference).
+    - a list `images` (or `image_path`) with `rank` (lowest is best) or `human_preference` (highest is best), as in HPDv2;
+      each two images of different rank are a preference.
 
     Args:
-        path: folder with preferences.jsonl, file of records, or folder that datasets saved to disk.
+        path: folder with preferences.jsonl, file of records, or folder written by datasets' `save_to_disk`.
         check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: prompts of the evaluation, which must not be there.
+        heldout: prompts of the evaluation, which the preferences must not have.
         skip: prompts whose preferences are left out, because they were held out of this folder.
 
     Raises:
@@ -179,52 +178,52 @@ def preference_records(
     """
     is_folder = path.is_dir() or not (path.exists() or path.suffix)
     file = path / PREFERENCES if is_folder and not is_data_set(path) else path
-    folder, apart, left_out = path if path.is_dir() else path.parent, frozenset(heldout), frozenset(skip)
+    folder, left_out = path if path.is_dir() else path.parent, frozenset(skip)
     preferences: list[PreferenceRecord] = []
-    for row in rows(file, "preferences"):
-        text = row.columns.get("prompt", row.columns.get("caption"))
+    for record in read_rows(file, "preferences"):
+        text = record.columns.get("prompt", record.columns.get("caption"))
         if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
-        [prompt] = check_prompts([(row.where, Prompt(text.strip()))], check=check, heldout=apart)
+            raise UsageError(f"{record.where}: expected a column prompt or caption of text, got {', '.join(record.columns)}")
+        [prompt] = check_prompts([(record.where, Prompt(text.strip()))], check=check, heldout=frozenset(heldout))
         if prompt.text not in left_out:
-            preferences += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
+            preferences += [PreferenceRecord(record.where, prompt, *pair) for pair in _read_pairs(record, folder)]
     if not preferences:
         raise UsageError(f"preferences {file} is empty, expected one preference per line")
     return tuple(preferences)
 
 
-def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
+def _read_pairs(record: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
     """Yield the (preferred, rejected) images of a record."""
-    columns = row.columns
+    columns = record.columns
 
-    def image(value: Any, column: str) -> Path | bytes:
-        return read_file(value, f"{row.where}, column {column}", folder)
+    def read(value: Any, column: str) -> Path | bytes:
+        return read_file(value, f"{record.where}, column {column}", folder)
 
     for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
         if {first, second, "label_0"} <= set(columns):
-            label = _of_cell(columns["label_0"])
+            label = _parse_cell(columns["label_0"])
             if label not in (0, 0.5, 1):
-                raise UsageError(f"{row.where}, column label_0 is {label!r}, expected 0, 0.5 or 1")
-            if label != 0.5 and _of_cell(columns.get("has_label", True)):
+                raise UsageError(f"{record.where}, column label_0 is {label!r}, expected 0, 0.5 or 1")
+            if label != 0.5 and _parse_cell(columns.get("has_label", True)):
                 win, lose = (first, second) if label == 1 else (second, first)
-                yield image(columns[win], win), image(columns[lose], lose)
+                yield read(columns[win], win), read(columns[lose], lose)
             return
     listed = next((name for name in ("images", "image_path") if name in columns), None)
     ranked = next((name for name in ("rank", "ranks", "human_preference") if name in columns), None)
     if listed is not None and ranked is not None:
-        yield from _pair_ranked(row, listed, ranked, image)
+        yield from _pair_ranked(record, listed, ranked, read)
     elif named := next((pair for pair in (("win", "lose"), ("path1", "path2")) if {*pair} <= {*columns}), None):
         win, lose = named
-        yield image(columns[win], win), image(columns[lose], lose)
+        yield read(columns[win], win), read(columns[lose], lose)
     else:
         raise UsageError(
-            f"{row.where}: expected the columns win and lose, or path1 and path2, or image_0, image_1 and label_0, or "
+            f"{record.where}: expected the columns win and lose, or path1 and path2, or image_0, image_1 and label_0, or "
             f"images and rank, got {', '.join(columns)}"
         )
 
 
-def _of_cell(value: Any) -> Any:
-    """Return the number or bool that a cell of a table of text stands for; other values as they are."""
+def _parse_cell(value: Any) -> Any:
+    """Parse a number or bool in a cell of text; return other values unchanged."""
     try:
         return json.loads(value.lower()) if isinstance(value, str) else value
     except ValueError:
@@ -232,17 +231,17 @@ def _of_cell(value: Any) -> Any:
 
 
 def _pair_ranked(
-    row: FileRecord, listed: str, ranked: str, image: Callable[[Any, str], Path | bytes]
+    record: FileRecord, listed: str, ranked: str, read: Callable[[Any, str], Path | bytes]
 ) -> Iterator[tuple[Path | bytes, Path | bytes]]:
-    """Yield the preferences between images of one prompt that have ranks."""
-    names, ranks = row.columns[listed], row.columns[ranked]
+    """Yield the preferences between ranked images of one prompt."""
+    names, ranks = record.columns[listed], record.columns[ranked]
     if not isinstance(names, list) or not isinstance(ranks, list) or len(names) != len(ranks):
-        raise UsageError(f"{row.where}: expected as many numbers in column {ranked} as images in column {listed}")
+        raise UsageError(f"{record.where}: expected as many numbers in column {ranked} as images in column {listed}")
     if not all(isinstance(rank, int | float) and math.isfinite(rank) for rank in ranks):
-        raise UsageError(f"{row.where}, column {ranked} holds {ranks}, expected numbers")
+        raise UsageError(f"{record.where}, column {ranked} holds {ranks}, expected numbers")
     sign = -1 if ranked == "human_preference" else 1
     for first, second in combinations(range(len(names)), 2):
         better = sign * (ranks[second] - ranks[first])
         if better:
             win, lose = (first, second) if better > 0 else (second, first)
-            yield image(names[win], listed), image(names[lose], listed)
+            yield read(names[win], listed), read(names[lose], listed)

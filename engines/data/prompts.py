@@ -1,4 +1,4 @@
-"""Prompts from files and prompt sets, with weights, and their split into prompts to train on and to evaluate on."""
+"""Prompts from files and prompt sets, with weights, and their split into training and held-out prompts."""
 
 import os
 from array import array
@@ -12,24 +12,24 @@ from typing import NamedTuple
 
 from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
-from fluvial.engines.data.prompt_table import PromptTable, examples, select
+from fluvial.engines.data.prompt_table import PromptTable, list_examples, select
 from fluvial.engines.data.records import Prompt, parse_prompt
-from fluvial.engines.data.sizes import Size, nearest_size, parse_size
-from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, rows
+from fluvial.engines.data.sizes import Size, find_nearest_size, parse_size
+from fluvial.engines.data.tables import PROMPT_FILES, is_hub, is_text, read_lines, read_rows
 from fluvial.engines.errors import UsageError
 
 
 class PromptSource(NamedTuple):
-    """A file of prompts, or a prompt set."""
+    """File of prompts, or prompt set."""
 
-    # Of a file without its ending, or its path below their common folder where two share that; of a set as typed.
+    # File name without its ending, or the path below the common folder for files of the same name; a set's name as typed.
     name: str
-    path: Path  # of a set `@name`
-    weight: float  # share of the samples, relative to the other sources
+    path: Path  # `@name` for a prompt set
+    weight: float  # fraction of the samples, relative to the other sources
 
 
-def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource, ...]:
-    """Return the files and prompt sets that are named, each as `file` or `file=weight`; a set is `@name`.
+def parse_sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource, ...]:
+    """Parse names of files and prompt sets, each `file` or `file=weight`; a set is `@name`.
 
     Raises:
         UsageError: a weight is not a number above 0, or a file is named twice.
@@ -53,21 +53,21 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource,
     if repeated := [path for path, number in paths.items() if number > 1]:
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
 
-    def name_of(path: Path) -> str:
+    def name_source(path: Path) -> str:
         if is_set(path) or is_hub(path):
             return str(path)
-        places = [os.path.abspath(other) for other, _ in listed if other.stem == path.stem and not is_set(other)]
-        top = os.path.commonpath([os.path.dirname(place) for place in places])
+        namesakes = [os.path.abspath(other) for other, _ in listed if other.stem == path.stem and not is_set(other)]
+        top = os.path.commonpath([os.path.dirname(file) for file in namesakes])
         return path.stem if stems[path.stem] == 1 else os.path.relpath(path, top)
 
-    return tuple(PromptSource(name_of(path), path, weight) for path, weight in listed)
+    return tuple(PromptSource(name_source(path), path, weight) for path, weight in listed)
 
 
 def is_prompt_file(word: str) -> bool:
-    """Return whether a word names a file of prompts, by its ending, rather than being a prompt.
+    """Return whether a word names a file of prompts, by its ending; otherwise it is a prompt.
 
     Raises:
-        UsageError: there is no such file, or one with another ending.
+        UsageError: the file does not exist, or it has another ending.
     """
     if is_hub(word):
         return True
@@ -75,7 +75,7 @@ def is_prompt_file(word: str) -> bool:
         if os.path.isfile(word):
             raise UsageError(f"{word} is a file, expected a text, or a file that ends in {', '.join(PROMPT_FILES)}")
         return False
-    if not os.path.isfile(word):  # False for names that are too long as well
+    if not os.path.isfile(word):  # also False for names that are too long
         raise UsageError(f"no such file: {word}")
     return True
 
@@ -92,19 +92,19 @@ def read_prompts(
     """Return the prompts of a file, or of a part of a prompt set.
 
     A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
-    folder that datasets saved to disk, has one record per prompt, see `records.parse_prompt`.
+    folder written by datasets' `save_to_disk`, has one record per prompt, see `records.parse_prompt`.
 
     Args:
-        path: the file, `@name` of a prompt set, see `prompt_sets`, or `hub:OWNER/NAME` of a data set.
+        path: file, `@name` of a prompt set, or `hub:OWNER/NAME` of a data set.
         part: part of a prompt set.
         check: function that raises ValueError for a string that is not a prompt of the model.
-        heldout: model inputs of the prompts of the evaluation, which must not be in the file.
+        heldout: model inputs of the evaluation's prompts, which must not be in the file.
         source: name of the file in metrics; by default its name without the ending.
         media: argument of `records.parse_prompt`.
 
     Raises:
-        UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
-            file, line and column.
+        UsageError: the file cannot be read or is empty, or a line is not a record, not a prompt or held out; the message
+            names file, line and column.
     """
     name = (str(path) if is_set(path) or is_hub(path) else path.stem) if source is None else source
     prompts = check_prompts(_locate(path, name, media, part), check=check, heldout=heldout)
@@ -118,18 +118,18 @@ def read_prompts(
 def check_prompts(
     located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[object]
 ) -> PromptTable:
-    """Return prompts that a model can be trained on.
+    """Check prompts, and return them as a table.
 
     Args:
-        located: place of each prompt, which begins each message, and the prompt.
+        located: (place of the prompt, which begins each message; prompt).
         check, heldout: arguments of `read_prompts`.
 
     Raises:
-        UsageError: a prompt, or its negative prompt, is not one of the model, or it is held out.
+        UsageError: a prompt or its negative prompt is not one of the model, or the prompt is held out.
     """
-    apart = frozenset(heldout)
+    heldout_inputs = frozenset(heldout)
 
-    def checked() -> Iterator[Prompt]:
+    def check_each() -> Iterator[Prompt]:
         for where, prompt in located:
             try:
                 check(prompt.text)
@@ -137,11 +137,11 @@ def check_prompts(
                     check(prompt.negative)
             except ValueError as error:
                 raise UsageError(f"{where}: {error}") from error
-            if apart & {prompt.text, prompt.model_input}:
+            if heldout_inputs & {prompt.text, prompt.model_input}:
                 raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
             yield prompt
 
-    return PromptTable(checked())
+    return PromptTable(check_each())
 
 
 def read_sources(
@@ -152,15 +152,15 @@ def read_sources(
     read: Callable[..., PromptTable] = read_prompts,
     field: str = "prompts",
 ) -> tuple[PromptTable, dict[str, float]]:
-    """Return the prompts of several files, and the weight of each file by its name.
+    """Return the training prompts of several files and prompt sets, and the weight of each by name.
 
     Args:
-        words: the files and prompt sets, see `sources`; of a set the part to train on.
+        words: files and prompt sets, see `parse_sources`.
         check, heldout: arguments of `read_prompts`.
         read: function that reads a file, `read_prompts` or `images.read_images`.
-        field: setting that names the files, for messages.
+        field: name of the setting, for messages.
     """
-    listed = sources(words, field)
+    listed = parse_sources(words, field)
     prompts = [read(each.path, check=check, heldout=heldout, source=each.name) for each in listed]
     table = prompts[0] if len(prompts) == 1 else PromptTable(chain.from_iterable(prompts))
     return table, {each.name: each.weight for each in listed}
@@ -176,18 +176,18 @@ def read_heldout(
 ) -> PromptTable:
     """Return the prompts of held-out files, and of the held-out parts of prompt sets.
 
-    Where there are as many held-out files as sources, each is of the source in its place, and shares its name in metrics.
+    If there are as many held-out files as training files, each one shares the name of its training file in metrics.
 
     Args:
-        words: the held-out files.
-        trained: files of the prompts that are trained on.
+        words: held-out files and prompt sets.
+        trained: training files and prompt sets.
         check, media: arguments of `read_prompts`.
-        field: setting that names the files, for messages.
+        field: name of the setting, for messages.
     """
-    files = sources(words, field=field)
+    files = parse_sources(words, field=field)
     if weighted := [each.path for each in files if each.weight != 1]:
-        raise UsageError(f"`{field}` gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
-    names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
+        raise UsageError(f"`{field}` gives {weighted[0]} a weight, which has no effect on evaluations: remove it")
+    names = [each.name for each in (parse_sources(trained) if len(files) == len(trained) else files)]
     parts = (
         read_prompts(each.path, check=check, source=name, media=media, part="heldout")
         for each, name in zip(files, names, strict=True)
@@ -202,85 +202,85 @@ def hold_out(
     check: Callable[[str], None],
     media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return (prompts to train on, held-out prompts) where no held-out file is named.
+    """Return (training prompts, held-out prompts) when no held-out file is named.
 
-    Of a prompt set its held-out part is held out, of all others every tenth prompt, see `split_off`.
+    The held-out prompts are the held-out parts of prompt sets, and every tenth prompt of other sources, see `split_off`.
 
     Args:
         prompts: prompts of `words`.
-        words: files and prompt sets, see `sources`.
+        words: files and prompt sets, see `parse_sources`.
         check, media: arguments of `read_prompts`.
     """
-    sets = [str(each.path) for each in sources(words) if is_set(each.path)]
+    sets = [str(each.path) for each in parse_sources(words) if is_set(each.path)]
     if not sets:
         return split_off(prompts)
-    apart = read_heldout(sets, (), check=check, media=media)
-    inputs = {prompt.model_input for prompt in apart}
-    kept = [(place, prompt.source in sets) for place, prompt in enumerate(prompts) if prompt.model_input not in inputs]
-    others = select(prompts, [place for place, is_of_set in kept if not is_of_set])
+    heldout_of_sets = read_heldout(sets, (), check=check, media=media)
+    inputs = {prompt.model_input for prompt in heldout_of_sets}
+    kept = [(number, prompt.source in sets) for number, prompt in enumerate(prompts) if prompt.model_input not in inputs]
+    others = select(prompts, [number for number, is_of_set in kept if not is_of_set])
     train, heldout = split_off(others) if others else ((), ())
-    of_sets = select(prompts, [place for place, is_of_set in kept if is_of_set])
-    return PromptTable(chain(of_sets, train)), PromptTable(chain(apart, heldout))
+    of_sets = select(prompts, [number for number, is_of_set in kept if is_of_set])
+    return PromptTable(chain(of_sets, train)), PromptTable(chain(heldout_of_sets, heldout))
 
 
 def split_off(prompts: Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return (prompts to train on, held-out prompts): of each source every tenth is held out.
+    """Return (training prompts, held-out prompts): every tenth prompt of each source is held out.
 
-    With so few prompts that none would be left to train on, the held-out ones are trained on too.
+    If no training prompt would be left, all prompts are trained on.
     """
-    numbers: Counter[str] = Counter()
-    apart, inputs = array("i"), set[object]()
-    for place, prompt in enumerate(prompts):
-        if numbers[prompt.source] % 10 == 0:
-            apart.append(place)
+    counts: Counter[str] = Counter()
+    heldout, inputs = array("i"), set[object]()
+    for number, prompt in enumerate(prompts):
+        if counts[prompt.source] % 10 == 0:
+            heldout.append(number)
             inputs.add(prompt.model_input)
-        numbers[prompt.source] += 1
-    train = array("i", (place for place, prompt in enumerate(prompts) if prompt.model_input not in inputs))
-    return select(prompts, train or range(len(prompts))), select(prompts, apart)
+        counts[prompt.source] += 1
+    train = array("i", (number for number, prompt in enumerate(prompts) if prompt.model_input not in inputs))
+    return select(prompts, train or range(len(prompts))), select(prompts, heldout)
 
 
-def with_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> PromptTable:
-    """Return prompts with the size that the columns `size`, or `width` and `height`, of their records are nearest to.
+def assign_recorded_sizes(prompts: Sequence[Prompt], sizes: Sequence[Size]) -> PromptTable:
+    """Return prompts with the sizes nearest to the columns `size`, or `width` and `height`, of their records.
 
-    A prompt without these columns keeps none; the size of its samples is drawn.
+    A prompt without these columns gets no size; the size of its samples is drawn.
 
     Raises:
-        UsageError: a column holds no size, or none of `sizes` is near it; the message names the prompt.
+        UsageError: a column is not a size, or none of `sizes` is near it; the message names the prompt.
     """
 
-    def sized() -> Iterator[Prompt]:
+    def assign_each() -> Iterator[Prompt]:
         for prompt in prompts:
             columns = prompt.metadata
             try:
                 if "size" in columns:
-                    asked = parse_size(str(columns["size"]))
+                    recorded = parse_size(str(columns["size"]))
                 elif "width" in columns and "height" in columns:
-                    asked = parse_size(f"{columns['width']}x{columns['height']}")
+                    recorded = parse_size(f"{columns['width']}x{columns['height']}")
                 else:
                     yield prompt
                     continue
-                yield replace(prompt, size=nearest_size(asked, sizes))
+                yield replace(prompt, size=find_nearest_size(recorded, sizes))
             except ValueError as error:
                 raise UsageError(f"prompt {prompt.text[:40]!r}: {error}") from error
 
-    return PromptTable(sized())
+    return PromptTable(assign_each())
 
 
-def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the weight of each source that prompts come from, in the order of their first prompts; 1 if none is given."""
-    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in examples(prompts))}
+def list_source_weights(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weight of each source of the prompts, in the order of their first prompts; by default 1."""
+    return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in list_examples(prompts))}
 
 
 def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:
-    """Yield the place of each prompt of a file or a prompt set, and the prompt."""
+    """Yield each prompt of a file or a prompt set, after its place."""
     if is_set(path):
-        for row in prompt_sets.records(str(path), part):
-            yield row.where, parse_prompt(row, folder=Path(), source=source, media=media)
+        for record in prompt_sets.read_set(str(path), part):
+            yield record.where, parse_prompt(record, folder=Path(), source=source, media=media)
         return
     if is_text(path) and not path.is_dir():
         for where, line in read_lines(path, f"prompts file {path}"):
             yield where, Prompt(line, source=source)
         return
     folder = path if path.is_dir() else path.parent
-    for row in rows(path, "prompts file"):
-        yield row.where, parse_prompt(row, folder=folder, source=source, media=media)
+    for record in read_rows(path, "prompts file"):
+        yield record.where, parse_prompt(record, folder=folder, source=source, media=media)

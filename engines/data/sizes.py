@@ -1,4 +1,4 @@
-"""Sizes of images: how they are written, and which of several an image is nearest to."""
+"""Sizes of images: parsing, and the nearest of several sizes."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fluvial.engines.errors import UsageError
 
-LEAST_KEPT = Fraction(2, 3)  # part of an image that must be left when it is cut to a size
+LEAST_KEPT = Fraction(2, 3)  # smallest fraction of an image that may remain when it is cut to a size
 
 
 class Size(NamedTuple):
@@ -22,10 +22,10 @@ class Size(NamedTuple):
 
 
 def parse_size(word: str) -> Size:
-    """Return the size that is written `WIDTHxHEIGHT`.
+    """Parse a size `WIDTHxHEIGHT`.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: the word has another form.
     """
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", word.strip())
     if match is None:
@@ -33,8 +33,8 @@ def parse_size(word: str) -> Size:
     return Size(height=int(match[2]), width=int(match[1]))
 
 
-def nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
-    """Return the size whose aspect ratio is nearest; among equal ratios, the one whose area is nearest.
+def find_nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
+    """Return the size with the nearest aspect ratio; among equal ratios, the one with the nearest area.
 
     Raises:
         ValueError: more than a third of the image would be cut off.
@@ -54,25 +54,27 @@ def nearest_size(size: Size, sizes: Sequence[Size]) -> Size:
 
 
 def fits(size: Size, other: Size) -> bool:
-    """Return whether an image of a size, scaled to cover another and cut to it, keeps two thirds of its area or more."""
+    """Return whether an image of a size keeps at least two thirds of its area when it is scaled to cover another and cut."""
     across, down = size.width * other.height, size.height * other.width
     return min(across, down) >= LEAST_KEPT * max(across, down)
 
 
 def parse_shapes(words: Sequence[str], shape: Callable[[int, int], tuple[int, ...]]) -> dict[Size, tuple[int, ...]]:
-    """Return the shape of a sample of each size that is written.
+    """Return the shape of a sample by size.
 
     Args:
         words: sizes as `WIDTHxHEIGHT`.
         shape: function from height and width to the shape of a sample.
 
     Raises:
-        ValueError: a word is no size, the model has no such size, or two sizes have samples of one shape.
+        ValueError: a word is not a size, the model cannot generate the size, or two sizes have samples of the same shape.
     """
     shapes: dict[Size, tuple[int, ...]] = {}
     for size in map(parse_size, words):
-        made = tuple(shape(size.height, size.width))
-        if known := [other for other, its in shapes.items() if its == made]:
-            raise UsageError(f"`pipeline.sizes` has {known[0]} and {size}, whose samples have one shape: leave one out")
-        shapes[size] = made
+        of_size = tuple(shape(size.height, size.width))
+        if equal := [other for other, known in shapes.items() if known == of_size]:
+            raise UsageError(
+                f"`pipeline.sizes` has {equal[0]} and {size}, whose samples have the same shape: remove one of them"
+            )
+        shapes[size] = of_size
     return shapes

@@ -1,4 +1,4 @@
-"""Rows of records: JSON, CSV, TSV, Parquet, TOML, tars of webdataset, folders of `datasets`, data sets of the Hub."""
+"""Records of files: JSON, CSV, TSV, Parquet, TOML, tars of webdataset, folders of `datasets`, data sets of the Hub."""
 
 import csv
 import io
@@ -19,30 +19,30 @@ from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.models.hub import probe_hub
 from fluvial.models.images import ENDINGS
 
-# In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
+# In a folder written by datasets' `save_to_disk`: the list of its Arrow files, or of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 TEXT = ".txt"
 CAPTION_FILES = ("txt", "caption")  # endings of the caption of an image
-HUB = "hub:"  # begins the name of a data set of the Hub
-NAMED = re.compile(r"hub:([^/]+/[^/]+)(?:/([^/]+)/([^/]+))?")
-CONVERTED = "refs/convert/parquet"  # branch of a data set where the Hub keeps it as Parquet files
-END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a stream of Arrow
+HUB = "hub:"  # prefix of a data set of the Hub
+HUB_NAME = re.compile(r"hub:([^/]+/[^/]+)(?:/([^/]+)/([^/]+))?")
+CONVERTED = "refs/convert/parquet"  # branch of a data set with its Parquet files
+END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow stream
 
 
 class FileRecord(NamedTuple):
-    """A record of a file."""
+    """Record of a file."""
 
     where: str  # file and line, for messages
     columns: dict[str, Any]
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file holds a prompt per line rather than records, by its ending."""
+    """Return whether a file holds one prompt per line instead of records, by its ending."""
     return path.suffix.lower() == TEXT
 
 
 def is_data_set(path: Path) -> bool:
-    """Return whether a folder is one that datasets' `save_to_disk` wrote."""
+    """Return whether a folder was written by datasets' `save_to_disk`."""
     return (path / STATE).is_file() or (path / SPLITS).is_file()
 
 
@@ -51,19 +51,19 @@ def is_hub(word: object) -> bool:
     return str(word).startswith(HUB)
 
 
-def rows(path: Path, what: str) -> Iterator[FileRecord]:
-    """Yield the records of a file in their order; a null is an absent column.
+def read_rows(path: Path, what: str) -> Iterator[FileRecord]:
+    """Yield the records of a file in order; nulls are absent columns.
 
     Args:
         path: file that ends in .jsonl, .json, .csv, .tsv, .parquet, .toml (tables `[[prompts]]`, as in a suite) or .tar (of
-            webdataset), a folder that datasets' `save_to_disk` wrote, or `hub:OWNER/NAME[/CONFIG/SPLIT]`.
+            webdataset), a folder written by datasets' `save_to_disk`, or `hub:OWNER/NAME[/CONFIG/SPLIT]`.
         what: kind of file, which begins each message, e.g. "prompts file".
 
     Raises:
         UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
     """
     label = f"{what} {path}"
-    read = _hub if is_hub(path) else _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
+    read = _read_hub if is_hub(path) else _read_data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
     if read is None and not path.exists():
         text = "" if path.suffix else "; texts go into a file with one per line, or to Job(model, prompts=[...])"
         raise UsageError(f"{label} cannot be read: No such file or directory{text}")
@@ -72,19 +72,19 @@ def rows(path: Path, what: str) -> Iterator[FileRecord]:
             f"{label} ends in {path.suffix or 'nothing'}, expected {', '.join(PROMPT_FILES)}, or a folder that datasets "
             "saved to disk"
         )
-    yield from map(plain_row, read(path, label))
+    yield from map(drop_nulls, read(path, label))
 
 
-def plain_row(row: FileRecord) -> FileRecord:
-    """Return a record without its nulls. UsageError: a column holds half a character."""
-    columns = {name: value for name, value in row.columns.items() if not _is_null(value)}
+def drop_nulls(record: FileRecord) -> FileRecord:
+    """Return a record without its nulls; UsageError if a column holds half a character."""
+    columns = {name: value for name, value in record.columns.items() if not _is_null(value)}
     if (cut := next((name for name, value in columns.items() if has_half_character(value)), None)) is not None:
-        raise UsageError(f"{row.where}, column {cut} holds half a character, e.g. of an emoji that was cut: remove it")
-    return FileRecord(row.where, columns)
+        raise UsageError(f"{record.where}, column {cut} holds half a character, e.g. of an emoji that was cut: remove it")
+    return FileRecord(record.where, columns)
 
 
 def has_half_character(value: Any) -> bool:
-    r"""Return whether a text, or one in a list or a mapping, holds a lone surrogate (`\ud83e`), which no encoding has."""
+    r"""Return whether a text, or one in a list or mapping, holds a lone surrogate (`\ud83e`), which cannot be encoded."""
     if isinstance(value, str):
         return not value.isascii() and value != value.encode(errors="ignore").decode()
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -95,11 +95,11 @@ def read_text(path: Path, label: str) -> str:
     """Return the text of a file in UTF-8, with or without a byte-order mark.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
-    with _file_errors(label), path.open(encoding="utf-8-sig", newline="") as file:
+    with _convert_file_errors(label), path.open(encoding="utf-8-sig", newline="") as file:
         text = file.read()
-    if "\0" in text:  # of UTF-16 without a byte-order mark
+    if "\0" in text:  # UTF-16 without a byte-order mark
         raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
     return text
 
@@ -107,25 +107,25 @@ def read_text(path: Path, label: str) -> str:
 def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each line that is not blank.
 
-    Lines end as in files, with LF, CR LF or CR; other line separators of Unicode belong to the text.
+    Lines end with LF, CR LF or CR; other line separators of Unicode are text.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    with _file_errors(label), path.open(encoding="utf-8-sig") as file:
+    with _convert_file_errors(label), path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
-            if "\0" in line:  # of UTF-16 without a byte-order mark
+            if "\0" in line:  # UTF-16 without a byte-order mark
                 raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
             if text := line.strip():
                 yield f"{label}, line {number}", text
 
 
-def _json_lines(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_json_lines(path: Path, label: str) -> Iterator[FileRecord]:
     for where, line in read_lines(path, label):
-        yield FileRecord(where, _columns(line, where))
+        yield FileRecord(where, _parse_columns(line, where))
 
 
-def _columns(text: str | bytes, where: str) -> dict[str, Any]:
+def _parse_columns(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the columns of a JSON object."""
     try:
         record = json.loads(text)
@@ -136,8 +136,8 @@ def _columns(text: str | bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
-    """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
+def _read_json_array(path: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the records of a JSON array, as in HPD, or of the array `prompts` of a suite."""
     try:
         content = json.loads(read_text(path, label))
     except (ValueError, RecursionError) as error:
@@ -152,8 +152,8 @@ def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
         yield FileRecord(f"{label}, record {number}", record)
 
 
-def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
-    """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
+def _read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
+    """Yield the rows of a table with a header; empty cells are absent columns, and all values are text."""
     lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True, delimiter=delimiter)
     filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
     try:
@@ -171,7 +171,7 @@ def _csv(path: Path, label: str, delimiter: str = ",") -> Iterator[FileRecord]:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
 
 
-def _toml(path: Path, label: str) -> Iterator[FileRecord]:
+def _read_toml(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the tables `[[prompts]]` of a file."""
     try:
         content = tomllib.loads(read_text(path, label)).get("prompts")
@@ -183,42 +183,42 @@ def _toml(path: Path, label: str) -> Iterator[FileRecord]:
         yield FileRecord(f"{label}, table {number}", record)
 
 
-def _tar(path: Path, label: str) -> Iterator[FileRecord]:
-    """Yield the samples of a tar of webdataset: files one after the other whose names are equal up to the first dot.
+def _read_tar(path: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the samples of a webdataset tar: consecutive files with the same name up to the first dot.
 
-    The text of a .txt or .caption is the column `prompt`, an image is `image`, a .json holds columns of its own, and any
-    other file is a column by its ending.
+    The text of a .txt or .caption is the column `prompt`, an image is `image`, a .json holds further columns, and any other
+    file is a column named by its ending.
     """
 
-    def key(member: tarfile.TarInfo) -> str:
+    def name_sample(member: tarfile.TarInfo) -> str:
         folder, slash, name = member.name.rpartition("/")
         return f"{folder}{slash}{name.partition('.')[0]}"
 
-    with _file_errors(label), tarfile.open(path) as archive:
-        for name, members in groupby(filter(tarfile.TarInfo.isfile, archive), key):
+    with _convert_file_errors(label), tarfile.open(path) as archive:
+        for name, members in groupby(filter(tarfile.TarInfo.isfile, archive), name_sample):
             where, columns = f"{label}, sample {name}", dict[str, Any]()
             for member in members:
                 ending, data = member.name.removeprefix(f"{name}."), archive.extractfile(member).read()  # type: ignore[union-attr]
                 if ending == "json":
-                    columns |= _columns(data, where)
+                    columns |= _parse_columns(data, where)
                 else:
                     column = "image" if f".{ending.lower()}" in ENDINGS else "prompt" if ending in CAPTION_FILES else ending
                     columns[column] = data.decode().strip() if column == "prompt" else data
             yield FileRecord(where, columns)
 
 
-def _parquet(path: Path, label: str) -> Iterator[FileRecord]:
-    with _arrow_errors(label):
+def _read_parquet(path: Path, label: str) -> Iterator[FileRecord]:
+    with _convert_arrow_errors(label):
         from pyarrow.parquet import ParquetFile
 
-        yield from _records(ParquetFile(path).iter_batches(), label)
+        yield from _read_batches(ParquetFile(path).iter_batches(), label)
 
 
-def _hub(path: Path, label: str) -> Iterator[FileRecord]:
-    """Yield the rows of a data set of the Hub, which is downloaded into the Hub's cache; by default default/train."""
+def _read_hub(path: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the rows of a data set of the Hub, by default of default/train; it is downloaded to the Hub's cache."""
     from huggingface_hub import snapshot_download
 
-    if (parts := NAMED.fullmatch(str(path))) is None:
+    if (parts := HUB_NAME.fullmatch(str(path))) is None:
         raise UsageError(f"{label} names no data set, expected {HUB}OWNER/NAME or {HUB}OWNER/NAME/CONFIG/SPLIT")
     config, split = parts[2] or "default", parts[3] or "train"
     with convert_errors(UsageError, OSError, ValueError, says=f"{label} cannot be downloaded"), probe_hub():
@@ -226,29 +226,30 @@ def _hub(path: Path, label: str) -> Iterator[FileRecord]:
         folder = Path(snapshot_download(parts[1], repo_type="dataset", revision=CONVERTED, allow_patterns=wanted))
     files = sorted((folder / config / split).glob("*.parquet"))
     if not files:
-        there = sorted({"/".join(file.relative_to(folder).parts[:2]) for file in folder.glob("*/*/*.parquet")})
-        hint = f"name one of {', '.join(there)}" if there else f"name both, as in {path}/CONFIG/SPLIT"
+        others = sorted({"/".join(file.relative_to(folder).parts[:2]) for file in folder.glob("*/*/*.parquet")})
+        hint = f"name one of {', '.join(others)}" if others else f"name both, as in {path}/CONFIG/SPLIT"
         raise UsageError(f"{label} has no configuration {config} with a split {split}: {hint}")
     for file in files:
-        yield from _parquet(file, label)
+        yield from _read_parquet(file, label)
 
 
-def _data_set(folder: Path, label: str) -> Iterator[FileRecord]:
-    """Yield the rows of a data set that was saved to disk, from its Arrow files."""
+def _read_data_set(folder: Path, label: str) -> Iterator[FileRecord]:
+    """Yield the rows of a data set on disk, from its Arrow files."""
     if (folder / SPLITS).is_file():
         splits = ", ".join(json.loads(read_text(folder / SPLITS, label)).get("splits", ()))
         raise UsageError(f"{label} holds several splits ({splits}): name the folder of one")
     if not (folder / STATE).is_file():
         raise UsageError(f"{label} is a folder without {STATE}, expected a file, or a folder that datasets saved to disk")
-    with _arrow_errors(label):
+    with _convert_arrow_errors(label):
         from pyarrow import ipc, memory_map
 
-        files = [_whole(folder / entry["filename"]) for entry in json.loads(read_text(folder / STATE, label))["_data_files"]]
-        yield from _records((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
+        entries = json.loads(read_text(folder / STATE, label))["_data_files"]
+        files = [_check_complete(folder / entry["filename"]) for entry in entries]
+        yield from _read_batches((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
 
 
-def _whole(file: Path) -> Path:
-    """Return a file that ends as streams of Arrow do; Arrow takes one that was cut between two batches for whole."""
+def _check_complete(file: Path) -> Path:
+    """Return an Arrow file if it is complete; Arrow itself accepts one that was cut between two batches."""
     with file.open("rb") as stream:
         stream.seek(-min(len(END), file.stat().st_size), os.SEEK_END)
         last = stream.read()
@@ -257,21 +258,21 @@ def _whole(file: Path) -> Path:
     return file
 
 
-def _records(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
-    """Yield the rows of Arrow's batches."""
+def _read_batches(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
+    """Yield the rows of Arrow batches."""
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, start=1):
         yield FileRecord(f"{label}, row {number}", record)
 
 
 def _is_null(value: Any) -> bool:
-    """Return whether a value is missing: of `datasets`, a file without bytes and path, too."""
+    """Return whether a value is null, or a file of `datasets` without bytes and path."""
     return value is None or (isinstance(value, Mapping) and value == dict.fromkeys(("bytes", "path")))
 
 
 @contextmanager
-def _file_errors(label: str) -> Iterator[None]:
-    """Turn an error of the file system, or of the encoding, into one line."""
+def _convert_file_errors(label: str) -> Iterator[None]:
+    """Convert errors of the file system and of the encoding to UsageError."""
     try:
         yield
     except (OSError, UnicodeDecodeError, tarfile.TarError) as error:
@@ -284,8 +285,8 @@ def _file_errors(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def _arrow_errors(label: str) -> Iterator[None]:
-    """Turn a missing pyarrow, and an error of Arrow or of the file, into one line."""
+def _convert_arrow_errors(label: str) -> Iterator[None]:
+    """Convert a missing pyarrow, and errors of Arrow and of the file, to UsageError."""
     try:
         yield
     except UsageError:
@@ -298,7 +299,7 @@ def _arrow_errors(label: str) -> Iterator[None]:
 
 
 _FORMATS: dict[str, Callable[[Path, str], Iterator[FileRecord]]] = {
-    **{".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t")},
-    **{".parquet": _parquet, ".toml": _toml, ".tar": _tar},
+    **{".jsonl": _read_json_lines, ".json": _read_json_array, ".csv": _read_csv, ".tsv": partial(_read_csv, delimiter="\t")},
+    **{".parquet": _read_parquet, ".toml": _read_toml, ".tar": _read_tar},
 }
-PROMPT_FILES = (TEXT, *_FORMATS)  # endings of files of prompts
+PROMPT_FILES = (TEXT, *_FORMATS)  # endings of prompt files

@@ -10,7 +10,7 @@ from optree import PyTree
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
-from fluvial.models.host_values import fresh_copy, rows, to_device
+from fluvial.models.host_values import fresh_copy, select_rows, to_device
 
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence[int], pad_to: int | None) -> int:
@@ -61,7 +61,7 @@ def micro_batches(
     for size in split(pad_to, [micro_batch] if isinstance(micro_batch, int) else micro_batch):
         stop = start + size
         index = slice(start, stop) if stop <= count else to_device(torch.arange(start, stop) % count, first.device)
-        yield fresh_copy(optree.tree_map(lambda tensor, index=index: rows(tensor, index), items), device)
+        yield fresh_copy(optree.tree_map(lambda tensor, index=index: select_rows(tensor, index), items), device)
         start = stop
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError, convert_errors
 from fluvial.engines.rendezvous import describe_loss, open_store, tell_failure, watch_ranks
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -192,7 +192,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         RunError: the processes did not find each other.
         LostProcessError: another process died or timed out.
     """
-    device = default_device()
+    device = find_default_device()
     module, local = torch.get_device_module(device), int(os.environ.get("LOCAL_RANK", 0))
     if is_accelerator(device) and local >= module.device_count():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The files that diffusers' from_pretrained and load_lora_weights open, in a folder that is complete or absent."""
+"""Files for diffusers' from_pretrained and load_lora_weights, in a folder that is complete or absent."""
 
 import errno
 import json
@@ -39,12 +39,12 @@ def export(
 ) -> None:
     """Write a (sharded) module as a model folder that `from_pretrained` opens.
 
-    An nn.ModuleDict of models is written as one folder per model, by name, within `out`.
+    The models of an nn.ModuleDict are written to one folder per model, by name, within `out`.
 
     Memory: rank 0 holds the tensors of one file on the host, the others one tensor.
 
     Args:
-        module: diffusers model, written with its config.json, or any other module, written without.
+        module: diffusers model, written with its config.json, or any other module, written without one.
         out: folder. Its other files stay.
         average, merge, dtype: see `gather_weights`.
         max_shard_size: bytes per file, or text such as "5GB".
@@ -56,7 +56,7 @@ def export(
     tensors = gather_weights(module, average=average, merge=merge, dtype=dtype)
     for name, network, like in split_by_network(module, layout(module, average=average, merge=merge, dtype=dtype)):
         named = zip(like, (tensor for _, tensor in islice(tensors, len(like))), strict=True)
-        write_model(named, out / name, like=like, config=_config(network), max_shard_size=max_shard_size, world=world)
+        write_model(named, out / name, like=like, config=_format_config(network), max_shard_size=max_shard_size, world=world)
 
 
 def write_model(
@@ -68,7 +68,7 @@ def write_model(
     max_shard_size: int | str = "5GB",
     world: World,
 ) -> None:
-    """Write weights to safetensors, named and split as diffusers does; each file once its last tensor has arrived.
+    """Write weights to safetensors, named and split as by diffusers; each file once its last tensor has arrived.
 
     Args:
         weights: (name, full tensor), with the same names on every rank. Rank 0 writes them.
@@ -85,19 +85,19 @@ def write_model(
         {**like}, filename_pattern=f"{MODEL}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
     missing = {file: len(names) for file, names in plan.filename_to_tensors.items()}
-    held: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
+    pending: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
     pattern = re.compile(rf"{MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-    with _replacing(pattern, out, world) as folder:
+    with _replace_files(pattern, out, world) as folder:
         for name, tensor in weights:
             file = plan.tensor_to_filename[name]
             if world.is_main:
-                held[file][name] = tensor
+                pending[file][name] = tensor
             missing[file] -= 1
             if not missing[file]:
-                with writing(out, world):
+                with convert_write_errors(out, world):
                     if world.is_main:
-                        save_tensors(held.pop(file), folder / file, metadata={"format": "pt"})
-        with writing(out, world):
+                        save_tensors(pending.pop(file), folder / file, metadata={"format": "pt"})
+        with convert_write_errors(out, world):
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -118,9 +118,9 @@ def write_lora(
 ) -> None:
     """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens.
 
-    Where a pipeline does not know LoKr, its network does: `load_lora_adapter`. Rank and alpha are written too, so that
-    loading scales the adapter as training did. The adapters of an nn.ModuleDict of models are written to one folder per
-    model, by name, within `out`.
+    Pipelines cannot load LoKr, but their networks can, with `load_lora_adapter`. Rank and alpha are stored too, so that
+    loading scales the adapter as training did. The adapters of an nn.ModuleDict are written to one folder per model, by
+    name, within `out`.
 
     Args:
         module: module with adapters, sharded or not.
@@ -139,41 +139,41 @@ def write_lora(
     configs: Any = module.peft_config
     settings = configs[adapter]
     form = read_form(module)
-    # Only what loading needs, so that other versions of PEFT find no unknown setting.
+    # Only the settings that loading needs, so that other versions of PEFT find no unknown one.
     scale: dict[str, Any] = {"r": settings.r, "target_modules": sorted(settings.target_modules)}
     if hasattr(settings, "lora_alpha"):
-        # diffusers 0.38 reads the ranks of single layers without looking whether there are any.
+        # diffusers 0.38 fails without rank_pattern.
         scale |= {"lora_alpha": settings.lora_alpha, "rank_pattern": {}}
         scale |= {"use_dora": True} if isinstance(form, Dora) else {}
     else:
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = gather_weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, names in split_by_network(module, like):
-        part = component(network)
+        part = name_component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
         named = {f"{part}.{each}": tensor for each, (_, tensor) in zip(names, islice(tensors, len(names)), strict=True)}
-        place = out / name
-        with _replacing(re.compile(re.escape(LORA)), place, world) as folder, writing(place, world):
+        target = out / name
+        with _replace_files(re.compile(re.escape(LORA)), target, world) as folder, convert_write_errors(target, world):
             if world.is_main:
                 save_tensors(named, folder / LORA, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
 
 
-def component(network: nn.Module) -> str:
+def name_component(network: nn.Module) -> str:
     """Return the name of a network in diffusers' pipelines."""
     from diffusers import UNet2DConditionModel
 
     return "unet" if isinstance(network, UNet2DConditionModel) else "transformer"
 
 
-def components(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the networks of a module by their names in diffusers' pipelines; an nn.ModuleDict names them itself."""
-    return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
+def list_components(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the networks of a module by their names in diffusers' pipelines; an nn.ModuleDict has these names as keys."""
+    return dict(module.items()) if isinstance(module, nn.ModuleDict) else {name_component(module): module}
 
 
-def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
-    """Return a network's tensors without adapters (with `parameters`, also without buffers).
+def list_base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
+    """Return a network's tensors without adapters, and with `parameters` also without buffers.
 
-    They share its storage, except the weights of quantised layers, which are dequantised.
+    They share the network's storage, except the weights of quantised layers, which are dequantised copies.
     """
     tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
     tensors.update((f"{name}.weight", layer.weight) for name, layer in find_quantised(network).items())
@@ -181,14 +181,14 @@ def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, T
 
 
 def split_by_network(module: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """Yield the name of each model of a module, the model, and its part of some tensors. A model alone has no name."""
+    """Yield the name of each model of a module, the model, and its part of the tensors. A single model has no name."""
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
         prefix = f"{name}." if name else ""
         yield name, network, {key.removeprefix(prefix): tensor for key, tensor in named.items() if key.startswith(prefix)}
 
 
-def _config(module: nn.Module) -> str | None:
-    """Return the text of config.json as diffusers writes it, if the module is one of its models."""
+def _format_config(module: nn.Module) -> str | None:
+    """Return the text of config.json as diffusers writes it; None if the module is not a diffusers model."""
     from diffusers import ConfigMixin
 
     if not isinstance(module, ConfigMixin):
@@ -200,15 +200,17 @@ def _config(module: nn.Module) -> str | None:
 
 
 @contextmanager
-def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
-    """Yield a temporary folder, whose files are moved to `out` when all of them are on the disk.
+def _replace_files(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Path]:
+    """Yield a temporary folder, whose files are moved to `out` when all of them are on disk.
 
     Files of `out` that match the pattern and were not written again are removed. An index is removed before its files are
-    replaced: opening the folder between two moves then fails, rather than mixing two exports.
+    replaced, so that opening the folder between two moves fails instead of mixing two exports.
     """
-    with _temporary(out / ".partial", out, world) as folder:  # within `out`, so on the same disk even if `out` is a link
+    with _open_temporary(
+        out / ".partial", out, world
+    ) as folder:  # within `out`, so on the same disk even if `out` is a link
         yield folder
-        with writing(out, world):
+        with convert_write_errors(out, world):
             if world.is_main:
                 files = sorted(folder.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
                 for path in [*files, folder]:
@@ -225,10 +227,10 @@ def _replacing(pattern: re.Pattern[str], out: Path, world: World) -> Iterator[Pa
 
 
 @contextmanager
-def _temporary(folder: Path, out: Path, world: World, what: str = "weights") -> Iterator[Path]:
-    """Yield a new folder in which rank 0 prepares `out`; nothing of it is left afterwards."""
+def _open_temporary(folder: Path, out: Path, world: World, what: str = "weights") -> Iterator[Path]:
+    """Yield a new folder in which rank 0 prepares `out`; it is removed afterwards."""
     try:
-        with writing(out, world, what):
+        with convert_write_errors(out, world, what):
             if world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
                 folder.mkdir(parents=True)
@@ -239,8 +241,8 @@ def _temporary(folder: Path, out: Path, world: World, what: str = "weights") -> 
 
 
 @contextmanager
-def writing(out: Path, world: World, what: str = "weights") -> Iterator[None]:
-    """Turn errors of writing into a RunError of one line, on every rank if on one. No rank may communicate inside."""
+def convert_write_errors(out: Path, world: World, what: str = "weights") -> Iterator[None]:
+    """Convert errors of writing to a RunError, raised on every rank if one rank fails. No rank may communicate inside."""
     with world.agreed():
         try:
             yield
@@ -249,29 +251,29 @@ def writing(out: Path, world: World, what: str = "weights") -> Iterator[None]:
             raise RunError(f"{what} cannot be written to {out}: {'the disk is full' if full else error}") from error
 
 
-RECORD = "fluvial.json"  # says what an export holds, beside it
+RECORD = "fluvial.json"  # description of an export, within its folder
 
 
 def is_exported(out: Path, record: dict[str, Any]) -> bool:
-    """Return whether a folder holds an export already; False if there is nothing yet.
+    """Return whether a folder already holds an export; False if it is empty or absent.
 
     Args:
         out: folder.
-        record: what the export holds, as JSON.
+        record: description of the export, as JSON.
 
     Raises:
-        UsageError: something else is there.
+        UsageError: the folder holds something else.
     """
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return False
     try:
-        held = json.loads((out / RECORD).read_text(encoding="utf-8"))
-        files = held.pop("files")
-        whole = all((out / name).stat().st_size == size for name, size in files.items())
+        stored = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        files = stored.pop("files")
+        is_complete = all((out / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, AttributeError, KeyError):
-        held, whole = None, False
-    if held != record or not whole:
-        other = "another export" if held is not None else "files of something else"
+        stored, is_complete = None, False
+    if stored != record or not is_complete:
+        other = "another export" if stored is not None else "other files"
         raise UsageError(f"`out` is {out}, which holds {other}: name another folder, or remove it")
     return True
 
@@ -283,15 +285,15 @@ def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path
 
     Args:
         out: folder of the export; an earlier one there is replaced.
-        record: what the export holds, as JSON; it is written beside it, with the size of each file.
+        record: description of the export, as JSON; it is written to the folder with the size of each file.
         world: process group that exports.
 
     Raises:
-        RunError: the folder cannot be written; `out` is as before.
+        RunError: the folder cannot be written; `out` is unchanged.
     """
-    with _temporary(out.with_name(f".{out.name}.partial"), out, world, "export") as draft:
+    with _open_temporary(out.with_name(f".{out.name}.partial"), out, world, "export") as draft:
         yield draft
-        with writing(out, world, "export"):
+        with convert_write_errors(out, world, "export"):
             if world.is_main:
                 files = sorted(path for path in draft.rglob("*") if path.is_file())
                 sizes = {path.relative_to(draft).as_posix(): path.stat().st_size for path in files}

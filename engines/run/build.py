@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
-from fluvial.engines.data.prompt_table import examples
-from fluvial.engines.data.prompts import weights_by_source
+from fluvial.engines.data.preferences import EncodedPreferences, Preference, read_preference_records, read_preferences
+from fluvial.engines.data.prompt_table import list_examples
+from fluvial.engines.data.prompts import list_source_weights
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
@@ -58,7 +58,7 @@ from fluvial.engines.waits import wait_for
 from fluvial.models import LoraConfig, Prediction, Schedule, is_recorded, knows_any_level
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
-from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
+from fluvial.models.lora import LowRank, add_lora, find_lora_layers, map_adapter_names
 from fluvial.models.lora_files import load_lora
 from fluvial.models.prompt_layers import explain_no_keys
 from fluvial.models.protocol import Weights
@@ -107,13 +107,13 @@ def build_parts(
         _check_column(config.method, job)
         _check_order(config.data.order, job)
         if config.rollout.is_served:
-            check_files(examples(job.prompts))
+            check_files(list_examples(job.prompts))
         evaluated = build_evaluated(job, config.evaluation, config.pipeline)
-        check_records({name: reward for name, (reward, _) in rewards.items()}, [*examples(job.prompts)])
-        check_records(evaluated.evaluators, [*examples(evaluated.heldout)], label="evaluator")
-        if config.prompts and not any(prompt.media for prompt in examples(job.prompts)):
+        check_records({name: reward for name, (reward, _) in rewards.items()}, [*list_examples(job.prompts)])
+        check_records(evaluated.evaluators, [*list_examples(evaluated.heldout)], label="evaluator")
+        if config.prompts and not any(prompt.media for prompt in list_examples(job.prompts)):
             scorers = {**evaluated.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_used([*examples(job.prompts, evaluated.heldout)], scorers)
+            check_used([*list_examples(job.prompts, evaluated.heldout)], scorers)
         _check_watched(config, evaluated, rewards)
     group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
@@ -122,7 +122,7 @@ def build_parts(
         with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **evaluated.evaluators})}"):
             _warm_up(config, job, evaluated, runners, world)
         with world.agreed(), convert_errors(UsageError, ValueError):
-            conditioned = any(prompt.media for prompt in examples(job.prompts))
+            conditioned = any(prompt.media for prompt in list_examples(job.prompts))
             known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
             check_model(config, job.model.prediction, **known, conditioned=conditioned)
         _check_negative_prompt(config, job, evaluated)
@@ -247,7 +247,7 @@ def _list_trained(config: TrainConfig, module: nn.Module, name: str) -> list[str
     """Return the parameters of a second trained network that is an adapter of the policy's module; else none."""
     if config.train != "lora" or not isinstance(config.networks[name], Trained):
         return []
-    return [*adapter_names(module, name).values(), *list_head_parameters(module, name)]
+    return [*map_adapter_names(module, name).values(), *list_head_parameters(module, name)]
 
 
 @collective
@@ -455,7 +455,7 @@ def _open_preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] |
         heldout = texts(job.heldout)
         excluded = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
-            records = preference_records(source.folder, check=job.model.check_prompt, **excluded)
+            records = read_preference_records(source.folder, check=job.model.check_prompt, **excluded)
             return EncodedPreferences(records, job.images)
         return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **excluded)
     if (not config.makes_samples or config.method.needs.images) and job.data is None:
@@ -469,7 +469,7 @@ def _open_preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] |
 def _check_negative_prompt(config: TrainConfig, job: Job, evaluated: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.method.sampling.guidance
-    prompts = [*examples(job.prompts, job.heldout, evaluated.heldout)]
+    prompts = [*list_examples(job.prompts, job.heldout, evaluated.heldout)]
     opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if opposed is not None and is_recorded(job.model):
         raise UsageError(
@@ -484,7 +484,7 @@ def _check_negative_prompt(config: TrainConfig, job: Job, evaluated: Job) -> Non
 
 def _check_sources(method: Method, job: Job) -> None:
     """Raise UsageError unless each source of prompts has a teacher, and each teacher of a source has prompts."""
-    known = [*dict.fromkeys(prompt.source for prompt in examples(job.prompts))]
+    known = [*dict.fromkeys(prompt.source for prompt in list_examples(job.prompts))]
     for name, network in method.networks().items():
         taught = [*network.teachers] if isinstance(network, BySource) else known
         for source in known:
@@ -516,8 +516,8 @@ def _check_column(method: Method, job: Job) -> None:
 
 def _check_order(order: str, job: Job) -> None:
     """Raise UsageError if prompts have weights, which only the order epochs uses."""
-    weights = weights_by_source(job.prompts, job.source_weights).values()
-    uneven = len({prompt.weight for prompt in examples(job.prompts)}) > 1 or len({*weights}) > 1
+    weights = list_source_weights(job.prompts, job.source_weights).values()
+    uneven = len({prompt.weight for prompt in list_examples(job.prompts)}) > 1 or len({*weights}) > 1
     if order != "epochs" and uneven:
         raise UsageError(f"`data.order` is {order}, which ignores weights, and some prompts have one: use epochs")
 
@@ -549,7 +549,7 @@ def _build_trained_network(config: TrainConfig, job: Job) -> tuple[nn.Module, st
         further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
         with convert_errors(UsageError, ValueError):
             add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
-        layers = {*lora_layers(module)}
+        layers = {*find_lora_layers(module)}
         for name, each in teachers.items():
             if differing := layers ^ {*each.layers}:
                 whose = "it" if min(differing) in each.layers else "the policy"

@@ -17,7 +17,7 @@ from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.export.model_folder import is_exported, open_draft, writing
+from fluvial.engines.export.model_folder import convert_write_errors, is_exported, open_draft
 from fluvial.engines.files import digest_weights
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -28,7 +28,7 @@ from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, read_
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.digests import join_digests
-from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, restore_lora
+from fluvial.models.lora import Dora, add_lora, describe_lora, is_adapter, restore_lora
 from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
@@ -158,7 +158,7 @@ def _write(
     with open_draft(out, exported._asdict(), world) as draft:
         dtype = EXPORT_DTYPES[exported.dtype]
         write(exported.format, module, model, draft, average=weights, dtype=dtype, merge=exported.merge, world=world)
-        with writing(out, world, "export"):
+        with convert_write_errors(out, world, "export"):
             if world.is_main:
                 write_card(card, draft, run=run)
 
@@ -282,7 +282,7 @@ def _make_card(config: TrainConfig, model: DiffusionModel, module: nn.Module, ex
     first = next(kind for kind in type(networks[0]).__mro__ if not issubclass(kind, FSDPModule))
     pipeline = getattr(model, "pipeline", None)
     makes = {known.pipeline: known.makes for known in KNOWN}
-    settings, adapter = as_record(config), lora_settings(module)
+    settings, adapter = as_record(config), describe_lora(module)
     if adapter is not None:  # its rank and alpha may come from a file
         settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
         settings["lora"]["form"] |= adapter["form"]

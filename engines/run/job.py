@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.choices import is_set
-from fluvial.engines.data.prompt_table import examples
-from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.prompt_table import list_examples
+from fluvial.engines.data.prompts import assign_recorded_sizes
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, convert_errors, no_effect
@@ -39,8 +39,8 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.waits import count_parts
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device
-from fluvial.models.lora import lora_layers
+from fluvial.models.device import find_default_device
+from fluvial.models.lora import find_lora_layers
 
 __all__ = [
     "Job",
@@ -63,20 +63,20 @@ def handwriting(*, unet: bool = False) -> Job:
         unet: train the UNet that predicts epsilon instead of the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
-    from fluvial.models.handwriting import codes, heldout_recogniser, likeness, reward_recogniser, write
+    from fluvial.models.handwriting import draw_codes, likeness, list_codes, load_heldout_recogniser, load_reward_recogniser
 
     kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
     base = built_in.BASE_UNET if unet else built_in.BASE
-    recogniser = reward_recogniser()
-    machine, neighbours = recogniser.each()
+    recogniser = load_reward_recogniser()
+    machine, neighbours = recogniser.split()
     rewards: dict[str, Reward] = {
         "characters": recogniser.characters,
         "machine": machine.characters,
         "neighbours": neighbours.characters,
         "likeness": likeness,
     }
-    evaluators = {"reward": recogniser.characters, "heldout": heldout_recogniser().characters}
-    return _make_built_in(kind, base, codes, write, rewards, evaluators)
+    evaluators = {"reward": recogniser.characters, "heldout": load_heldout_recogniser().characters}
+    return _make_built_in(kind, base, list_codes, draw_codes, rewards, evaluators)
 
 
 handwriting_unet = partial(handwriting, unet=True)
@@ -90,7 +90,7 @@ def words() -> Job:
     """
     from fluvial.models import words as built_in
 
-    return _make_built_in(built_in.Words, built_in.BASE, built_in.words, built_in.write, *_read_by_ocr("words"))
+    return _make_built_in(built_in.Words, built_in.BASE, built_in.list_words, built_in.draw_words, *_read_by_ocr("words"))
 
 
 def edit_words() -> Job:
@@ -104,11 +104,11 @@ def edit_words() -> Job:
     from fluvial.models import words as built_in
 
     def list_known(split: Literal["train", "heldout"]) -> list[Prompt]:
-        images = built_in.misspelt_images(split)
+        images = built_in.draw_misspelt_words(split)
         return [Prompt(word, media={"image": image}) for word, image in images.items()]
 
     def write(key: Key, prompts: Sequence[Any]) -> Tensor:
-        return built_in.correct(prompts)
+        return built_in.draw_corrections(prompts)
 
     rewards, evaluators = _read_by_ocr("edit-words")
     rewards["unchanged"] = built_in.unchanged
@@ -119,13 +119,13 @@ def edit_words() -> Job:
 def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
     """Return the rewards and evaluators of a job of words; UsageError if a package of the recognisers is not installed."""
     from fluvial.models import words as built_in
-    from fluvial.models.words.recognisers import INSTALL, missing
+    from fluvial.models.words.recognisers import INSTALL, list_missing_packages
 
-    if absent := missing():
+    if absent := list_missing_packages():
         raise UsageError(f"the {name} job needs {', '.join(absent)}, not installed: {INSTALL}")
-    letters = built_in.reward_recogniser().letters
+    letters = built_in.load_reward_recogniser().letters
     rewards: dict[str, Reward] = {"letters": letters, "legibility": built_in.legibility}
-    return rewards, {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
+    return rewards, {"reward": letters, "heldout": built_in.load_heldout_recogniser().letters}
 
 
 def _make_built_in(
@@ -259,7 +259,7 @@ def open_to_train(
     model: Any = job.model
     train = job.prompts
     if job.sizes and prompts:
-        train = with_recorded_sizes(train, list(job.sizes))
+        train = assign_recorded_sizes(train, list(job.sizes))
     job = replace(job, prompts=train)
     if is_adapter(name):
         return with_base(job, weights)
@@ -281,10 +281,11 @@ def open_to_train(
         error = model.check(module, model_inputs([*train[:2], *train[:1]][:2]))
         columns_of_media = list_media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {columns_of_media[name]}" for name in train[0].media)
-        layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
+        layers = len(find_lora_layers(module))
+        trained = sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
         size, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
-        scale = model.asked.get("guidance_scale", guidance.scale)
+        scale = model.call_arguments.get("guidance_scale", guidance.scale)
         hint = (
             f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
         )
@@ -313,7 +314,7 @@ def _with_prompts(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
-        check_columns(model, [*examples(prompts_of.train, prompts_of.heldout)], columns)
+        check_columns(model, [*list_examples(prompts_of.train, prompts_of.heldout)], columns)
     if is_recorded(model):
         model = model.adapt_to(model_inputs([*prompts_of.train, *prompts_of.heldout]))
     return model, prompts_of
@@ -391,7 +392,7 @@ def _open_to_train(config: TrainConfig, pipeline: PipelineConfig, **sources: Any
     """Open the job of training the model of a run, see `open_to_train`."""
     sampling = config.method.sampling
     settings: Any = {"steps": sampling.steps, "guidance": sampling.guidance, "weights": config.pipeline.weights}
-    compute = config.engine.compute_dtype(default_device())
+    compute = config.engine.compute_dtype(find_default_device())
     return open_to_train(config.model, pipeline, **settings, compute=compute, **sources)
 
 

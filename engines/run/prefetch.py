@@ -31,7 +31,7 @@ from fluvial.engines.sampling.source import Copy, snapshot_weights
 from fluvial.engines.scoring.gather import Scoring
 from fluvial.engines.scoring.runner import Collected
 from fluvial.models import DiffusionModel
-from fluvial.models.device import compute_on, is_accelerator
+from fluvial.models.device import is_accelerator, set_current_device
 
 FAILED = "failed"
 PAUSE = 0.01  # polling interval of the store, in seconds
@@ -173,7 +173,7 @@ class RolloutPrefetcher:
     def _serve(self) -> None:
         """Generate the requested rollouts in order, until one fails or the run ends."""
         device = self.world.device
-        compute_on(device)
+        set_current_device(device)
         # A side stream, so that rollouts and updates overlap.
         module = torch.get_device_module(device)
         side = module.Stream(device) if is_accelerator(device) else None

@@ -15,7 +15,7 @@ import cattrs
 
 from fluvial.core.checks import type_of
 from fluvial.engines import plugins
-from fluvial.engines.choices import find_variant, is_variant, list_fields, list_kinds, list_required, list_variants
+from fluvial.engines.choices import find_variant, is_variant, list_kinds, list_required, list_variant_fields, list_variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import METHODS, method_type
 from fluvial.engines.named_models import MODELS
@@ -81,7 +81,7 @@ def _unstructure_kind(value: Any) -> dict[str, Any]:
     """Return a choice as an object with its kind and its fields."""
     return {
         "kind": value.kind,
-        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in list_fields(type(value))},
+        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in list_variant_fields(type(value))},
     }
 
 
@@ -92,7 +92,7 @@ def _structure_kind(record: Any, union: Any) -> Any:
         raise ValueError(f"is {record!r}, expected an object with a kind, one of {', '.join(list_kinds(union))}")
     fields = dict(fields)
     variant, make = find_variant(union, fields.pop("kind"), "kind")
-    if unknown := sorted(set(fields) - {each.name for each in list_fields(variant)}):
+    if unknown := sorted(set(fields) - {each.name for each in list_variant_fields(variant)}):
         raise ValueError(f"has unknown fields {', '.join(unknown)}")
     if missing := [name for name in list_required(variant) if name not in fields]:
         raise ValueError(f"misses the field {', '.join(missing)}")

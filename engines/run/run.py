@@ -32,7 +32,7 @@ from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import prefer
 from fluvial.models import Cond, decode_samples, host_values
-from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
+from fluvial.models.guidance import Guided, guided_velocity, is_classifier_free, predict_halves, scale_at
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import copy_adapter
 
@@ -317,7 +317,7 @@ class Run(Rollouts):
         model, update = self.job.model, self.config.method.sampling.guidance.update
         if split_guidance and update == "guided" and isinstance(cond, Guided) and is_classifier_free(model):
             inputs, options = self._prepare_inputs(rows, cond)
-            v, v_uncond = guidance_halves(model, module, *inputs, **options)
+            v, v_uncond = predict_halves(model, module, *inputs, **options)
             scale = scale_at(model, inputs[-1], rows.level, rows.timestep)
             rows = _add_predictions(rows, {"uncond": v_uncond})._replace(guidance=scale)
         elif network in self.networks.heads:
@@ -351,7 +351,7 @@ class Run(Rollouts):
         if isinstance(rows, Pairs):
             x, level, sample = x.flatten(0, 1), level.repeat_interleave(2), sample.repeat_interleave(2)
             timestep = None if timestep is None else timestep.repeat_interleave(2)
-        inputs = x, level, optree.tree_map(lambda table: host_values.rows(table, sample), cond)
+        inputs = x, level, optree.tree_map(lambda table: host_values.select_rows(table, sample), cond)
         forwards = self.config.choose_forwards(len(x))
         return inputs, {"timestep": timestep, "forwards": forwards, "gradient": guidance.gradient}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import wrap_samples
 from fluvial.core.table import step_coefficients
-from fluvial.engines.data.order import BatchOrder, Captions, Pool, order_key, size_of_batch
+from fluvial.engines.data.order import BatchOrder, Captions, PromptPool, derive_order_key, draw_size
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
@@ -90,10 +90,10 @@ class RolloutSampler:
             self._known = pairs.prompts if isinstance(pairs, EncodedPreferences) else [pair.prompt for pair in pairs]
         seed = config.seed if config.data.seed is None else config.data.seed
         by_epoch = config.data.order == "epochs"
-        keys = order_key(seed), fold_in(order_key(seed), Stream.FURTHER)  # of the prompts, and of replacements
+        keys = derive_order_key(seed), fold_in(derive_order_key(seed), Stream.FURTHER)  # of the prompts, and of replacements
         orders = [BatchOrder(self._known, key, job.source_weights) if by_epoch else None for key in keys]
         self._order, self._further = orders
-        pool = Pool(self._known)
+        pool = PromptPool(self._known)
         self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
         self._schedules = {self.method.sampling.steps: schedules}  # by number of steps: drafts may have another
 
@@ -234,7 +234,7 @@ class RolloutSampler:
         ids, real = slots(settings.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // settings.batch] for i in ids]
-        size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
+        size = draw_size(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
         padding = self.texts.padding([*settings.guidance.texts(self.job.model, prompts), *self._negative])
         trunk = settings.window.trunk(settings.steps, settings.group)
         initial_ids = [i // trunk for i in ids] if settings.shared_noise or settings.window.shares_start else None
@@ -355,7 +355,7 @@ class RolloutSampler:
         """Return the indices of the next `count` prompts, or preferences, after a number of updates."""
         config = self.config
         if self._order is not None:
-            return self._order.batch(updates // config.updates_per_rollout, count)
+            return self._order.take_batch(updates // config.updates_per_rollout, count)
         drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
         return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
@@ -364,7 +364,7 @@ class RolloutSampler:
         config, sampling = self.config, self.method.sampling
         if self._further is not None:
             rounds = updates // config.updates_per_rollout * getattr(sampling.groups, "rounds", 1) + number - 1
-            return [self._known[place] for place in self._further.of_size(size, rounds * sampling.prompts, count)]
+            return [self._known[place] for place in self._further.take_size(size, rounds * sampling.prompts, count)]
         drawn = root
         if config.data.seed is not None:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)

@@ -25,8 +25,8 @@ from fluvial.engines.run.prefetch import PREFIX, RolloutPrefetcher
 from fluvial.engines.run.record import PathFinder, as_record, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.engines.run.run import Run
-from fluvial.models.device import processor
-from fluvial.models.lora import lora_settings
+from fluvial.models.device import describe_processor
+from fluvial.models.lora import describe_lora
 
 NEVER = -1  # `saved_at` before the first checkpoint
 NETWORK = "network."  # prefix of the state of a second trained network
@@ -107,7 +107,7 @@ class Saver:
             **asdict(progress),
             "runs_on": self._describe_environment(),
             "run": as_record(with_absolute_paths(self.config)),
-            "lora": lora_settings(self.engine.module),  # enough to export the checkpoint without the run folder
+            "lora": describe_lora(self.engine.module),  # enough to export the checkpoint without the run folder
         }
         fingerprint = fingerprint_run(self.config, self.prompts, self.base)
         options: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.checkpoint.keep}
@@ -259,7 +259,7 @@ def describe_machine(config: TrainConfig, world: World) -> dict[str, Any]:
     engine = {name: getattr(config.engine, name.partition(".")[2]) for name in SHARDING}
     return {
         **list_versions(),
-        "processor": processor(world.device),
+        "processor": describe_processor(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
         **engine,

@@ -29,7 +29,7 @@ from fluvial.engines.run.passes.probe import compile_blocks
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.solvers import serving_solver
-from fluvial.models.device import deterministic
+from fluvial.models.device import use_deterministic_algorithms
 
 
 class Trainer(Loop):
@@ -67,7 +67,7 @@ class Trainer(Loop):
     ) -> None:
         config = config if job is not None else jobs.from_run(config)
         with ExitStack() as stack:
-            stack.enter_context(deterministic(config.engine.deterministic))
+            stack.enter_context(use_deterministic_algorithms(config.engine.deterministic))
             if world is None:
                 if torch.distributed.is_initialized():
                     raise UsageError("trainer: a process group is open already: pass the world of init_world()")

@@ -174,7 +174,7 @@ class Items:
 
     def part(self, rows: slice) -> Self:
         """Return a slice of this rank's rows, for forward passes (an update needs all rows)."""
-        chosen = optree.tree_map(lambda tensor: host_values.rows(tensor, rows), self.rows)
+        chosen = optree.tree_map(lambda tensor: host_values.select_rows(tensor, rows), self.rows)
         return replace(self, rows=chosen, pad_to=len(chosen.level), real=len(chosen.level))
 
     def look_up(self, table: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def replace_groups(
             prompts[slot_of[number]], index[slot_of[number]] = samples.prompts[row], slots + row
     places = to_device(index, held.trajectory.final.device)
     tensors = [(each.cond, each.trajectory, each.thumbnails) for each in (held, samples)]
-    merged = optree.tree_map(lambda old, new: host_values.rows(host_values.join(old, new), places), *tensors)
+    merged = optree.tree_map(lambda old, new: host_values.select_rows(host_values.join(old, new), places), *tensors)
     assert batch.scoring is not None
     replaced = torch.zeros(len(spec.asked), dtype=torch.bool)
     replaced[list(groups)] = True

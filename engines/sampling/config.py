@@ -243,7 +243,6 @@ class CleanSamplingConfig(ReadingConfig):
     Args:
         prompts: Number of prompts per rollout.
         group: Number of samples per prompt, which are compared with each other.
-        steps: Number of steps of the schedule, in training and in evaluation.
         guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
         shared_noise: Start all samples of a group from the same noise (DanceGRPO, arXiv 2505.07818), so that they differ
             only in the noise of their steps.
@@ -272,10 +271,6 @@ class SamplingConfig(CleanSamplingConfig):
     """How rollouts are sampled, for a method that trains on recorded steps.
 
     Args:
-        prompts: Number of prompts per rollout.
-        group: Number of samples per prompt, which are compared with each other.
-        steps: Number of steps of the schedule, in training and in evaluation.
-        guidance: Classifier-free guidance of every step, the same in rollout, update and evaluation.
         window: Which steps take noise; the others are ODE steps.
     """
 

@@ -24,7 +24,7 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.choices import refuse_unused
-from fluvial.engines.data.records import Prompt, model_inputs, negatives
+from fluvial.engines.data.records import Prompt, list_negatives, model_inputs
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.graphed import GraphedPass
@@ -37,7 +37,7 @@ from fluvial.engines.waits import count_parts
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decode_samples, host_values, is_recorded
-from fluvial.models.guidance import Guided, both_halves, guided_velocity
+from fluvial.models.guidance import Guided, guided_velocity, join_halves
 from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
 from fluvial.models.step_cache import NoCache, PassReuse, Reuse, StepCacheChoice
@@ -96,7 +96,7 @@ class Guidance:
 
     def _list_negatives(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Return the negative prompt of each prompt, with the images of that."""
-        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
+        opposed = zip(prompts, list_negatives(prompts, self.negative), strict=True)
         return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
 
     def is_guided(self, model: DiffusionModel) -> bool:
@@ -372,14 +372,14 @@ def finish(
     """
     levels, timesteps = sampling.schedule
     if jump and step < len(timesteps):
-        one = host_values.keep(lambda table: table[step : step + 1], timesteps)
+        one = host_values.compute_known(lambda table: table[step : step + 1], timesteps)
         sampling, step = replace(sampling, schedule=Schedule(torch.stack([levels[step], levels[-1]]), one)), 0
     sampling = replace(sampling, stochastic=None)
     left = range(step, len(sampling.schedule.timesteps))
     for start in range(0, len(x), micro_batch):
         part = slice(start, start + micro_batch)
         index = to_device(torch.arange(len(x))[part], x.device)
-        cond = optree.tree_map(lambda table, index=index: host_values.rows(table, index), made.cond)
+        cond = optree.tree_map(lambda table, index=index: host_values.select_rows(table, index), made.cond)
         with torch.no_grad():
             velocity = prediction_of(model, module, cond, sampling)
             table = _plan(x[part], sampling, model.prediction, (), left)
@@ -436,7 +436,7 @@ def prediction_of(
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
     of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
     is_guided = isinstance(cond, Guided)
-    both = both_halves(cond) if is_guided and guidance.forwards == "one" and graph is None else None
+    both = join_halves(cond) if is_guided and guidance.forwards == "one" and graph is None else None
     kept: dict[str, Any] = {"layers": sampling.reuse, "keys": sampling.keep_keys, "cache": sampling.step_cache}
     reuse = PassReuse(model, module, **kept, guided=is_guided)
     exact_steps = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)

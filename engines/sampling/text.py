@@ -55,5 +55,5 @@ class TextLengths:
         """Return a prompt's number of tokens, cached from its first encoding."""
         model: Any = self.model
         if prompt not in self._known:
-            self._known[prompt] = int(model.prompt_tokens(model.encode([prompt]))[0])
+            self._known[prompt] = int(model.count_prompt_tokens(model.encode([prompt]))[0])
         return self._known[prompt]

@@ -7,7 +7,7 @@ from typing import Any
 from fluvial.engines.errors import UsageError
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.signature import signature_of
-from fluvial.models.protocol import DiffusionModel, sound_rate
+from fluvial.models.protocol import DiffusionModel, find_sound_rate
 
 SOUNDS, RATE = "audios", "audio_rate"  # parameters of a reward
 DECODER_INPUTS = ("latents", "model_inputs")  # inputs of the sound decoder
@@ -18,7 +18,7 @@ class AudioReward:
 
     Args:
         reward: reward that takes `audios`, `[B, channels, n]` in [-1, 1], and optionally `audio_rate`.
-        model: model with `sounds` and `sound_rate`.
+        model: model with `decode_sounds` and `sound_rate`.
     """
 
     def __init__(self, reward: Reward, model: Any) -> None:
@@ -31,7 +31,7 @@ class AudioReward:
 
     def __call__(self, *, latents: Any, model_inputs: Any, **arguments: Any) -> Any:
         """Return the scores of samples."""
-        sounds = self.model.sounds(latents, model_inputs)
+        sounds = self.model.decode_sounds(latents, model_inputs)
         parameters = self._signature.parameters
         extra = {SOUNDS: sounds.waves, RATE: sounds.rate, "latents": latents, "model_inputs": model_inputs}
         inputs = {**arguments, **{name: value for name, value in extra.items() if name in parameters}}
@@ -45,7 +45,7 @@ def with_audio(rewards: Mapping[str, Reward], model: DiffusionModel) -> dict[str
     Raises:
         UsageError: a reward takes sounds but the model generates none, or images but it generates only sounds.
     """
-    rate = sound_rate(model)
+    rate = find_sound_rate(model)
     wrapped = dict[str, Reward]()
     for name, reward in rewards.items():
         signature = signature_of(reward)

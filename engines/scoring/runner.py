@@ -19,7 +19,7 @@ from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.scores import SCORE, Scored, concatenate, format_prompts, make_invalid, one_line, read_scores
 from fluvial.engines.scoring.signature import Samples, signature_of
-from fluvial.models.device import compute_on, use_here
+from fluvial.models.device import record_use, set_current_device
 
 Row = tuple[Tensor, Prompt, Tensor | None]  # image, prompt and latent of a sample
 
@@ -207,8 +207,8 @@ class RewardRunner:
 
     def _score_chunk(self, samples: Samples, tally: Tally) -> Scored | Later:
         """Return the scores of a chunk, whatever the reward raises, and count invalid ones."""
-        compute_on(samples.images.device)
-        use_here(samples.images, samples.latents)
+        set_current_device(samples.images.device)
+        record_use(samples.images, samples.latents)
         if self.tolerated is not None and tally.failed > self.tolerated:
             return make_invalid(len(samples.prompts), tally.problem)
         start = time.perf_counter()

@@ -1,8 +1,8 @@
 """Built-in models of handwritten 4-digit codes, small enough to train on a laptop."""
 
-from fluvial.models.handwriting.data import codes, digits, write
+from fluvial.models.handwriting.data import draw_codes, list_codes, load_digits
 from fluvial.models.handwriting.model import BASE, BASE_UNET, Handwriting, HandwritingUNet
-from fluvial.models.handwriting.recognisers import DigitRecogniser, heldout_recogniser, likeness, reward_recogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser, likeness, load_heldout_recogniser, load_reward_recogniser
 
 __all__ = [
     "BASE",
@@ -10,10 +10,10 @@ __all__ = [
     "DigitRecogniser",
     "Handwriting",
     "HandwritingUNet",
-    "codes",
-    "digits",
-    "heldout_recogniser",
+    "draw_codes",
     "likeness",
-    "reward_recogniser",
-    "write",
+    "list_codes",
+    "load_digits",
+    "load_heldout_recogniser",
+    "load_reward_recogniser",
 ]

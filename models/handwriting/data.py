@@ -1,4 +1,4 @@
-"""Data of the built-in models: the 1,797 handwritten 8x8 digits of scikit-learn, and 4-digit codes made of them.
+"""Data of the handwriting models: the 1,797 handwritten 8x8 digits of scikit-learn, and images of 4-digit codes.
 
 A fixed shuffle divides the digits into two halves. The base model and the reward's recogniser are trained on the first half,
 the recogniser of the evaluation on the second.
@@ -31,10 +31,14 @@ class Digits(NamedTuple):
 
 
 @cache
-def digits(half: Half) -> Digits:
+def load_digits(half: Half) -> Digits:
     """Return one half of the digits; the two halves have no image in common."""
     # As sklearn.datasets.load_digits reads them, without importing scikit-learn, which takes more than a second.
-    table = np.loadtxt(_find_package("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    spec = find_spec("sklearn")
+    assert spec is not None, "scikit-learn is a requirement of fluvial"
+    assert spec.origin is not None
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",", dtype=np.int64)
     pixels, labels = table[:, :-1].astype(np.float64), table[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2
@@ -49,7 +53,7 @@ def digits(half: Half) -> Digits:
 
 
 @cache
-def codes(split: Literal["train", "heldout"]) -> tuple[str, ...]:
+def list_codes(split: Literal["train", "heldout"]) -> tuple[str, ...]:
     """Return the codes of a split. One fifth of all 10,000 codes, chosen by hash, is held out and never trained on."""
     held_out = split == "heldout"
     every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
@@ -62,26 +66,18 @@ def check_code(prompt: str) -> None:
         raise ValueError(f"prompt {prompt!r} is not a code of {DIGITS} digits, expected for example '0427'")
 
 
-def as_digits(prompts: Sequence[str]) -> Tensor:
+def to_digits(prompts: Sequence[str]) -> Tensor:
     """Return the digits of a batch of codes, int64 `[B, 4]`."""
     for prompt in prompts:
         check_code(prompt)
     return torch.tensor([[int(character) for character in prompt] for prompt in prompts]).reshape(-1, DIGITS)
 
 
-def write(key: Key, prompts: Sequence[str]) -> Tensor:
+def draw_codes(key: Key, prompts: Sequence[str]) -> Tensor:
     """Return one image per prompt, `[B, 1, 8, 32]` in [-1, 1]: four random training digits side by side."""
-    pixels, _, starts = digits("training")
-    wanted = as_digits(prompts)
+    pixels, _, starts = load_digits("training")
+    labels = to_digits(prompts)
     keys = fold_in(key, torch.arange(len(prompts)))
-    low, high = starts[wanted], starts[wanted + 1]
+    low, high = starts[labels], starts[labels + 1]
     chosen = low + (uniform(keys, (len(prompts), DIGITS)) * (high - low)).long()
     return pixels[chosen].permute(0, 2, 1, 3).reshape(len(prompts), 1, SIZE, DIGITS * SIZE)
-
-
-def _find_package(package: str) -> Path:
-    """Return the folder of an installed package, without importing it."""
-    spec = find_spec(package)
-    assert spec is not None, f"{package} is a requirement of fluvial"
-    assert spec.origin is not None
-    return Path(spec.origin).parent

@@ -1,4 +1,4 @@
-"""The handwriting models, an SD3 transformer and a UNet, which generate 4-digit codes as 1x8x32 images, in pixel space."""
+"""Handwriting models: an SD3 transformer and a UNet that generate 4-digit codes as 1x8x32 images, in pixel space."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.handwriting.data import DIGITS, SIZE, as_digits, check_code
+from fluvial.models.handwriting.data import DIGITS, SIZE, check_code, to_digits
 from fluvial.models.pixel_model import PixelModel, PixelTransformer
 from fluvial.models.protocol import Prediction, Schedule
 
@@ -34,13 +34,13 @@ ONE_HOT = 1.5
 
 
 class CodeCond(NamedTuple):
-    """Conditioning of the built-in models; the sizes are those of handwriting."""
+    """Conditioning of the built-in models, with the sizes of handwriting."""
 
     tokens: Tensor  # [B, 4, 14] each character and its position, one-hot
     pooled: Tensor  # [B, 40] all characters, one-hot
 
 
-class Codes:
+class CodePrompts:
     """Prompts and image size of the handwriting models."""
 
     event = (1, SIZE, DIGITS * SIZE)
@@ -52,14 +52,14 @@ class Codes:
         The shipped weights were not trained with the empty prompt, so guidance does not help them.
         """
         is_conditional = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
-        digits = nn.functional.one_hot(as_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * is_conditional
+        digits = nn.functional.one_hot(to_digits([prompt or "0" * DIGITS for prompt in prompts]), 10) * is_conditional
         digits = digits.to(torch.float32)
         position = torch.eye(DIGITS).expand(len(prompts), DIGITS, DIGITS)
         return CodeCond(ONE_HOT * torch.cat([digits, position], dim=-1), ONE_HOT * digits.flatten(1))
 
 
 @dataclass(eq=False)
-class Handwriting(Codes, PixelTransformer):
+class Handwriting(CodePrompts, PixelTransformer):
     """The model protocol over the handwriting transformer, which predicts a velocity; see `PixelModel`."""
 
     name, settings = "handwriting", CONFIG
@@ -96,7 +96,7 @@ SCHEDULER = {
 
 
 @dataclass(eq=False)
-class HandwritingUNet(Codes, PixelModel):
+class HandwritingUNet(CodePrompts, PixelModel):
     """The model protocol over the handwriting UNet, which predicts epsilon and attends to the tokens of a prompt only."""
 
     name, network, settings = "handwriting-unet", "UNet2DConditionModel", CONFIG_UNET
@@ -110,7 +110,7 @@ class HandwritingUNet(Codes, PixelModel):
         down, up = (module.get_submodule(name).children() for name in ("down_blocks", "up_blocks"))
         return [*down, module.get_submodule("mid_block"), *up]
 
-    def scheduler(self, steps: int) -> Any:
+    def build_scheduler(self, steps: int) -> Any:
         """Return diffusers' DDIMScheduler with Stable Diffusion's noise levels, set to `steps` steps."""
         from diffusers import DDIMScheduler
 
@@ -122,7 +122,7 @@ class HandwritingUNet(Codes, PixelModel):
         """Return alpha_bar of each timestep of the scheduler, and of timestep 0.
 
         The last level is final_alpha_cumprod of DDIMScheduler with set_alpha_to_one=False: samples keep noise of variance
-        0.0009. If `steps` divides 1000, each step is the scheduler's own. Otherwise DDIMScheduler steps to a level other
+        0.0009. If `steps` divides 1000, each step equals the scheduler's. Otherwise DDIMScheduler steps to a level other
         than that of its next timestep; here a sample is always at the level of its timestep.
 
         Raises:
@@ -130,7 +130,7 @@ class HandwritingUNet(Codes, PixelModel):
         """
         if not 1 <= steps <= 666:
             raise ValueError(f"steps is {steps}, expected 1 to 666")
-        scheduler = self.scheduler(steps)
+        scheduler = self.build_scheduler(steps)
         levels = torch.cat([scheduler.alphas_cumprod[scheduler.timesteps], scheduler.final_alpha_cumprod[None]])
         return Schedule(levels, scheduler.timesteps.to(torch.float32))
 
@@ -144,13 +144,13 @@ class HandwritingUNet(Codes, PixelModel):
 
 
 def find_timestep(alpha_bar: Tensor) -> Tensor:
-    """Return the timestep whose cumulative signal power is nearest to alpha_bar `[B]`: whole numbers in float32, `[B]`."""
-    levels = alphas_cumprod(alpha_bar.device).to(alpha_bar.dtype)
+    """Return the timestep whose cumulative signal power is nearest to alpha_bar `[B]`: integers in float32, `[B]`."""
+    levels = compute_alphas_cumprod(alpha_bar.device).to(alpha_bar.dtype)
     return (alpha_bar[:, None] - levels).abs().argmin(1).to(torch.float32)
 
 
 @cache
-def alphas_cumprod(device: torch.device) -> Tensor:
+def compute_alphas_cumprod(device: torch.device) -> Tensor:
     """Return the cumulative signal power of each timestep, `[1000]` float32, falling."""
     from diffusers import DDIMScheduler
 

@@ -1,4 +1,4 @@
-"""Weights and adapters from diffusers' layout to the original one of their architecture, and adapters back."""
+"""Conversion of weights and adapters between diffusers' layout and the original one of their architecture."""
 
 import atexit
 import shutil
@@ -12,16 +12,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluvial.models.lora import linear_layers
+from fluvial.models.lora import find_linear_layers
 from fluvial.models.lora_files import DORA_SCALE
-from fluvial.models.original.layout import LAYOUTS, Original
+from fluvial.models.original.layout import LAYOUTS, OriginalNames
 
-KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha", DORA_SCALE: DORA_SCALE}
-PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.")  # before the names of a network
-LYCORIS = "lycoris_"  # before diffusers' name of a layer, with underscores for dots
+PART_NAMES = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha", DORA_SCALE: DORA_SCALE}
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.")  # prefixes of a network's names
+LYCORIS = "lycoris_"  # prefix of diffusers' name of a layer, with underscores for dots
 
 
-def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_original(original: OriginalNames, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a network by their original names.
 
     Args:
@@ -33,9 +33,9 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
     """
     pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        place = original.place(name)
-        key = original.layout.prefix + place.name
-        pieces.setdefault(key, {})[place.part] = swap_halves(tensor) if place.swapped else tensor
+        target = original.find_tensor(name)
+        key = original.layout.prefix + target.name
+        pieces.setdefault(key, {})[target.part] = swap_halves(tensor) if target.swapped else tensor
     return {
         name: torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
         for name, parts in pieces.items()
@@ -43,11 +43,11 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a network by diffusers' names: the inverse of `to_original`, which tensors by these names pass.
+    """Return the weights of a network by diffusers' names, the inverse of `to_original`; tensors by these names are kept.
 
     Args:
         pipeline: class of diffusers' pipeline.
-        tensors: tensors of a file, also of one that holds more than the network; `PREFIXES` before their names are known.
+        tensors: tensors of a file, which may contain other networks, too; names may have one of `PREFIXES`.
         network: network, for the names and shapes of its tensors.
 
     Raises:
@@ -55,35 +55,35 @@ def from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Modu
     """
     expected = network.state_dict()
     prefix = max((each for each in PREFIXES if any(key.startswith(each) for key in tensors)), key=len)
-    held = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    if expected.keys() <= held.keys():
-        return {name: held[name] for name in expected}
+    source = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    if expected.keys() <= source.keys():
+        return {name: source[name] for name in expected}
     if pipeline not in LAYOUTS:
-        raise ValueError(f"it lacks {min(expected.keys() - held.keys())}, and {pipeline} has no original layout")
-    original, joined = Original(pipeline, network.config), dict[str, dict[int, str]]()
+        raise ValueError(f"it lacks {min(expected.keys() - source.keys())}, and {pipeline} has no original layout")
+    original, joined = OriginalNames(pipeline, network.config), dict[str, dict[int, str]]()
     for name in expected:
-        place = original.place(name)
-        joined.setdefault(place.name, {})[place.part] = name
+        tensor = original.find_tensor(name)
+        joined.setdefault(tensor.name, {})[tensor.part] = name
     converted = {}
     for key, parts in joined.items():
-        if key not in held:
+        if key not in source:
             raise ValueError(f"it lacks {key}, which is {parts[min(parts)]} of diffusers' {type(network).__name__}")
         names = [parts[part] for part in sorted(parts)]
-        rows = held[key].split([len(expected[name]) for name in names]) if len(names) > 1 else [held[key]]
-        for name, tensor in zip(names, rows, strict=True):
-            converted[name] = swap_halves(tensor) if original.place(name).swapped else tensor.contiguous()
+        rows = source[key].split([len(expected[name]) for name in names]) if len(names) > 1 else [source[key]]
+        for name, piece in zip(names, rows, strict=True):
+            converted[name] = swap_halves(piece) if original.find_tensor(name).swapped else piece.contiguous()
     return converted
 
 
 def unpack_weights(file: Path, pipeline: str, network: nn.Module) -> Path:
-    """Return a temporary folder with the weights of a network, as diffusers saves them, from one safetensors file.
+    """Convert the weights of a network in one safetensors file to a temporary folder of diffusers, and return the folder.
 
     Args:
-        file: weights in diffusers' layout or in the original one, alone or in a whole checkpoint; see `from_original`.
+        file: weights in diffusers' or the original layout, alone or in a whole checkpoint; see `from_original`.
         pipeline, network: see `from_original`; the network may be on the meta device.
 
     Raises:
-        ValueError: it cannot be read, or is not of that network; the message names it.
+        ValueError: the file cannot be read, or does not contain that network; the message names the file.
     """
     folder = Path(mkdtemp(prefix="fluvial-weights-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -97,54 +97,56 @@ def unpack_weights(file: Path, pipeline: str, network: nn.Module) -> Path:
 
 
 def adapter_to_original(
-    original: Original,
+    original: OriginalNames,
     factors: Mapping[str, tuple[Tensor, Tensor]],
     network: nn.Module,
     *,
     alpha: float,
     lengths: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return an adapter by the keys of kohya or ComfyUI, with its scale.
+    """Return an adapter with the keys of kohya or ComfyUI, and its scale.
 
-    The original joins some layers, such as queries, keys and values. Their factors A are stacked and their factors B are the
-    blocks of a diagonal, so that the product stays the same; a layer without an adapter has factors of zero there.
+    The original joins some layers, such as queries, keys and values. Their factors A are stacked and their factors B become
+    diagonal blocks, so that the product stays the same; a joined layer without an adapter gets factors of zero.
 
     Args:
         original: names of the network.
         factors: A `[rank, in]` and B `[out, rank]` by layer, all of one rank.
-        network: network that is adapted, for the sizes of its layers.
+        network: adapted network, for the sizes of its layers.
         alpha: scale of the adapter before it is divided by the rank.
-        lengths: of a DoRA, by layer, those of `include_joined` included: what ComfyUI divides by the norms of the rows of W
-            and multiplies W + s B A by, `[out]` (comfy/weight_adapter/base.py, `weight_decompose`).
+        lengths: for a DoRA, by layer, including those of `include_joined`: the lengths `[out]` that ComfyUI divides by the
+            norms of W's rows and multiplies W + s B A by (comfy/weight_adapter/base.py, `weight_decompose`).
 
     Raises:
         ValueError: a layer has no original name.
     """
-    groups, linear, kohya = _groups(original, network), linear_layers(network), original.layout.kohya
+    groups, linear, kohya = _group_layers(original, network), find_linear_layers(network), original.layout.kohya
     endings = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
     converted: dict[str, Tensor] = {}
-    for stem in dict.fromkeys(original.stem(layer).name for layer in factors):
+    for stem in dict.fromkeys(original.find_adapter(layer).name for layer in factors):
         layers = groups[stem]
         a, b = next(factors[layer] for layer in layers if layer in factors)
-        nothing = {layer: (torch.zeros_like(a), b.new_zeros(linear[layer].out_features, b.shape[1])) for layer in layers}
-        pairs = [factors.get(layer, nothing[layer]) for layer in layers]
+        zeros = {layer: (torch.zeros_like(a), b.new_zeros(linear[layer].out_features, b.shape[1])) for layer in layers}
+        pairs = [factors.get(layer, zeros[layer]) for layer in layers]
         down, up = torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
-        if original.stem(layers[0]).swapped:
+        if original.find_adapter(layers[0]).swapped:
             up = swap_halves(up)
         for ending, factor in zip(endings, (down, up), strict=True):
             converted[f"{stem}.{ending}"] = factor.contiguous()
         converted[f"{stem}.alpha"] = torch.tensor(float(alpha * len(layers)))
         if lengths is not None:
             scale = torch.cat([lengths[layer] for layer in layers])[:, None]
-            converted[f"{stem}.dora_scale"] = swap_halves(scale) if original.stem(layers[0]).swapped else scale
+            converted[f"{stem}.dora_scale"] = swap_halves(scale) if original.find_adapter(layers[0]).swapped else scale
     return converted
 
 
-def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor]], *, scale: float) -> dict[str, Tensor]:
-    """Return a LoKr by keys that ComfyUI reads, its scale multiplied into w1.
+def lokr_to_original(
+    original: OriginalNames, parts: Mapping[str, Mapping[str, Tensor]], *, scale: float
+) -> dict[str, Tensor]:
+    """Return a LoKr with keys that ComfyUI reads, and its scale multiplied into w1.
 
-    Several Kronecker products, such as those of queries, keys and values, are not one of the layer that joins them. ComfyUI
-    knows the parts by diffusers' names after `lycoris_` (comfy/lora.py, `model_lora_keys_unet`).
+    The Kronecker products of several layers, such as queries, keys and values, do not form one product of the layer that
+    joins them. ComfyUI reads them by diffusers' names after `lycoris_` (comfy/lora.py, `model_lora_keys_unet`).
 
     Args:
         original: names of the network.
@@ -155,11 +157,11 @@ def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor
         ValueError: a layer has no original name.
     """
     converted: dict[str, Tensor] = {}
-    for layer, held in parts.items():
-        place = original.stem(layer)
-        alone = place.parts == 1 and not place.swapped
-        stem = place.name if alone else f"{LYCORIS}{layer.replace('.', '_')}"
-        for part, tensor in held.items():
+    for layer, tensors in parts.items():
+        adapter = original.find_adapter(layer)
+        is_whole = adapter.parts == 1 and not adapter.swapped
+        stem = adapter.name if is_whole else f"{LYCORIS}{layer.replace('.', '_')}"
+        for part, tensor in tensors.items():
             converted[f"{stem}.{part}"] = (tensor * scale if part == "lokr_w1" else tensor).contiguous()
     return converted
 
@@ -169,78 +171,79 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
 
     Args:
         pipeline: class of diffusers' pipeline.
-        tensors: tensors by the keys that `adapter_to_original` and `lokr_to_original` give, and kohya's trainers.
-        network: network that is adapted.
+        tensors: tensors by the keys of `adapter_to_original`, `lokr_to_original` or kohya's trainers.
+        network: adapted network.
 
     Raises:
-        ValueError: the architecture has no original layout, a key is of no layer, a factor is missing, or a LoKr is of
-            several layers.
+        ValueError: the architecture has no original layout, a key belongs to no layer, a factor is missing, or a LoKr
+            adapts several layers.
     """
     if pipeline not in LAYOUTS:
         raise ValueError(f"{pipeline} has no original layout")
     config: Any = network.config
-    original = Original(pipeline, config)
-    groups, linear = _groups(original, network), linear_layers(network)
+    original = OriginalNames(pipeline, config)
+    groups, linear = _group_layers(original, network), find_linear_layers(network)
     stems: dict[str, dict[str, Tensor]] = {}
     converted: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         stem, _, kind = key.removesuffix(".weight").rpartition(".")
         if stem.startswith(LYCORIS):
             converted[key] = tensor
-        elif stem not in groups or not (kind in KINDS or kind.startswith("lokr_")):
-            raise ValueError(f"{key} is of no layer of {pipeline}")
+        elif stem not in groups or not (kind in PART_NAMES or kind.startswith("lokr_")):
+            raise ValueError(f"{key} belongs to no layer of {pipeline}")
         else:
-            stems.setdefault(stem, {})[KINDS.get(kind, kind)] = tensor
-    for stem, held in stems.items():
-        if any(kind.startswith("lokr_") for kind in held):
-            if len(groups[stem]) > 1 or original.stem(groups[stem][0]).swapped:
-                raise ValueError(f"{stem} is a LoKr of several layers, which is none of each")
-            converted |= {f"{groups[stem][0]}.{kind}": tensor for kind, tensor in held.items()}
+            stems.setdefault(stem, {})[PART_NAMES.get(kind, kind)] = tensor
+    for stem, parts in stems.items():
+        if any(kind.startswith("lokr_") for kind in parts):
+            if len(groups[stem]) > 1 or original.find_adapter(groups[stem][0]).swapped:
+                raise ValueError(f"{stem} is a LoKr of several layers, which cannot be split")
+            converted |= {f"{groups[stem][0]}.{kind}": tensor for kind, tensor in parts.items()}
             continue
-        if missing := {"A", "B"} - set(held):
+        if missing := {"A", "B"} - set(parts):
             raise ValueError(f"{stem} has no factor {missing.pop()}")
-        layers, down = groups[stem], held["A"]
-        swap = swap_halves if original.stem(layers[0]).swapped else Tensor.contiguous
+        layers, down = groups[stem], parts["A"]
+        swap = swap_halves if original.find_adapter(layers[0]).swapped else Tensor.contiguous
         sizes = [linear[layer].out_features for layer in layers]
-        rows = swap(held["B"]).split(sizes)
-        lengths = swap(held[DORA_SCALE]).split(sizes) if DORA_SCALE in held else ()
-        apart = _have_own_factors(rows, len(down))
+        rows = swap(parts["B"]).split(sizes)
+        lengths = swap(parts[DORA_SCALE]).split(sizes) if DORA_SCALE in parts else ()
+        separate = _are_block_diagonal(rows, len(down))
         for number, (layer, b) in enumerate(zip(layers, rows, strict=True)):
-            share = len(down) // len(layers) if apart else len(down)
-            columns = slice(number * share, (number + 1) * share) if apart else slice(None)
+            share = len(down) // len(layers) if separate else len(down)
+            columns = slice(number * share, (number + 1) * share) if separate else slice(None)
             if len(layers) > 1 and not (down[columns].any() or b[:, columns].any()):
                 continue  # a layer without an adapter among joined ones
             converted[f"{layer}.lora_A.weight"], converted[f"{layer}.lora_B.weight"] = (
                 down[columns],
                 b[:, columns].contiguous(),
             )
-            if "alpha" in held:
-                converted[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
+            if "alpha" in parts:
+                converted[f"{layer}.alpha"] = parts["alpha"] / len(layers) if separate else parts["alpha"]
             if lengths:
                 converted[f"{layer}.{DORA_SCALE}"] = lengths[number]
     return converted
 
 
-def include_joined(original: Original, network: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return some linear layers of a network, and those that the original joins with them."""
-    return [layer for group in _groups(original, network).values() if not set(group).isdisjoint(layers) for layer in group]
+def include_joined(original: OriginalNames, network: nn.Module, layers: Collection[str]) -> list[str]:
+    """Return the given linear layers of a network, and those that the original joins with them."""
+    groups = _group_layers(original, network).values()
+    return [layer for group in groups if not set(group).isdisjoint(layers) for layer in group]
 
 
 def swap_halves(tensor: Tensor) -> Tensor:
-    """Return a tensor with the halves of its rows exchanged."""
+    """Exchange the halves of a tensor's rows."""
     return torch.cat(tensor.chunk(2)[::-1])
 
 
-def _groups(original: Original, network: nn.Module) -> dict[str, list[str]]:
-    """Return the linear layers of each adapter by the part of its keys before the factor, in the order they are joined."""
+def _group_layers(original: OriginalNames, network: nn.Module) -> dict[str, list[str]]:
+    """Return the linear layers of each adapter by the part of its keys before the factor, in the order of joining."""
     groups: dict[str, list[str]] = {}
-    for layer in linear_layers(network):
-        groups.setdefault(original.stem(layer).name, []).append(layer)
-    return {stem: sorted(layers, key=lambda layer: original.stem(layer).part) for stem, layers in groups.items()}
+    for layer in find_linear_layers(network):
+        groups.setdefault(original.find_adapter(layer).name, []).append(layer)
+    return {stem: sorted(layers, key=lambda layer: original.find_adapter(layer).part) for stem, layers in groups.items()}
 
 
-def _have_own_factors(rows: Sequence[Tensor], rank: int) -> bool:
-    """Return whether each of several joined layers has a share of the rank for itself: B is zero outside of it."""
+def _are_block_diagonal(rows: Sequence[Tensor], rank: int) -> bool:
+    """Return whether each of several joined layers uses its own share of the rank: B is zero outside of it."""
     count = len(rows)
     if count == 1 or rank % count:
         return False

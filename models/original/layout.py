@@ -1,8 +1,8 @@
-"""Where each tensor of a diffusers network lies in the original checkpoint of its architecture.
+"""Names of diffusers' tensors in the original checkpoints of their architectures.
 
-A table has a row per layer: `diffusers' name: original name`, where `*` is the number of a block. After the original name
-`1/3` says that the tensor is the second of three that are joined along the rows, as in a fused projection of queries, keys
-and values. `swapped` says that its halves are exchanged, because scale and shift come in the other order.
+A table has a row per layer: `diffusers' name: original name`, where `*` is the number of a block. After the original name,
+`1/3` marks the second of three tensors that are joined along the rows, as in a fused projection of queries, keys and values.
+`swapped` marks tensors whose halves are exchanged, because scale and shift have the other order.
 """
 
 import re
@@ -17,15 +17,15 @@ RESNET = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a block: the first in a name
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # number of a block, the first in a name
 
 
-class Place(NamedTuple):
-    """Place of a tensor in the original checkpoint."""
+class OriginalTensor(NamedTuple):
+    """Name and part of a tensor in the original checkpoint."""
 
     name: str
     part: int = 0  # position among the tensors that are joined along the rows
-    parts: int = 1  # number of these tensors
+    parts: int = 1  # number of joined tensors
     swapped: bool = False  # whether the halves of the rows are exchanged
 
 
@@ -37,12 +37,12 @@ class WeightLayout(NamedTuple):
 
     Args:
         names: function from the settings of the network to its table.
-        prefix: text before the names in files of weights.
-        same: whether tensors that the table does not name have the same name in both.
-        kohya: whether adapters are named as by kohya's trainers, `lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`;
-            otherwise as ComfyUI's own, `diffusion_model.blocks.0.self_attn.q.lora_A.weight`.
-        adapters_renamed: whether adapters have the original names of layers; otherwise they keep diffusers', as those of
-            Z-Image, which ComfyUI maps to the joined layers itself.
+        prefix: prefix of the names in files of weights.
+        same: whether tensors without a row in the table have the same name in both.
+        kohya: whether adapters are named by kohya's trainers, `lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight`;
+            otherwise by ComfyUI, `diffusion_model.blocks.0.self_attn.q.lora_A.weight`.
+        adapters_renamed: whether adapters use the original names of layers; otherwise diffusers', as for Z-Image, which
+            ComfyUI maps to the joined layers itself.
     """
 
     names: Callable[[Any], Names]
@@ -52,7 +52,7 @@ class WeightLayout(NamedTuple):
     adapters_renamed: bool = True
 
 
-class Original:
+class OriginalNames:
     """Original names of the tensors of one network.
 
     Args:
@@ -64,8 +64,8 @@ class Original:
         self.layout = LAYOUTS[pipeline]
         self.names = self.layout.names(config)
 
-    def place(self, name: str) -> Place:
-        """Return the place of a tensor.
+    def find_tensor(self, name: str) -> OriginalTensor:
+        """Return the name and part of a tensor in the original checkpoint.
 
         Args:
             name: name in the state dict of diffusers' network.
@@ -74,49 +74,49 @@ class Original:
             ValueError: the architecture has no such tensor.
         """
         layer, _, leaf = name.rpartition(".")
-        entry = self._row(name)
-        if entry is not None:
-            return entry
-        if leaf in ("weight", "bias") and (entry := self._row(layer)) is not None:
-            return entry._replace(name=f"{entry.name}.{leaf}")
+        tensor = self._look_up(name)
+        if tensor is not None:
+            return tensor
+        if leaf in ("weight", "bias") and (tensor := self._look_up(layer)) is not None:
+            return tensor._replace(name=f"{tensor.name}.{leaf}")
         if self.layout.same:
-            return Place(name)
+            return OriginalTensor(name)
         raise ValueError(f"{name} has no original name")
 
-    def stem(self, layer: str) -> Place:
-        """Return the place of a linear layer's adapter, whose name is the part of its keys before the factor."""
+    def find_adapter(self, layer: str) -> OriginalTensor:
+        """Return the original name of a linear layer's adapter, the part of its keys before the factor."""
         weight = f"{layer}.weight"
-        place = self.place(weight) if self.layout.adapters_renamed else Place(weight)
-        name = place.name.removesuffix(".weight")
+        tensor = self.find_tensor(weight) if self.layout.adapters_renamed else OriginalTensor(weight)
+        name = tensor.name.removesuffix(".weight")
         if self.layout.kohya:
-            return place._replace(name=f"lora_unet_{name.replace('.', '_')}")
-        return place._replace(name=f"diffusion_model.{name}")
+            return tensor._replace(name=f"lora_unet_{name.replace('.', '_')}")
+        return tensor._replace(name=f"diffusion_model.{name}")
 
-    def _row(self, known: str) -> Place | None:
-        """Return what the table says of a tensor or a layer."""
-        number = NUMBER.search(known)
-        row = self.names.get(known) or self.names.get(NUMBER.sub("*", known, count=1))
+    def _look_up(self, name: str) -> OriginalTensor | None:
+        """Return the table's entry of a tensor or a layer."""
+        number = NUMBER.search(name)
+        row = self.names.get(name) or self.names.get(NUMBER.sub("*", name, count=1))
         if row is None:
             return None
-        name, *words = row.split(" ")
+        original, *words = row.split(" ")
         part, parts = next((map(int, word.split("/")) for word in words if "/" in word), (0, 1))
-        return Place(name.replace("*", number[0] if number else "*"), part, parts, "swapped" in words)
+        return OriginalTensor(original.replace("*", number[0] if number else "*"), part, parts, "swapped" in words)
 
 
-def _embedders(original: str, diffusers: str, *, first: str, second: str) -> dict[str, str]:
+def _name_embedder(original: str, diffusers: str, *, first: str, second: str) -> dict[str, str]:
     """Return the rows of an embedder of two layers."""
     return {f"{diffusers}.linear_1": f"{original}.{first}", f"{diffusers}.linear_2": f"{original}.{second}"}
 
 
-def _sd3(config: Any) -> Names:
+def _name_sd3(config: Any) -> Names:
     block, first = "transformer_blocks.*.", "joint_blocks.*."
     last = f"transformer_blocks.{config['num_layers'] - 1}.norm1_context.linear"
     names = {
         "pos_embed.pos_embed": "pos_embed",
         "pos_embed.proj": "x_embedder.proj",
         "context_embedder": "context_embedder",
-        **_embedders("t_embedder", "time_text_embed.timestep_embedder", first="mlp.0", second="mlp.2"),
-        **_embedders("y_embedder", "time_text_embed.text_embedder", first="mlp.0", second="mlp.2"),
+        **_name_embedder("t_embedder", "time_text_embed.timestep_embedder", first="mlp.0", second="mlp.2"),
+        **_name_embedder("y_embedder", "time_text_embed.text_embedder", first="mlp.0", second="mlp.2"),
         last: f"joint_blocks.{config['num_layers'] - 1}.context_block.adaLN_modulation.1 swapped",
         "proj_out": "final_layer.linear",
         "norm_out.linear": "final_layer.adaLN_modulation.1 swapped",
@@ -137,13 +137,13 @@ def _sd3(config: Any) -> Names:
     return names
 
 
-def _flux(config: Any) -> Names:
+def _name_flux(config: Any) -> Names:
     double, single = "transformer_blocks.*.", "single_transformer_blocks.*."
     ends = {"first": "in_layer", "second": "out_layer"}
     names = {
-        **_embedders("time_in", "time_text_embed.timestep_embedder", **ends),
-        **_embedders("vector_in", "time_text_embed.text_embedder", **ends),
-        **_embedders("guidance_in", "time_text_embed.guidance_embedder", **ends),
+        **_name_embedder("time_in", "time_text_embed.timestep_embedder", **ends),
+        **_name_embedder("vector_in", "time_text_embed.text_embedder", **ends),
+        **_name_embedder("guidance_in", "time_text_embed.guidance_embedder", **ends),
         "context_embedder": "txt_in",
         "x_embedder": "img_in",
         "proj_out": "final_layer.linear",
@@ -174,11 +174,11 @@ def _flux(config: Any) -> Names:
     return names
 
 
-def _wan(config: Any) -> Names:
+def _name_wan(config: Any) -> Names:
     names = {
         "patch_embedding": "patch_embedding",
-        **_embedders("time_embedding", "condition_embedder.time_embedder", first="0", second="2"),
-        **_embedders("text_embedding", "condition_embedder.text_embedder", first="0", second="2"),
+        **_name_embedder("time_embedding", "condition_embedder.time_embedder", first="0", second="2"),
+        **_name_embedder("text_embedding", "condition_embedder.text_embedder", first="0", second="2"),
         "condition_embedder.time_proj": "time_projection.1",
         "scale_shift_table": "head.modulation",
         "proj_out": "head.head",
@@ -206,7 +206,7 @@ def _wan(config: Any) -> Names:
     return names
 
 
-def _z_image(config: Any) -> Names:
+def _name_z_image(config: Any) -> Names:
     names = {f"all_final_layer.2-1.{layer}": f"final_layer.{layer}" for layer in ("linear", "adaLN_modulation.1")}
     names["all_x_embedder.2-1"] = "x_embedder"
     for blocks in ("layers", "noise_refiner", "context_refiner"):
@@ -216,45 +216,45 @@ def _z_image(config: Any) -> Names:
     return names
 
 
-def _sdxl(config: Any) -> Names:
+def _name_sdxl(config: Any) -> Names:
     """Return the table of a UNet.
 
-    The original numbers the blocks of all resolutions in one list, each with its resnet, its attention and its resampling as
-    submodules 0, 1 and 2.
+    The original numbers the blocks of all resolutions in one list, with resnet, attention and resampling as submodules 0, 1
+    and 2.
     """
     names = {
         "conv_in": "input_blocks.0.0",
         "conv_norm_out": "out.0",
         "conv_out": "out.2",
-        **_embedders("time_embed", "time_embedding", first="0", second="2"),
-        **_embedders("label_emb.0", "add_embedding", first="0", second="2"),
-        **_attention("mid_block.attentions.0", "middle_block.1", config),
+        **_name_embedder("time_embed", "time_embedding", first="0", second="2"),
+        **_name_embedder("label_emb.0", "add_embedding", first="0", second="2"),
+        **_name_attention("mid_block.attentions.0", "middle_block.1", config),
     }
     for part in (0, 1):
-        names |= _resnet(f"mid_block.resnets.{part}", f"middle_block.{2 * part}")
+        names |= _name_resnet(f"mid_block.resnets.{part}", f"middle_block.{2 * part}")
     each, stages = config["layers_per_block"], len(config["block_out_channels"])
-    # The down blocks follow the first convolution, and have one place more for the downsampling.
+    # The down blocks follow the first convolution, and number the downsampling, too.
     for side, blocks, first, layers in (("down", "input_blocks", 1, each), ("up", "output_blocks", 0, each + 1)):
         for stage in range(stages):
             attends = "CrossAttn" in config[f"{side}_block_types"][stage]
             for layer in range(layers):
-                ours, place = f"{side}_blocks.{stage}", f"{blocks}.{first + stage * (each + 1) + layer}"
-                names |= _resnet(f"{ours}.resnets.{layer}", f"{place}.0")
+                ours, theirs = f"{side}_blocks.{stage}", f"{blocks}.{first + stage * (each + 1) + layer}"
+                names |= _name_resnet(f"{ours}.resnets.{layer}", f"{theirs}.0")
                 if attends:
-                    names |= _attention(f"{ours}.attentions.{layer}", f"{place}.1", config)
+                    names |= _name_attention(f"{ours}.attentions.{layer}", f"{theirs}.1", config)
             if side == "up":
-                names[f"{ours}.upsamplers.0.conv"] = f"{place}.{2 if attends else 1}.conv"
+                names[f"{ours}.upsamplers.0.conv"] = f"{theirs}.{2 if attends else 1}.conv"
             else:
                 names[f"{ours}.downsamplers.0.conv"] = f"{blocks}.{(stage + 1) * (each + 1)}.0.op"
     return names
 
 
-def _resnet(ours: str, theirs: str) -> dict[str, str]:
+def _name_resnet(ours: str, theirs: str) -> dict[str, str]:
     return {f"{ours}.{layer}": f"{theirs}.{original}" for layer, original in RESNET.items()}
 
 
-def _attention(ours: str, theirs: str, config: Any) -> dict[str, str]:
-    """Return the rows of the transformer of a block, whose layers have the same names in both."""
+def _name_attention(ours: str, theirs: str, config: Any) -> dict[str, str]:
+    """Return the rows of a block's transformer, whose layers have the same names in both."""
     depths = config["transformer_layers_per_block"]
     depth = depths if isinstance(depths, int) else max(depths)
     inner = ["norm1", "norm2", "norm3", "ff.net.0.proj", "ff.net.2"]
@@ -268,16 +268,16 @@ def _attention(ours: str, theirs: str, config: Any) -> dict[str, str]:
     return {f"{ours}.{layer}": f"{theirs}.{layer}" for layer in layers}
 
 
-# By the class of diffusers' pipeline. Files of SD3 and SDXL hold the other networks, too, so that names have a prefix.
+# By the class of diffusers' pipeline. Files of SD3 and SDXL contain the other networks, too, so their names have a prefix.
 LAYOUTS: dict[str, WeightLayout] = {
-    "StableDiffusion3Pipeline": WeightLayout(_sd3, prefix="model.diffusion_model.", kohya=True),
-    "FluxPipeline": WeightLayout(_flux, kohya=True),
+    "StableDiffusion3Pipeline": WeightLayout(_name_sd3, prefix="model.diffusion_model.", kohya=True),
+    "FluxPipeline": WeightLayout(_name_flux, kohya=True),
     "QwenImagePipeline": WeightLayout(lambda config: {}, same=True),
     "QwenImageEditPipeline": WeightLayout(lambda config: {}, same=True),
     "QwenImageEditPlusPipeline": WeightLayout(lambda config: {}, same=True),
-    "WanPipeline": WeightLayout(_wan),
-    "WanImageToVideoPipeline": WeightLayout(_wan),
-    "ZImagePipeline": WeightLayout(_z_image, same=True, adapters_renamed=False),
-    "StableDiffusionXLPipeline": WeightLayout(_sdxl, prefix="model.diffusion_model.", kohya=True),
+    "WanPipeline": WeightLayout(_name_wan),
+    "WanImageToVideoPipeline": WeightLayout(_name_wan),
+    "ZImagePipeline": WeightLayout(_name_z_image, same=True, adapters_renamed=False),
+    "StableDiffusionXLPipeline": WeightLayout(_name_sdxl, prefix="model.diffusion_model.", kohya=True),
 }
 ARCHITECTURES = "SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"

@@ -1,4 +1,4 @@
-"""A whole pipeline in one safetensors file, as ComfyUI and kohya's trainers save it, unpacked as diffusers saves one."""
+"""Whole pipelines in one safetensors file, as ComfyUI and kohya's trainers save them, unpacked to diffusers' folders."""
 
 import os
 import shutil
@@ -16,33 +16,33 @@ from torch import Tensor, nn
 from fluvial.models.hub import probe_hub
 from fluvial.models.original.convert import from_original
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.folder import is_weight_file, local_folder, quietly, read_index, read_settings
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.folder import find_folder, get_first_line, is_weight_file, read_index, read_settings, silence
+from fluvial.models.pipelines.open import list_adapters
 
 SETTINGS = ("*.json", "*.txt", "*.model")  # files of a pipeline beside its weights
 
 
-def pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
-    """Return the folder of a pipeline that is a folder, an id, or one file; see `local_folder` and `unpack_pipeline`."""
+def find_pipeline_folder(name_or_path: str | Path, *, trust_remote_code: bool = False, settings: str | None = None) -> Path:
+    """Return the folder of a pipeline given as a folder, an id, or one file; see `find_folder` and `unpack_pipeline`."""
     if is_weight_file(name_or_path):
         return unpack_pipeline(Path(name_or_path).expanduser(), settings)
     if settings is not None:
         raise ValueError("`pipeline.settings` has no effect without a safetensors file as `model`; remove it")
-    return local_folder(name_or_path, trust_remote_code=trust_remote_code)
+    return find_folder(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def unpack_pipeline(file: Path, settings: str | None = None) -> Path:
-    """Return a folder with the pipeline of one safetensors file, which diffusers' `from_single_file` reads.
+    """Unpack the pipeline of one safetensors file, read by diffusers' `from_single_file`, and return its folder.
 
-    It is made once, in the user's cache, and takes as much of the disk as the file; weights in float8 become bfloat16.
+    It is unpacked once into the user's cache and takes as much disk space as the file; float8 weights become bfloat16.
 
     Args:
-        file: SD 1.5, SDXL, SD3 or FLUX, and what else diffusers knows, by original names.
-        settings: folder or id of a pipeline whose settings, tokenizers and missing parts are taken; by default the published
-            one that diffusers tells by the names of the tensors.
+        file: checkpoint with original names: SD 1.5, SDXL, SD3, FLUX, or another architecture that diffusers supports.
+        settings: folder or id of a pipeline for settings, tokenizers and missing parts; by default the published one that
+            diffusers infers from the names of the tensors.
 
     Raises:
-        ValueError: the file is not one of a whole pipeline, or its settings are not at hand.
+        ValueError: the file does not contain a whole pipeline, or its settings are not available.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluvial" / "pipelines"
     state = file.stat()
@@ -59,37 +59,37 @@ def unpack_pipeline(file: Path, settings: str | None = None) -> Path:
 
 
 def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
-    """Write the pipeline of a file to a folder, which appears when it is complete; see `unpack_pipeline`."""
+    """Write the pipeline of a file to a folder, atomically; see `unpack_pipeline`."""
     from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 
     try:
         tensors = load_single_file_checkpoint(str(file))
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{file} cannot be read: {get_first_line(error)}") from error
     if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
-        raise ValueError(f"{file} holds scaled float8 weights, which are not read: take the file in float16 or bfloat16")
+        raise ValueError(f"{file} holds scaled float8 weights, which are not supported: use float16 or bfloat16")
     source = _find_settings(file, settings or _infer_published(file, tensors))
     kind = str(read_index(source)["_class_name"])
     print(f"{file}: unpacking a {kind} to {folder}, once", file=sys.stderr)
     dtype = torch.bfloat16 if any(tensor.dtype.itemsize == 1 for tensor in tensors.values()) else None
     partial = Path(mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
-        with quietly():
+        with silence():
             options: dict[str, Any] = {"config": str(source), "local_files_only": True, "torch_dtype": dtype}
-            if kind in LAYOUTS:  # diffusers' converter of FLUX knows its published widths alone
+            if kind in LAYOUTS:  # diffusers' converter of FLUX supports only the published widths
                 options |= _read_network(kind, source, tensors, dtype)
             pipeline = getattr(diffusers, kind).from_single_file(str(file), **options)
             _check_filled(pipeline)
             pipeline.save_pretrained(partial)
-        if "v_pred" in tensors and pipeline.scheduler.config.get("prediction_type") != "v_prediction":  # ComfyUI's mark
+        if "v_pred" in tensors and pipeline.scheduler.config.get("prediction_type") != "v_prediction":  # ComfyUI's marker
             raise ValueError("it predicts v, and the scheduler of its settings has another prediction_type: give others")
         partial.rename(folder)
     except OSError:
         raise
-    except Exception as error:  # diffusers' converters raise what they meet
+    except Exception as error:  # diffusers' converters raise any kind
         raise ValueError(
-            f"{file} is not a whole {kind} with the settings of {settings or source}: {_first_line(error)}; where it is the "
-            "network alone, give the pipeline as `model`, and the file as `pipeline.weights`"
+            f"{file} is not a whole {kind} with the settings of {settings or source}: {get_first_line(error)}; if it is "
+            "the network alone, give the pipeline as `model`, and the file as `pipeline.weights`"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -97,8 +97,8 @@ def _unpack(file: Path, settings: str | None, folder: Path) -> Path:
 
 
 def _read_network(kind: str, source: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, nn.Module]:
-    """Return the network of a pipeline by the name of its part, with the settings of a folder."""
-    adapter = built_in()[kind]
+    """Read the network of a pipeline with the settings of a folder; return it by the name of its part."""
+    adapter = list_adapters()[kind]
     with torch.device("meta"):
         network = getattr(diffusers, adapter.network).from_config(read_settings(source / adapter.part / "config.json"))
     converted = from_original(kind, tensors, network)
@@ -107,10 +107,10 @@ def _read_network(kind: str, source: Path, tensors: dict[str, Tensor], dtype: to
 
 
 def _infer_published(file: Path, tensors: Any) -> str:
-    """Return the id of the published pipeline that a checkpoint is of."""
+    """Return the id of the published pipeline that matches a checkpoint."""
     from diffusers.loaders.single_file_utils import CHECKPOINT_KEY_NAMES, fetch_diffusers_config, infer_diffusers_model_type
 
-    if infer_diffusers_model_type(tensors) == "v1" and CHECKPOINT_KEY_NAMES["v1"] not in tensors:  # what it knows not
+    if infer_diffusers_model_type(tensors) == "v1" and CHECKPOINT_KEY_NAMES["v1"] not in tensors:  # its fallback
         raise ValueError(
             f"{file} has no names of a checkpoint that diffusers knows, expected a whole pipeline; "
             "an adapter is `lora.weights`"
@@ -119,7 +119,7 @@ def _infer_published(file: Path, tensors: Any) -> str:
 
 
 def _find_settings(file: Path, name: str) -> Path:
-    """Return the folder of a pipeline's settings, which are downloaded for an id."""
+    """Return the folder of a pipeline's settings; for an id they are downloaded."""
     from huggingface_hub import snapshot_download
 
     if Path(name).expanduser().is_dir():
@@ -140,10 +140,6 @@ def _check_filled(pipeline: Any) -> None:
         if not isinstance(part, nn.Module):
             continue
         if (tie := getattr(part, "tie_weights", None)) is not None:
-            tie()  # T5's embedding stands once in a file
+            tie()  # T5's embedding is stored once
         if missing := [key for key, tensor in part.state_dict().items() if tensor.is_meta]:
             raise ValueError(f"it lacks {len(missing)} tensors of {name}, such as {missing[0]}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

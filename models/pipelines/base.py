@@ -1,7 +1,7 @@
 """Base class of the adapters over diffusers: the pipeline's folder, its frozen parts, encoded prompts and schedule.
 
 A pipeline is a folder of parts. The network is trained, so the engine builds, shards and loads it. The text encoders and
-the VAE are frozen and loaded here on first use.
+the VAE are frozen, and loaded here on first use.
 """
 
 import contextlib
@@ -23,35 +23,35 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
-from fluvial.models.device import default_device, has_values, is_accelerator
-from fluvial.models.digests import describe_code, digest_file, encoding_code, join_digests
+from fluvial.models.device import find_default_device, has_values, is_accelerator
+from fluvial.models.digests import describe_code, describe_encoding_code, digest_file, join_digests
 from fluvial.models.host_values import to_device
 from fluvial.models.original.convert import unpack_weights
 from fluvial.models.pipelines import unfilled
-from fluvial.models.pipelines.folder import entries, list_parts, load_network, local_folder, quietly, read_settings
+from fluvial.models.pipelines.folder import find_folder, list_parts, load_network, read_entries, read_settings, silence
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 from fluvial.models.quantised import Base, quantise_linear
 from fluvial.models.replay.media import TextPrompt, get_text
 from fluvial.models.replay.processors import add_tokenizers, read_processors
 
 PATCH = 2  # latents per token along each side
-DECODED = 4  # images that a VAE decodes at a time
-MOVING = threading.RLock()  # held while a VAE that rests on the host works: an evaluation and rollouts made ahead share it
+DECODE_CHUNK = 4  # default number of images that a VAE decodes at a time
+VAE_LOCK = threading.RLock()  # held while an offloaded VAE works: an evaluation and prefetched rollouts share it
 
 
 class TextCond(NamedTuple):
     """Conditioning of a network by a prompt."""
 
-    tokens: Tensor  # [B, L, D] embedding of each token; of several encoders as the pipeline joins them
+    tokens: Tensor  # [B, L, D] embedding of each token; several encoders are joined as in the pipeline
     pooled: Tensor | None = None  # [B, P] pooled embedding, for networks that take one
 
 
 class VaeOptions(NamedTuple):
-    """How a frozen VAE is held and run."""
+    """Options of a frozen VAE."""
 
-    dtype: torch.dtype | None = None  # by default that of the pipeline's frozen parts
-    tile: int | None = None  # side in pixels of the tiles that it works on, one image at a time; None works on whole images
-    on_host: bool = False  # whether it is on the device only while it works
+    dtype: torch.dtype | None = None  # by default the dtype of the pipeline's frozen parts
+    tile: int | None = None  # side of the tiles in pixels, one image at a time; None processes whole images
+    on_host: bool = False  # whether to offload the VAE to the host while it is not in use
 
 
 class Pipeline:
@@ -59,36 +59,36 @@ class Pipeline:
 
     Args:
         folder: folder as diffusers saves a pipeline, or an id on the Hub.
-        dtype: dtype of the text encoders and the VAE. The network is built in float32; the engine chooses its own dtype.
+        dtype: dtype of the text encoders and the VAE. The network is built in float32; the engine chooses its dtype.
         device: device of the text encoders and the VAE; by default the GPU if there is one.
         text_tokens: number of tokens that a prompt is padded to; by default that of diffusers' pipeline.
-        shift: shift s of a flow's noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
+        shift: shift s of a flow's noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's.
         decode_chunk: number of images that the VAE decodes at a time.
-        text_base: format that the linear layers of the text encoders are quantised to; None leaves them in `dtype`.
-        vae: how the VAE is held and run.
-        cache: folder of encoded prompts, so that each prompt is encoded once for all runs and ranks; None keeps none.
+        text_base: quantisation format of the text encoders' linear layers; None leaves them in `dtype`.
+        vae: options of the VAE.
+        cache: folder of encoded prompts, so that each prompt is encoded once for all runs and ranks; None disables it.
         trust_remote_code: whether to run code that the folder contains.
 
     Raises:
         ValueError: the folder holds another pipeline or lacks a part, or a number is out of range.
     """
 
-    pipeline: str  # class of diffusers' pipeline, as model_index.json names it
-    network: str  # class of diffusers' network, which is trained
-    former: ClassVar[tuple[str, ...]] = ()  # names that published folders still have for it
+    pipeline: str  # class of diffusers' pipeline, as in model_index.json
+    network: str  # class of the trained network in diffusers
+    former: ClassVar[tuple[str, ...]] = ()  # former names of the class in published folders
     part: str = "transformer"  # folder of the network
     block_lists: ClassVar[tuple[str, ...]]  # names of the module lists of repeated blocks, in the order they run
     packed: ClassVar[bool] = False  # whether the network takes tokens of 2 x 2 latents
-    # np.linspace or torch.linspace, which round differently, for a pipeline with levels of its own before the shift.
+    # np.linspace or torch.linspace, which round differently, for a pipeline that sets the levels before the shift.
     linspace: ClassVar[Callable[..., Any] | None] = None
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     encoding: ClassVar[Mapping[str, Any]] = {}  # further arguments of the pipeline's encode_prompt
-    encoded: ClassVar[tuple[str, ...]]  # names of what `text` returns, in encode_prompt's order; "" leaves one out
+    encoded: ClassVar[tuple[str, ...]]  # names of encode_prompt's results in order; "" drops one
     lora_targets: tuple[str, ...]
-    conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the tensors of `text`
-    others: ClassVar[tuple[str, ...]] = ("vae", "scheduler")  # parts that a folder must hold beside the network
+    conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the results of `encode_text`
+    others: ClassVar[tuple[str, ...]] = ("vae", "scheduler")  # parts that a folder must contain beside the network
     prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
-    encoders: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")  # first parts of the names of what encodes a prompt
+    encoders: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")  # name prefixes of the parts that encode a prompt
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
 
@@ -100,15 +100,15 @@ class Pipeline:
         device: torch.device | str | None = None,
         text_tokens: int | None = None,
         shift: float | None = None,
-        decode_chunk: int = DECODED,
+        decode_chunk: int = DECODE_CHUNK,
         text_base: Base | None = None,
         vae: VaeOptions | None = None,
         cache: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.folder = local_folder(folder, trust_remote_code=trust_remote_code)
+        self.folder = find_folder(folder, trust_remote_code=trust_remote_code)
         self.dtype, self.cache, self.trust_remote_code = dtype, cache, trust_remote_code
-        self.device = default_device() if device is None else torch.device(device)
+        self.device = find_default_device() if device is None else torch.device(device)
         default, most = self.text_lengths
         self.text_tokens = default if text_tokens is None else text_tokens
         if not 1 <= self.text_tokens <= most:
@@ -127,8 +127,8 @@ class Pipeline:
         self.config, self.vae_config = (
             read_settings(self.folder / part / "config.json") if part in self.parts else {} for part in (self.part, "vae")
         )
-        if (held := self.config.get("_class_name")) not in (self.network, *self.former):
-            raise ValueError(f"{self.folder / self.part} holds a {held}, expected a {self.network}")
+        if (class_name := self.config.get("_class_name")) not in (self.network, *self.former):
+            raise ValueError(f"{self.folder / self.part} holds a {class_name}, expected a {self.network}")
         self._tokenizers: Any = None
         self._text: Any = None
         self._vae: Any = None
@@ -148,7 +148,7 @@ class Pipeline:
         """Return (C, height / s, width / s) for a VAE that scales by s.
 
         Raises:
-            ValueError: it is a video, height or width is not a multiple of s times the patch, or there are too many tokens.
+            ValueError: frames > 1, height or width is not a multiple of s times the patch, or there are too many tokens.
         """
         check_still(frames)
         multiple = self.vae_scale * self.patch
@@ -160,24 +160,24 @@ class Pipeline:
         """Return the pipeline's schedule; some schedulers shift it by the number of tokens."""
         tokens = (shape[-2] // self.patch) * (shape[-1] // self.patch)
         sigmas = None if self.linspace is None else self.linspace(1.0, 1 / steps, steps).tolist()
-        return flow_schedule(self.scheduler(), steps, tokens=tokens, sigmas=sigmas)
+        return build_flow_schedule(self.build_scheduler(), steps, tokens=tokens, sigmas=sigmas)
 
     def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return v `[B, *event]`, see `DiffusionModel.predict`."""
         v = module(
-            hidden_states=self.network_input(x, cond),
+            hidden_states=self.build_network_input(x, cond),
             encoder_hidden_states=cond.tokens.to(x.dtype),
-            **self.inputs(x, level * 1000 if timestep is None else timestep, cond),
+            **self.build_inputs(x, level * 1000 if timestep is None else timestep, cond),
             return_dict=False,
         )[0]
-        # A network that is given further tokens returns a velocity for each of them.
+        # A network returns a velocity for further input tokens, too.
         return unpack(v[:, : x.shape[-2] * x.shape[-1] // PATCH**2], x.shape[-2]) if self.packed else v
 
-    def network_input(self, x: Tensor, cond: Any) -> Tensor:
-        """Return the samples as the network takes them; a subclass adds tokens or channels of the conditioning."""
+    def build_network_input(self, x: Tensor, cond: Any) -> Tensor:
+        """Return the samples in the network's input layout; a subclass adds tokens or channels of the conditioning."""
         return pack(x) if self.packed else x
 
-    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+    def build_inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
         """Return the network's arguments apart from the sample and the tokens of the prompt."""
         return {"timestep": timestep}
 
@@ -192,12 +192,12 @@ class Pipeline:
 
         Args:
             images: images `[B, C, H, W]` of 1 or 3 channels, or videos `[B, C, F, H, W]`, in [0, 1].
-            key: keys `[B]`, one per image, that a sample of the VAE's distribution is drawn with; without, it is the mean.
+            key: keys `[B]`, one per image, to draw a sample of the VAE's distribution; without a key, return its mode.
         """
         config, latents = self.vae.config, self.encode_with_vae(images, key)
         return (latents if config.shift_factor is None else latents - config.shift_factor) * config.scaling_factor
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return the encoding of a prompt as tensors `[1, ...]` by name.
 
         Args:
@@ -208,11 +208,11 @@ class Pipeline:
         returned = zip(self.encoded, encoders.encode_prompt(get_text(prompt), **options), strict=True)
         return {name: tensor for name, tensor in returned if name}
 
-    def cond(self, texts: Mapping[str, Tensor]) -> Cond:
-        """Return the conditioning of a batch of encoded prompts, tensors `[B, ...]` by the names that `text` gives them."""
+    def build_cond(self, texts: Mapping[str, Tensor]) -> Cond:
+        """Return the conditioning of a batch of encoded prompts, given as tensors `[B, ...]` by `encode_text`'s names."""
         return self.conditioning(**texts)
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit among those of diffusers' pipeline, and that limit in tokens."""
         return tokenizers.tokenizer, self.text_tokens
 
@@ -229,7 +229,7 @@ class Pipeline:
         """Return the model with the network of another folder, e.g. the export of a run, or of a safetensors file.
 
         Raises:
-            ValueError: the file is not one of weights of this network, see `unpack_weights`.
+            ValueError: the file does not contain weights of this network, see `unpack_weights`.
         """
         if folder.is_file():
             if not isinstance(self.weights, Path):
@@ -251,7 +251,7 @@ class Pipeline:
             with torch.device("meta") if unread else init_empty_weights(include_buffers=False):
                 return kind.from_config(read_settings(self.folder / part / "config.json"))
         folder = self.weights if isinstance(self.weights, Path) else self.weights[part]
-        with quietly():
+        with silence():
             return load_network(kind, folder)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -259,14 +259,14 @@ class Pipeline:
         return [block for name in self.block_lists for block in module.get_submodule(name).children()]
 
     def check_prompt(self, prompt: TextPrompt) -> None:
-        """Raise a ValueError of one line if a prompt has more tokens than the encoder with the largest limit takes.
+        """Raise a ValueError of one line if a prompt has more tokens than the largest limit of the encoders.
 
-        Encoders with a smaller limit use the beginning of the prompt, as in diffusers' pipeline.
+        Encoders with a smaller limit truncate the prompt, as in diffusers' pipeline.
         """
         if self._tokenizers is None:
-            self._tokenizers = self._load("tokenizer")
-        with quietly():
-            tokenizer, most = self.longest(self._tokenizers)
+            self._tokenizers = self._load_parts("tokenizer")
+        with silence():
+            tokenizer, most = self.find_token_limit(self._tokenizers)
             count = self.count_tokens(tokenizer, get_text(prompt))
         if count > most:
             raise ValueError(f"the prompt {get_text(prompt)[:40]!r}... has {count} tokens, expected at most {most}")
@@ -287,7 +287,7 @@ class Pipeline:
         """
         texts = {prompt: self._read_cache(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(texts.values()))
-        return self.cond({name: torch.cat([texts[prompt][name] for prompt in prompts]) for name in names})
+        return self.build_cond({name: torch.cat([texts[prompt][name] for prompt in prompts]) for name in names})
 
     def release(self) -> None:
         """Free the text encoders; a prompt that is not in the cache loads them again."""
@@ -300,32 +300,32 @@ class Pipeline:
 
     @property
     def vae(self) -> Any:
-        """The frozen VAE, loaded on first use."""
+        """Frozen VAE, loaded on first use."""
         if self._vae is None:
             import diffusers
 
             kind, folder = self.parts["vae"], self.folder / "vae"
             if not has_values(self.device):
-                self._vae = unfilled.network(diffusers, kind, folder, dtype=self.vae_dtype, device=self._vae_rests)
-                self._tile()
+                self._vae = unfilled.build_network(diffusers, kind, folder, dtype=self.vae_dtype, device=self._vae_storage)
+                self._set_tiles()
                 return self._vae
             options = {"torch_dtype": self.vae_dtype, "use_safetensors": True, "local_files_only": True}
-            with quietly():
+            with silence():
                 vae = getattr(diffusers, kind).from_pretrained(folder, **options)
-            self._vae = vae.requires_grad_(False).eval().to(self._vae_rests)
-            self._tile()
+            self._vae = vae.requires_grad_(False).eval().to(self._vae_storage)
+            self._set_tiles()
         return self._vae
 
     @property
-    def _vae_rests(self) -> torch.device:
-        """Device of the VAE while it does not work."""
+    def _vae_storage(self) -> torch.device:
+        """Device of the VAE while it is not in use."""
         return torch.device("cpu") if self.vae_options.on_host else self.device
 
-    def _tile(self) -> None:
-        """Set the size of the VAE's tiles, which overlap by a quarter, if it has one.
+    def _set_tiles(self) -> None:
+        """Set the size of the VAE's tiles, which overlap by a quarter, if it is given.
 
         Raises:
-            ValueError: its class has no tiles.
+            ValueError: the VAE's class does not support tiles.
         """
         side = self.vae_options.tile
         if side is None:
@@ -340,12 +340,12 @@ class Pipeline:
             raise ValueError(f"{self.folder} has a {type(self._vae).__name__}, which does not work in tiles")
 
     @contextlib.contextmanager
-    def _vae_at_work(self, *, differentiable: bool) -> Iterator[Any]:
-        """Yield the VAE on the device. Afterwards it goes back to the host if it rests there and no gradient needs it."""
+    def _use_vae(self, *, differentiable: bool) -> Iterator[Any]:
+        """Yield the VAE on the device; afterwards offload it again, unless a gradient needs it."""
         if not self.vae_options.on_host:
             yield self.vae
             return
-        with MOVING:
+        with VAE_LOCK:
             vae = self.vae.to(self.device)
             try:
                 yield vae
@@ -353,7 +353,7 @@ class Pipeline:
                 if not differentiable:
                     vae.to("cpu")
 
-    def scheduler(self) -> Any:
+    def build_scheduler(self) -> Any:
         """Return diffusers' flow-matching scheduler with the folder's settings.
 
         Raises:
@@ -370,7 +370,7 @@ class Pipeline:
     def decode_with_vae(self, latents: Tensor) -> Tensor:
         """Decode unscaled latents in chunks; return float32 in [0, 1], on the device of the latents."""
         chunks = latents.to(self.device, self.vae_dtype).split(self.decode_chunk)
-        with self._vae_at_work(differentiable=torch.is_grad_enabled() and latents.requires_grad) as vae:
+        with self._use_vae(differentiable=torch.is_grad_enabled() and latents.requires_grad) as vae:
             images = torch.cat([vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
         return (images.float() * 0.5 + 0.5).clamp(0, 1).to(latents.device)
 
@@ -382,11 +382,11 @@ class Pipeline:
             images, key: see `encode_images`; the images have the dimensions that the VAE takes.
 
         Raises:
-            ValueError: there is a key, and the VAE has no distribution to sample from.
+            ValueError: a key is given, but the VAE has no distribution to sample from.
         """
         coloured = images if images.shape[1] == 3 else images.expand(-1, 3, *images.shape[2:])
         chunks = to_device((coloured * 2 - 1).to(self.vae_dtype), self.device).split(self.decode_chunk)
-        with self._vae_at_work(differentiable=False) as vae:
+        with self._use_vae(differentiable=False) as vae:
             encoded = [vae.encode(chunk) for chunk in chunks]
         if not hasattr(encoded[0], "latent_dist"):  # a deterministic VAE
             if key is not None:
@@ -402,7 +402,7 @@ class Pipeline:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
             return self._encode(prompt)
-        self._fingerprint = self._fingerprint or self._encoders()
+        self._fingerprint = self._fingerprint or self._fingerprint_encoders()
         name = hashlib.sha256(f"{self._fingerprint}\n{prompt}".encode()).hexdigest()
         file = self.cache / f"{name}.safetensors"
         if file.is_file():
@@ -426,7 +426,7 @@ class Pipeline:
     def _encode(self, prompt: TextPrompt) -> dict[str, Tensor]:
         self.check_prompt(prompt)
         if self._text is None:
-            self._text = self._load(*self.encoders)
+            self._text = self._load_parts(*self.encoders)
             for name in self.parts:
                 encoder = getattr(self._text, name, None)
                 if not name.startswith(self.encoders) or not isinstance(encoder, nn.Module):
@@ -435,74 +435,75 @@ class Pipeline:
                 if name.startswith("text_encoder") and self.text_base is not None and has_values(self.device):
                     quantise_linear(encoder, self.text_base, self.dtype)
                 encoder.to(self.device)
-        with quietly():
-            texts = self.text(self._text, prompt)
-        # Copied together, so that the device is waited for once.
+        with silence():
+            texts = self.encode_text(self._text, prompt)
+        # Copied together, so that the host waits for the device once.
         copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in texts.items()}
         if is_accelerator(self.device):
             torch.get_device_module(self.device).current_stream().synchronize()
         return {name: tensor.contiguous().clone() for name, tensor in copies.items()}  # out of pinned memory
 
-    def _load(self, *wanted: str) -> Any:
-        """Return diffusers' pipeline with the parts whose names start with `wanted`, and the network on the meta device."""
-        left_out = {name: None for name, kind in entries(self.folder).items() if kind is None or not name.startswith(wanted)}
+    def _load_parts(self, *prefixes: str) -> Any:
+        """Return diffusers' pipeline with the parts whose names start with a prefix, and the network on the meta device."""
+        entries = read_entries(self.folder).items()
+        left_out = {name: None for name, kind in entries if kind is None or not name.startswith(prefixes)}
         if not has_values(self.device):
-            parts = {name: kind for name, kind in self.parts.items() if name.startswith(wanted)}
+            parts = {name: kind for name, kind in self.parts.items() if name.startswith(prefixes)}
             extra = {self.part: self.build_part(self.part, empty=True)}
-            with quietly():
-                return unfilled.pipeline(
+            with silence():
+                return unfilled.build_pipeline(
                     self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, base=self.text_base, device=self.device
                 )
         # Some pipelines read the settings of the network.
-        return self._open(**{**left_out, self.part: self.build_part(self.part, empty=True)})
+        return self._open_pipeline(**{**left_out, self.part: self.build_part(self.part, empty=True)})
 
-    def _open(self, **parts: Any) -> Any:
-        """Return diffusers' pipeline with other parts than the folder's, or None for one to leave out."""
+    def _open_pipeline(self, **parts: Any) -> Any:
+        """Return diffusers' pipeline with some parts replaced; None leaves a part out."""
         from diffusers import DiffusionPipeline
 
         options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": self.trust_remote_code}
         components = {**read_processors(self.folder), **parts}
-        with quietly():
+        with silence():
             pipe = DiffusionPipeline.from_pretrained(self.folder, **components, torch_dtype=self.dtype, **options)
             add_tokenizers(pipe, self.folder, parts)
             return pipe
 
-    def _encoders(self) -> str:
+    def _fingerprint_encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders, settings and code that an encoded prompt depends on."""
         base = "" if self.text_base is None else f" {self.text_base}"
-        code = f"{encoding_code()} {self.device.type} {type(self).__module__}.{type(self).__qualname__}"
+        code = f"{describe_encoding_code()} {self.device.type} {type(self).__module__}.{type(self).__qualname__}"
         settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base} {code}"
-        # The settings of the network and of the whole pipeline, and code in the folder, may decide, too.
+        # Settings of the network and of the whole pipeline, and code in the folder, may affect the encoding.
         files = [file for at in ("", "*/") for kind in ("json", "py") for file in self.folder.glob(f"{at}*.{kind}")]
         return self._compute_fingerprint(settings, self.encoders, files)
 
-    def image_encoder(self) -> str:
+    def fingerprint_image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""
         tile = "" if self.vae_options.tile is None else f" {self.vae_options.tile}"
         return self._compute_fingerprint(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
 
-    def _compute_fingerprint(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
-        """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
+    def _compute_fingerprint(self, settings: str, prefixes: tuple[str, ...], files: Iterable[Path] = ()) -> str:
+        """Return a fingerprint of settings, of the parts whose names start with one of `prefixes`, and of further files."""
         code = [describe_code(kind) for kind in type(self).__mro__[:-1] if not kind.__module__.startswith("fluvial.")]
-        settings = " ".join([settings, *code])  # an adapter outside fluvial is known by its source
-        parts = [name for name in self.parts if name.startswith(kinds)]
+        settings = " ".join([settings, *code])  # adapters outside fluvial are identified by their source
+        parts = [name for name in self.parts if name.startswith(prefixes)]
         every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]
         digests = {str(file.relative_to(self.folder)): digest_file(file) for file in every if file.is_file()}
         return hashlib.sha256(f"{settings}\n{join_digests(digests)}".encode()).hexdigest()
 
 
 def pack(x: Tensor) -> Tensor:
-    """Return latents `[..., C, H, W]` as tokens `[..., H W / 4, 4 C]`."""
+    """Rearrange latents `[..., C, H, W]` to tokens `[..., H W / 4, 4 C]`."""
     return rearrange(x, "... c (h p) (w q) -> ... (h w) (c p q)", p=PATCH, q=PATCH)
 
 
 def unpack(tokens: Tensor, height: int) -> Tensor:
-    """Return tokens `[..., H W / 4, 4 C]` as latents `[..., C, H, W]` of a height."""
+    """Rearrange tokens `[..., H W / 4, 4 C]` to latents `[..., C, H, W]` of a height."""
     return rearrange(tokens, "... (h w) (c p q) -> ... c (h p) (w q)", h=height // PATCH, p=PATCH, q=PATCH)
 
 
 def check_still(frames: int) -> None:
-    """Raise ValueError if more than one frame is asked for."""
+    """Raise ValueError if frames is not 1."""
     if frames != 1:
         raise ValueError(f"frames is {frames}, expected 1: the model makes images")
 
@@ -510,26 +511,26 @@ def check_still(frames: int) -> None:
 def check_size(height: int, width: int, *, multiple: int, most: int | None = None) -> None:
     """Raise ValueError unless height and width are multiples of `multiple` pixels and at most `most`."""
 
-    def nearest(size: int) -> int:
-        close = max(1, (size + multiple // 2) // multiple) * multiple
-        return close if most is None else min(close, most)
+    def round_size(size: int) -> int:
+        rounded = max(1, (size + multiple // 2) // multiple) * multiple
+        return rounded if most is None else min(rounded, most)
 
-    near = (nearest(height), nearest(width))
-    if near != (height, width):
+    valid = (round_size(height), round_size(width))
+    if valid != (height, width):
         limit = "" if most is None else f", at most {most}"
         raise ValueError(
-            f"the size is {height}x{width}, expected multiples of {multiple}{limit}: the nearest is {near[0]}x{near[1]}"
+            f"the size is {height}x{width}, expected multiples of {multiple}{limit}: the nearest is {valid[0]}x{valid[1]}"
         )
 
 
-def flow_schedule(scheduler: Any, steps: int, *, tokens: int, sigmas: Sequence[float] | None = None) -> Schedule:
+def build_flow_schedule(scheduler: Any, steps: int, *, tokens: int, sigmas: Sequence[float] | None = None) -> Schedule:
     """Return the schedule of a flow-matching scheduler, to the bit.
 
     Args:
         scheduler: diffusers' FlowMatchEulerDiscreteScheduler.
         steps: number of steps.
         tokens: number of the network's tokens for one sample, which shifts the levels of some schedulers.
-        sigmas: noise levels before the shift, for pipelines that have their own.
+        sigmas: noise levels before the shift, for pipelines that set them.
     """
     settings = scheduler.config
     options: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": list(sigmas)}

@@ -13,14 +13,14 @@ from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
 
 
 class Conditioned(Pipeline):
-    """A pipeline whose prompts have images, which are encoded once with the text, and cached with it.
+    """A pipeline whose prompts have images, which are encoded and cached together with the text.
 
     Args:
         folder, options: see `Pipeline`.
-        height, width: size of the samples in pixels, which the conditioning may depend on.
+        height, width: size of the samples in pixels; the conditioning may depend on it.
     """
 
-    takes: tuple[str, ...]  # names of the images of a prompt, which are those of the pipeline's arguments
+    takes: tuple[str, ...]  # names of a prompt's images, which are arguments of the pipeline's call
     lists: ClassVar[tuple[str, ...]] = ()  # arguments that take several images per prompt
     calls: ClassVar[tuple[str, ...]] = ()  # further arguments of the pipeline's call that are options here
     sized: ClassVar[tuple[str, ...]] = ("height", "width")  # sizes of a sample that are options here
@@ -33,34 +33,34 @@ class Conditioned(Pipeline):
         """Return the conditioning of prompts with images, on the CPU.
 
         Raises:
-            ValueError: a prompt is too long or lacks an image, or an image cannot be used; the message names the prompt.
+            ValueError: a prompt is too long or lacks an image, or an image is not suitable; the message names the prompt.
         """
         for prompt in prompts:
             check_media(prompt, self.takes, self.lists)
         return super().encode(prompts)
 
-    def _encoders(self) -> str:
-        return f"{super()._encoders()} {self.image_encoder()} {self.seen_as()}"
+    def _fingerprint_encoders(self) -> str:
+        return f"{super()._fingerprint_encoders()} {self.fingerprint_image_encoder()} {self.describe_image_options()}"
 
-    def seen_as(self) -> str:
-        """Return the options that the encoding of images depends on, for the names of cached prompts."""
+    def describe_image_options(self) -> str:
+        """Return the options that the encoding of images depends on, for the keys of cached prompts."""
         return f"{self.size}"
 
 
 def check_media(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] = ()) -> None:
-    """Raise ValueError if a prompt lacks one of the images of some names, or has several but of those in `lists`."""
+    """Raise ValueError if a prompt lacks one of the named images, or has several of a name that is not in `lists`."""
     media = prompt.media if isinstance(prompt, MediaPrompt) else {}
     for name in takes:
-        source, shown = media.get(name), get_text(prompt)[:40]
+        source, start = media.get(name), get_text(prompt)[:40]
         if source is None:
             expected = "an image or a list of images" if name in lists else "an image"
-            raise ValueError(f"prompt {shown!r} has no {name}: give its record a column {name} with {expected}")
+            raise ValueError(f"prompt {start!r} has no {name}: give its record a column {name} with {expected}")
         if isinstance(source, tuple) and name not in lists:
-            raise ValueError(f"prompt {shown!r} has {len(source)} images in {name}, expected one")
+            raise ValueError(f"prompt {start!r} has {len(source)} images in {name}, expected one")
 
 
 def open_images(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] = ()) -> list[Image.Image]:
-    """Return the images of a prompt in the order of some names; ValueError if one is missing or cannot be read."""
+    """Return the named images of a prompt in order; ValueError if one is missing or cannot be read."""
     check_media(prompt, takes, lists)
     assert isinstance(prompt, MediaPrompt)
     sources = [prompt.media[name] for name in takes]

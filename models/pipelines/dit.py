@@ -1,4 +1,4 @@
-"""DiT: transformers that are given a class in place of a text, and predict epsilon. A prompt is a class."""
+"""DiT: class-conditional transformers that predict epsilon. A prompt is a class."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ from fluvial.models.pipelines.folder import read_index
 from fluvial.models.pipelines.unet import StableDiffusion
 from fluvial.models.replay.media import TextPrompt, get_text
 
-NULL = 1000  # class of an unconditional input, which diffusers' pipeline has built in: there are as many others
+NULL = 1000  # class of the unconditional input, fixed in diffusers' pipeline; also the number of other classes
 
 
 class ClassCond(NamedTuple):
@@ -49,7 +49,7 @@ class DiT(StableDiffusion):
         self.names = {name.strip(): int(number) for number, known in names.items() for name in known.split(",")}
 
     def build_part(self, part: str, *, empty: bool) -> nn.Module:
-        """Return the network, see `Pipeline.build`, which drops no classes at random in training."""
+        """Return the network, see `Pipeline.build`, without random dropping of classes in training."""
         network = super().build_part(part, empty=empty)
         for layer in network.modules():
             if type(layer).__name__ == "LabelEmbedding":
@@ -57,21 +57,21 @@ class DiT(StableDiffusion):
         return network
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks after the first, whose embedding of the class the network computes again after the last."""
+        """Return the blocks after the first; the network uses the first one's class embedding again after the last."""
         return list(module.get_submodule("transformer_blocks").children())[1:]
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of a sample; ValueError for another size than the network's."""
+        """Return the shape of a sample; ValueError if the size is not the network's."""
         side = self.config["sample_size"] * self.vae_scale
         if (height, width) != (side, side):
             raise ValueError(f"the size is {height}x{width}, expected {side}x{side}: the network has one size")
         return super().latent_shape(height, width, frames)
 
     def find_class(self, prompt: str) -> int:
-        """Return the class that a prompt is.
+        """Return the class that a prompt names.
 
         Raises:
-            ValueError: it is none; the message names the closest.
+            ValueError: the prompt is not a class; the message names the closest ones.
         """
         if not prompt:
             return NULL
@@ -80,17 +80,17 @@ class DiT(StableDiffusion):
         if (number := self.names.get(prompt)) is None:
             close = get_close_matches(prompt, self.names, n=3, cutoff=0.4) or [*self.names][:3]
             hint = f", or a name, such as {', '.join(close)}" if close else f": {self.folder} has no id2label with names"
-            raise ValueError(f"the prompt {prompt[:40]!r} is no class: expected a number from 0 to {NULL - 1}{hint}")
+            raise ValueError(f"the prompt {prompt[:40]!r} is not a class: expected a number from 0 to {NULL - 1}{hint}")
         return number
 
     def check_prompt(self, prompt: TextPrompt) -> None:
-        """Raise ValueError if a prompt is no class, see `find_class`."""
+        """Raise ValueError if a prompt is not a class, see `find_class`."""
         self.find_class(get_text(prompt))
 
     def _encode(self, prompt: TextPrompt) -> dict[str, Tensor]:
         return {"classes": torch.tensor([self.find_class(get_text(prompt))])}
 
-    def call(self, module: nn.Module, x: Tensor, timestep: Tensor, cond: ClassCond) -> Tensor:
+    def call_network(self, module: nn.Module, x: Tensor, timestep: Tensor, cond: ClassCond) -> Tensor:
         """Return the network's output, without the variance."""
         output: Tensor = module(x, timestep=timestep, class_labels=cond.classes, return_dict=False)[0]
         return output[:, : x.shape[1]]

@@ -28,7 +28,7 @@ class Flux(Pipeline):
 
     Args:
         folder, options: see `Pipeline`.
-        embedded_guidance: guidance input of a distilled network. Guidance by two forward passes is separate; dev needs none.
+        embedded_guidance: guidance input of a distilled network; dev needs no guidance by two forward passes.
     """
 
     pipeline = "FluxPipeline"
@@ -47,22 +47,22 @@ class Flux(Pipeline):
         check_number("flux", "embedded_guidance", embedded_guidance, low=0)
         self.embedded_guidance = embedded_guidance
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the T5 tokenizer and its limit."""
         return tokenizers.tokenizer_2, self.text_tokens
 
-    def cond(self, texts: Mapping[str, Tensor]) -> FluxCond:
+    def build_cond(self, texts: Mapping[str, Tensor]) -> FluxCond:
         """Return the conditioning, with the guidance input of the network."""
         return FluxCond(**texts, guidance=torch.full((len(texts["pooled"]),), self.embedded_guidance))
 
-    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
-        """See `Pipeline.inputs`; the network takes timesteps from 0 to 1."""
+    def build_inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+        """See `Pipeline.build_inputs`; the network takes timesteps from 0 to 1."""
         rows, columns = (torch.arange(side // PATCH, device=x.device) for side in x.shape[-2:])
-        place = torch.cartesian_prod(rows, columns)  # whole numbers, which no dtype rounds
+        positions = torch.cartesian_prod(rows, columns)  # integers, which no dtype rounds
         return {
             "timestep": timestep / 1000,
             "pooled_projections": cond.pooled.to(x.dtype),
             "guidance": cond.guidance if self.config["guidance_embeds"] else None,
-            "img_ids": nn.functional.pad(place, (1, 0)),
-            "txt_ids": place.new_zeros(cond.tokens.shape[1], 3),
+            "img_ids": nn.functional.pad(positions, (1, 0)),
+            "txt_ids": positions.new_zeros(cond.tokens.shape[1], 3),
         }

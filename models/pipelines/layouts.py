@@ -1,4 +1,4 @@
-"""Layouts of sglang: latents that its pipelines denoise, images that they return, and arguments of their networks."""
+"""Layouts of sglang: latents of its pipelines, images that they return, and arguments of their networks."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,8 +13,8 @@ from fluvial.models.protocol import Cond, DiffusionModel
 
 # Names of the conditioning's fields among the arguments of sglang's networks; the others keep theirs.
 NAMES = {"tokens": "encoder_hidden_states", "pooled": "pooled_projections"}
-EMBEDDED = "guidance"  # the field of a distilled network's guidance, which is no part of these arguments
-CAPTION_MULTIPLE = 32  # tokens; Z-Image's are filled up to it
+EMBEDDED = "guidance"  # field of a distilled network's guidance, which is not one of these arguments
+CAPTION_MULTIPLE = 32  # Z-Image's prompts are padded to a multiple of it, in tokens
 
 
 def name_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def name_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
     return {NAMES.get(name, str(name)): value for name, value in fields.items() if value is not None and name != EMBEDDED}
 
 
-def _qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
-    """Return the arguments of Qwen-Image: tokens without padding, so that no mask is needed, and their number."""
+def _get_qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of Qwen-Image: tokens without padding, which need no mask, and their number."""
     count = int(cond.mask.sum())
     return {
         "encoder_hidden_states": [cond.tokens[:count]],
@@ -36,14 +36,14 @@ def _qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _edit_arguments(model: QwenImageEdit, cond: QwenEditCond, event: tuple[int, ...]) -> dict[str, Any]:
-    """Return the arguments of Qwen-Image-Edit; the latents of the images are none of them, and their sizes follow."""
+def _name_edit_arguments(model: QwenImageEdit, cond: QwenEditCond, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of Qwen-Image-Edit: those of Qwen-Image with the sizes of the images, without their latents."""
     batch = cond._replace(image=cond.image[None], grid=None if cond.grid is None else cond.grid[None])
-    arguments = _qwen_arguments(cond, event)
-    return {**arguments, "img_shapes": [[*arguments["img_shapes"][0], *model.further_grids(batch)]]}
+    arguments = _get_qwen_arguments(cond, event)
+    return {**arguments, "img_shapes": [[*arguments["img_shapes"][0], *model.list_image_grids(batch)]]}
 
 
-def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
+def _get_z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of Z-Image: the last token is repeated up to a multiple of 32 tokens."""
     tokens = cond.tokens[: int(cond.lengths)]
     fill = tokens[-1:].repeat(-len(tokens) % CAPTION_MULTIPLE, 1)
@@ -51,31 +51,31 @@ def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
 
 
 class ServerLayout(NamedTuple):
-    """How sglang lays out the samples of a model and their conditioning.
+    """Layout of a model's samples and conditioning in sglang.
 
     Args:
-        of_event: latents `[..., *event]` in this layout.
-        to_event: its inverse, which is given the shape of the event.
-        arguments: conditioning of one sample, without the batch dimension, as the arguments of its network, by name. Tables
-            of rotary embeddings are left out, since they follow from the sizes.
+        from_event: function from latents `[..., *event]` to this layout.
+        to_event: its inverse, which also takes the shape of the event.
+        arguments: function from the conditioning of one sample, without the batch dimension, to the arguments of the
+            network, by name. Tables of rotary embeddings are left out, since they follow from the sizes.
         framed: whether images are videos of one frame, `[C, 1, H, W]`.
     """
 
-    of_event: Callable[[Tensor], Tensor]
+    from_event: Callable[[Tensor], Tensor]
     to_event: Callable[[Tensor, tuple[int, ...]], Tensor]
     arguments: Callable[[Any, tuple[int, ...]], dict[str, Any]] = name_arguments
     framed: bool = False
 
-    def shape(self, event: tuple[int, ...]) -> tuple[int, ...]:
+    def get_shape(self, event: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of one sample's latents in this layout."""
-        return tuple(self.of_event(torch.empty(event, device="meta")).shape)
+        return tuple(self.from_event(torch.empty(event, device="meta")).shape)
 
 
 PLAIN = ServerLayout(lambda x: x, lambda latents, event: latents)
 TOKENS = ServerLayout(pack, lambda latents, event: unpack(latents, event[-2]))  # [H W / 4, 4 C]
-FRAMED_TOKENS = TOKENS._replace(arguments=_qwen_arguments, framed=True)
+FRAMED_TOKENS = TOKENS._replace(arguments=_get_qwen_arguments, framed=True)
 # [C, 1, H, W]
-FRAME = ServerLayout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_z_image_arguments)
+FRAME = ServerLayout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze(-3), arguments=_get_z_image_arguments)
 # By diffusers' pipeline: sglang 0.5.23, multimodal_gen/configs/pipeline_configs, `maybe_pack_latents`,
 # `prepare_latent_shape`, `prepare_pos_cond_kwargs`, `get_pos_prompt_embeds` and `post_denoising_loop`. Stable Diffusion 3
 # and Wan have the layout of diffusers.
@@ -85,7 +85,7 @@ LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": FRAMED_TOKENS, "ZImagePi
 def find_layout(model: DiffusionModel) -> ServerLayout:
     """Return the layout in which sglang denoises the samples of a model."""
     if isinstance(model, QwenImageEdit):
-        return FRAMED_TOKENS._replace(arguments=partial(_edit_arguments, model))
+        return FRAMED_TOKENS._replace(arguments=partial(_name_edit_arguments, model))
     return LAYOUTS.get(model.pipeline, PLAIN) if isinstance(model, Pipeline) else PLAIN
 
 

@@ -1,4 +1,4 @@
-"""Open a pipeline with the adapter of its class: built in, declared by an installed package, or given by the caller."""
+"""Opening of pipelines with the adapter of their class: built in, declared by an installed package, or passed."""
 
 import importlib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.folder import local_folder, read_index
+from fluvial.models.pipelines.folder import find_folder, read_index
 from fluvial.models.protocol import DiffusionModel, PipelineModel, check_model
 
 GROUP = "fluvial.models"  # entry points: class of diffusers' pipeline -> class of the adapter
@@ -29,42 +29,40 @@ def open_model(
         options: options of the adapter.
 
     Raises:
-        ValueError: there is no such model or no adapter for it, the folder is incomplete, or the adapter cannot be imported
+        ValueError: the model does not exist or has no adapter, the folder is incomplete, or the adapter cannot be imported
             or is not a `PipelineModel`.
     """
-    folder = local_folder(name_or_path, trust_remote_code=trust_remote_code)
+    folder = find_folder(name_or_path, trust_remote_code=trust_remote_code)
     kind = str(read_index(folder).get("_class_name"))
     if adapter is not None:
         name = adapter if isinstance(adapter, str) else getattr(adapter, "__name__", repr(adapter))
-        made = _import(adapter, adapter) if isinstance(adapter, str) else adapter
-    elif kind in (known := built_in()):
+        factory = _import(adapter, adapter) if isinstance(adapter, str) else adapter
+    elif kind in (known := list_adapters()):
         return known[kind](folder, trust_remote_code=trust_remote_code, **options)
     elif kind in (declared := _list_declared()):
         name = f"entry point {kind} = {declared[kind].value}"
-        made = _import(declared[kind].value, name)
+        factory = _import(declared[kind].value, name)
     else:
-        raise ValueError(
-            f"{folder} holds a {kind}, which there is no adapter for, expected one of {', '.join([*known, *declared])}"
-        )
-    model = _call(made, name, folder, trust_remote_code=trust_remote_code, **options)
+        raise ValueError(f"{folder} holds a {kind}, which has no adapter, expected one of {', '.join([*known, *declared])}")
+    model = _call(factory, name, folder, trust_remote_code=trust_remote_code, **options)
     check_model(model, name, pipeline=True)
     return model
 
 
 def list_call_options(folder: Path) -> tuple[str, ...]:
-    """Return the arguments of the pipeline's call that are options of its built-in adapter; none without one."""
-    adapter = built_in().get(str(read_index(folder).get("_class_name")))
+    """Return the arguments of the pipeline's call that are options of its built-in adapter; none without an adapter."""
+    adapter = list_adapters().get(str(read_index(folder).get("_class_name")))
     return (*getattr(adapter, "calls", ()), *getattr(adapter, "sized", ()))
 
 
 def has_adapter(folder: Path) -> bool:
-    """Return whether `open_model` knows an adapter for the pipeline in a folder; ValueError if it holds no pipeline."""
+    """Return whether `open_model` has an adapter for the pipeline in a folder; ValueError if it contains no pipeline."""
     kind = read_index(folder).get("_class_name")
-    return kind in built_in() or kind in _list_declared()
+    return kind in list_adapters() or kind in _list_declared()
 
 
 def load_adapter(spec: str) -> DiffusionModel:
-    """Return the model that `module:name` stands for.
+    """Return the model named by `module:name`.
 
     Args:
         spec: name of an object of `DiffusionModel`, or of a class or function that returns one when called without
@@ -80,7 +78,7 @@ def load_adapter(spec: str) -> DiffusionModel:
     return model
 
 
-def built_in() -> dict[str, type[Pipeline]]:
+def list_adapters() -> dict[str, type[Pipeline]]:
     """Return the built-in adapters by the class of diffusers' pipeline."""
     from fluvial.models.pipelines.dit import DiT
     from fluvial.models.pipelines.flux import Flux
@@ -119,23 +117,23 @@ def _import(spec: str, label: str) -> Any:
         for part in name.split("."):
             target = getattr(target, part)
     except (Exception, SystemExit) as error:  # the module is user-defined: it may raise anything
-        raise ValueError(f"adapter {label!r} cannot be imported: {one_line(error)}") from error
+        raise ValueError(f"adapter {label!r} cannot be imported: {format_error(error)}") from error
     return target
 
 
-def _call(made: Any, label: str, *args: Any, **options: Any) -> Any:
-    """Return what an adapter's class or function returns, or raise ValueError in one line."""
-    if not callable(made):
+def _call(entry: Any, label: str, *args: Any, **options: Any) -> Any:
+    """Return the result of an adapter's class or function, or raise ValueError in one line."""
+    if not callable(entry):
         raise ValueError(
-            f"adapter {label!r} is of type {type(made).__name__}, expected a DiffusionModel, or a class or function of one"
+            f"adapter {label!r} is of type {type(entry).__name__}, expected a DiffusionModel, or a class or function of one"
         )
     try:
-        return made(*args, **options)
-    except Exception as error:  # so may its constructor
-        raise ValueError(f"adapter {label!r} cannot be opened: {one_line(error)}") from error
+        return entry(*args, **options)
+    except Exception as error:  # user-defined, too
+        raise ValueError(f"adapter {label!r} cannot be opened: {format_error(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an exception's type and text in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -24,7 +24,7 @@ class QwenCond(NamedTuple):
 class QwenImage(Pipeline):
     """The model protocol over a QwenImagePipeline (arXiv 2508.02324).
 
-    A prompt is padded to `text_tokens` and the padding is masked, so that it can be cut off (`models.padding`). The pipeline
+    A prompt is padded to `text_tokens` and the padding is masked, so that it can be trimmed (`models.padding`). The pipeline
     pads to the longest prompt of the batch, so images agree up to rounding.
     """
 
@@ -43,41 +43,41 @@ class QwenImage(Pipeline):
         """Pixels per latent along each side."""
         return 2 ** len(self.vae_config["temperal_downsample"])  # the VAE's spelling
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that the template leaves for the prompt."""
         # The beginning of the template is dropped after encoding.
         template = tokenizers.tokenizer(tokenizers.prompt_template_encode.format("")).input_ids
         return tokenizers.tokenizer, self.text_tokens - (len(template) - tokenizers.prompt_template_encode_start_idx)
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and mask `[1, L]`."""
         options = {"device": self.device, "max_sequence_length": self.text_tokens}
-        return self.pad(encoders.encode_prompt(get_text(prompt), **options)[0])
+        return self.pad_tokens(encoders.encode_prompt(get_text(prompt), **options)[0])
 
-    def pad(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return tokens of a prompt `[1, l, D]`, padded to the model's own number, and the mask."""
+    def pad_tokens(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return tokens of a prompt `[1, l, D]`, padded to `text_tokens`, and the mask."""
         pad = self.text_tokens - tokens.shape[1]
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
         return {"tokens": nn.functional.pad(tokens, (0, 0, 0, pad)), "mask": nn.functional.pad(mask, (0, pad))}
 
-    def prompt_tokens(self, cond: QwenCond) -> Tensor:
+    def count_prompt_tokens(self, cond: QwenCond) -> Tensor:
         """Return the number of tokens of each prompt, `[B]`."""
         return cond.mask.sum(1)
 
-    def trimmed(self, cond: QwenCond, tokens: int) -> QwenCond:
+    def trim_cond(self, cond: QwenCond, tokens: int) -> QwenCond:
         """Return the conditioning with the first tokens of each prompt."""
         return cond._replace(tokens=cond.tokens[:, :tokens], mask=cond.mask[:, :tokens])
 
-    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
-        """See `Pipeline.inputs`; the network takes timesteps from 0 to 1."""
+    def build_inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+        """See `Pipeline.build_inputs`; the network takes timesteps from 0 to 1."""
         return {
             "timestep": timestep / 1000,
             "encoder_hidden_states_mask": cond.mask,
-            "img_shapes": [[(1, *token_grid(x)), *self.further_grids(cond)]] * len(x),
+            "img_shapes": [[(1, *get_token_grid(x)), *self.list_image_grids(cond)]] * len(x),
         }
 
-    def further_grids(self, cond: Any) -> list[tuple[int, int, int]]:
-        """Return frames, height and width in tokens of the images whose tokens follow the samples'."""
+    def list_image_grids(self, cond: Any) -> list[tuple[int, int, int]]:
+        """Return frames, height and width, in tokens, of the images whose tokens follow the samples'."""
         return []
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor | float) -> Tensor:
@@ -89,15 +89,15 @@ class QwenImage(Pipeline):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1]; the VAE takes each as a video of one frame."""
-        mean, std = self._moments(latents)
+        mean, std = self._get_moments(latents)
         return self.decode_with_vae((latents * std + mean).unsqueeze(2)).squeeze(2)
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Return clean samples `[B, C, h, w]`, see `Pipeline.encode_images`."""
-        mean, std = self._moments(images)
+        mean, std = self._get_moments(images)
         return (self.encode_with_vae(images.unsqueeze(2), key).squeeze(2) - mean) / std
 
-    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _get_moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the VAE's latents per channel, with a tensor's dtype and device."""
         config = self.vae.config
         moments = (torch.tensor(each, dtype=like.dtype) for each in (config.latents_mean, config.latents_std))
@@ -105,6 +105,6 @@ class QwenImage(Pipeline):
         return mean, std
 
 
-def token_grid(latents: Tensor) -> tuple[int, int]:
+def get_token_grid(latents: Tensor) -> tuple[int, int]:
     """Return height and width of latents `[..., H, W]` in tokens."""
     return latents.shape[-2] // PATCH, latents.shape[-1] // PATCH

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: Qwen-Image with an image, which the text encoder sees, and whose latents follow the sample's tokens."""
+"""Qwen-Image-Edit: Qwen-Image with an input image for the text encoder, whose latents follow the sample's tokens."""
 
 import importlib
 from pathlib import Path
@@ -17,8 +17,8 @@ from fluvial.models.pipelines.qwen_image import QwenImage
 from fluvial.models.replay.media import TextPrompt, get_text
 
 AREA = 1024 * 1024  # pixels that images are scaled to, with sides that are multiples of 32
-SEEN_AREA = 384 * 384  # pixels of the image that the text encoder of Qwen-Image-Edit-Plus sees
-MOST_RATIO = 4  # of the sides of images of unlike shapes, which bounds their number of tokens
+ENCODER_AREA = 384 * 384  # pixels of the image for the text encoder of Qwen-Image-Edit-Plus
+MOST_RATIO = 4  # largest ratio of sides with mixed_images, which bounds the number of tokens
 
 
 class QwenEditCond(NamedTuple):
@@ -26,8 +26,8 @@ class QwenEditCond(NamedTuple):
 
     tokens: Tensor  # [B, L, D] Qwen2.5-VL embeddings of prompt and image, zero at padding tokens
     mask: Tensor  # [B, L] bool, true at the tokens of the prompt and its image
-    image: Tensor  # [B, N, C] tokens of the latents of the image, or of several one after the other
-    grid: Tensor | None = None  # [B, 2] height and width of the image in tokens, where images have unlike shapes
+    image: Tensor  # [B, N, C] tokens of the latents of the image, or of several images in order
+    grid: Tensor | None = None  # [B, 2] height and width of the image in tokens, with mixed_images
 
 
 class QwenImageEdit(Conditioned, QwenImage):
@@ -37,7 +37,7 @@ class QwenImageEdit(Conditioned, QwenImage):
 
     Args:
         folder, height, width, options: see `Conditioned`. Images must have about this ratio of sides.
-        mixed_images: whether images may have any ratio of sides up to 4. Each sample has a forward pass of its own then.
+        mixed_images: whether images may have any ratio of sides up to 4. Each sample then has its own forward pass.
     """
 
     pipeline = "QwenImageEditPipeline"
@@ -52,8 +52,8 @@ class QwenImageEdit(Conditioned, QwenImage):
         super().__init__(folder, **options)
         self.mixed = mixed_images
 
-    def seen_as(self) -> str:
-        """See `Conditioned.seen_as`."""
+    def describe_image_options(self) -> str:
+        """See `Conditioned.describe_image_options`."""
         return "mixed" if self.mixed else f"{self.scale_size(*self.size)}"
 
     def scale_size(self, height: int, width: int, area: int = AREA) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         to_width, to_height = module.calculate_dimensions(area, width / height)[:2]
         return to_height, to_width
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens, mask, and tokens of the image with their grid, see `QwenEditCond`.
 
         Raises:
@@ -77,67 +77,66 @@ class QwenImageEdit(Conditioned, QwenImage):
         for image, size in zip(images, sizes, strict=True):
             self._check_shape(prompt, image, size)
         processor = VaeImageProcessor(vae_scale_factor=self.vae_scale * PATCH, do_normalize=False)
-        views = [self.views(processor, image, *size) for image, size in zip(images, sizes, strict=True)]
-        seen = [view for view, _ in views]
-        asked = seen if self.lists else seen[0]
-        tokens, _ = encoders.encode_prompt(prompt=get_text(prompt), image=asked, device=self.device)
-        if not has_values(self.device):  # the most tokens that a processor makes
+        views = [self.build_views(processor, image, *size) for image, size in zip(images, sizes, strict=True)]
+        encoder_views = [view for view, _ in views]
+        encoder_images = encoder_views if self.lists else encoder_views[0]
+        tokens, _ = encoders.encode_prompt(prompt=get_text(prompt), image=encoder_images, device=self.device)
+        if not has_values(self.device):  # a placeholder tokenizer gives the most tokens
             tokens = tokens[:, : self.text_tokens]
         if tokens.shape[1] > self.text_tokens:
             raise ValueError(
                 f"the prompt {get_text(prompt)[:40]!r} has {tokens.shape[1]} tokens with its image, expected at most "
                 f"{self.text_tokens}: set text_tokens to more"
             )
-        latents = [
-            self.encode_images(processor.preprocess(kept, *size)) for (_, kept), size in zip(views, sizes, strict=True)
-        ]
-        cond = {**self.pad(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
+        pairs = zip(views, sizes, strict=True)
+        latents = [self.encode_images(processor.preprocess(view, *size)) for (_, view), size in pairs]
+        cond = {**self.pad_tokens(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
         if self.mixed:
             pad = self._most_tokens() - cond["image"].shape[1]
             cond["image"] = nn.functional.pad(cond["image"], (0, 0, 0, pad))
             cond["grid"] = torch.tensor([[side // PATCH for side in latents[0].shape[-2:]]])
         return cond
 
-    def views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
-        """Return the image as the text encoder sees it, and as the VAE does before it is scaled to height and width."""
+    def build_views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
+        """Return the image for the text encoder, and for the VAE before it is scaled to height and width."""
         scaled = processor.resize(image, height, width)
         return scaled, scaled
 
     def _check_shape(self, prompt: TextPrompt, image: Image.Image, scaled: tuple[int, int]) -> None:
-        shown = f"the image of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels"
+        problem = f"the image of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels"
         if self.mixed:
             if max(image.size) > MOST_RATIO * min(image.size):
-                raise ValueError(f"{shown}, expected sides of a ratio of at most {MOST_RATIO}: crop it")
+                raise ValueError(f"{problem}, expected sides of a ratio of at most {MOST_RATIO}: crop it")
         elif scaled != (expected := self.scale_size(*self.size)):
             raise ValueError(
-                f"{shown}, which are scaled to {scaled[1]}x{scaled[0]}, expected {expected[1]}x{expected[0]}, those of "
+                f"{problem}, which are scaled to {scaled[1]}x{scaled[0]}, expected {expected[1]}x{expected[0]}, those of "
                 f"{self.size[1]}x{self.size[0]}: crop it, or set `pipeline.call` to mixed_images=true"
             )
 
     def _most_tokens(self) -> int:
-        """Return a bound of the number of tokens of an image, whose sides are rounded to multiples of 32 pixels."""
+        """Return a bound on the number of tokens of an image, whose sides are rounded to multiples of 32 pixels."""
         rounding = 16 * (MOST_RATIO**0.5 + MOST_RATIO**-0.5) * AREA**0.5 + 16**2
         return int(AREA + rounding) // (self.vae_scale * PATCH) ** 2
 
     def predict(
         self, module: nn.Module, x: Tensor, level: Tensor, cond: QwenEditCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return v `[B, *event]`, see `DiffusionModel.predict`; images of unlike shapes have a forward pass each."""
+        """Return v `[B, *event]`, see `DiffusionModel.predict`; with mixed_images, each sample has its own forward pass."""
         if cond.grid is None:
             return super().predict(module, x, level, cond, timestep=timestep)
         predictions = []
         for row, (height, width) in enumerate(read(cond.grid).tolist()):
-            of_row = (x, level, timestep, cond)
-            one, at, time, row_cond = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1], of_row)
-            size_cond = row_cond._replace(image=row_cond.image[:, : height * width])
-            predictions.append(super().predict(module, one, at, size_cond, timestep=time))
+            batch = (x, level, timestep, cond)
+            x_row, level_row, time, cond_row = optree.tree_map(lambda tensor, row=row: tensor[row : row + 1], batch)
+            cond_row = cond_row._replace(image=cond_row.image[:, : height * width])
+            predictions.append(super().predict(module, x_row, level_row, cond_row, timestep=time))
         return torch.cat(predictions)
 
-    def network_input(self, x: Tensor, cond: QwenEditCond) -> Tensor:
-        """Return the tokens of the samples, and after them those of the images."""
+    def build_network_input(self, x: Tensor, cond: QwenEditCond) -> Tensor:
+        """Return the tokens of the samples followed by those of the images."""
         return torch.cat([pack(x), cond.image.to(x.dtype)], dim=1)
 
-    def further_grids(self, cond: QwenEditCond) -> list[tuple[int, int, int]]:
+    def list_image_grids(self, cond: QwenEditCond) -> list[tuple[int, int, int]]:
         """Return frames, height and width of the images in tokens."""
         if cond.grid is not None:  # of one sample
             height, width = read(cond.grid).tolist()[0]
@@ -147,9 +146,9 @@ class QwenImageEdit(Conditioned, QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """The model protocol over a QwenImageEditPlusPipeline; its text encoder sees smaller images, in its own template.
+    """The model protocol over a QwenImageEditPlusPipeline, whose text encoder takes smaller images and another template.
 
-    A prompt may have several images, all about of the samples' ratio of sides; all prompts of a run have as many.
+    A prompt may have several images with about the samples' ratio of sides; all prompts of a run must have as many.
     """
 
     pipeline = "QwenImageEditPlusPipeline"
@@ -157,7 +156,7 @@ class QwenImageEditPlus(QwenImageEdit):
     module = "pipeline_qwenimage_edit_plus"
     text_lengths = (1024, 4096)
 
-    def views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
-        """See `QwenImageEdit.views`."""
-        seen = self.scale_size(image.height, image.width, SEEN_AREA)
-        return processor.resize(image, *seen), image
+    def build_views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
+        """See `QwenImageEdit.build_views`."""
+        size = self.scale_size(image.height, image.width, ENCODER_AREA)
+        return processor.resize(image, *size), image

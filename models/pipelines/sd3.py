@@ -11,7 +11,7 @@ from fluvial.models.pipelines.base import Pipeline
 class SD3(Pipeline):
     """The model protocol over a StableDiffusion3Pipeline (arXiv 2403.03206).
 
-    The tokens are those of both CLIP encoders, joined along the last dimension, and then those of T5. The folder may lack
+    The tokens of both CLIP encoders are joined along the last dimension, followed by the tokens of T5. The folder may lack
     T5; its embeddings are zeros then. The transformer has no mask and attends to padding tokens, so train with the same
     `text_tokens` as at inference.
     """
@@ -36,12 +36,12 @@ class SD3(Pipeline):
         """Largest number of tokens along each side."""
         return int(self.config["pos_embed_max_size"])
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the T5 tokenizer, or a CLIP tokenizer if there is no T5, and its limit."""
         if tokenizers.tokenizer_3 is not None:
             return tokenizers.tokenizer_3, self.text_tokens
         return tokenizers.tokenizer, tokenizers.tokenizer.model_max_length
 
-    def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
-        """See `Pipeline.inputs`."""
+    def build_inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
+        """See `Pipeline.build_inputs`."""
         return {"timestep": timestep, "pooled_projections": cond.pooled.to(x.dtype)}

@@ -1,6 +1,6 @@
-"""Parts of a pipeline built from their settings alone, without values, for a device that holds none.
+"""Parts of a pipeline built from their settings alone, for a device without values.
 
-A dry run opens pipelines so: their memory is that of the real parts, and nothing but settings is read.
+A dry run opens pipelines this way: they take the memory of the real parts, and only settings are read.
 """
 
 from collections.abc import Sequence
@@ -13,43 +13,43 @@ from torch import Tensor, nn
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.quantised import Base, quantise_linear
 
-MOST_TOKENS = 2048  # of a text with an image
+MOST_TOKENS = 2048  # tokens of a text with an image
 
 
-def network(
+def build_network(
     library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device: torch.device, base: Base | None = None
 ) -> nn.Module:
-    """Return a network of the library diffusers or transformers in the dtype, frozen, on the device, without values.
+    """Return a frozen network of diffusers or transformers in the dtype on the device, without values.
 
-    Its linear layers are quantised to the format `base`, if there is one.
+    Its linear layers are quantised to the format `base`, if given.
     """
-    made = getattr(library, kind)
+    network = getattr(library, kind)
     with torch.device("meta"):
         if library.__name__ == "diffusers":
-            module = made.from_config(read_settings(folder / "config.json"))
+            module = network.from_config(read_settings(folder / "config.json"))
         else:
-            module = made._from_config(made.config_class.from_pretrained(folder))
-    module = nn.Module.to(module, dtype).requires_grad_(False).eval()  # diffusers' own warns of layers kept in float32
+            module = network._from_config(network.config_class.from_pretrained(folder))
+    module = nn.Module.to(module, dtype).requires_grad_(False).eval()  # diffusers' `to` warns of layers kept in float32
     if base is not None:
         quantise_linear(module, base, dtype)
     return module._apply(lambda tensor: torch.empty_like(tensor, device=device))
 
 
-class Tokens:
-    """Stands in for a tokenizer: every prompt has as many tokens as the text encoder takes, so memory is not underestimated.
+class PlaceholderTokenizer:
+    """Tokenizer that gives every prompt as many tokens as the text encoder takes, so that memory is not underestimated.
 
     Args:
-        longest: number of tokens where the caller names none.
+        tokens: number of tokens if the caller does not set one.
     """
 
-    def __init__(self, longest: int = 77) -> None:
-        self.model_max_length = longest
+    def __init__(self, tokens: int = 77) -> None:
+        self.model_max_length = tokens
         self.padding_side, self.added_tokens_encoder = "right", dict[str, int]()
 
     def __call__(
         self, text: str | Sequence[str], *_: Any, max_length: int | None = None, return_tensors: str | None = None, **__: Any
     ) -> Any:
-        """Return the ids, and a mask that leaves nothing out, as a tokenizer of transformers does."""
+        """Return ids and a mask of ones, as a tokenizer of transformers does."""
         from transformers import BatchEncoding
 
         if return_tensors is None:
@@ -59,11 +59,11 @@ class Tokens:
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def tokenize(self, text: str) -> list[str]:
-        """Return the words."""
+        """Return the words of a text."""
         return text.split()
 
     def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
-        """Return no words."""
+        """Return empty texts."""
         return [""] * len(ids)
 
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
@@ -71,7 +71,7 @@ class Tokens:
         return str(messages)
 
 
-def pipeline(
+def build_pipeline(
     kind: str,
     parts: dict[str, str],
     folder: Path,
@@ -81,22 +81,22 @@ def pipeline(
     device: torch.device,
     base: Base | None = None,
 ) -> Any:
-    """Return diffusers' pipeline with its encoders, given as classes by name, and parts that are built.
+    """Return diffusers' pipeline with its encoders, given as classes by name, and further built parts in `extra`.
 
-    Processors of images are read from the folder; a text with an image has the most tokens, and no pixels.
+    Image processors are read from the folder; a text with an image has the most tokens, and no pixels.
     """
     import diffusers
     import transformers
 
-    made = getattr(diffusers, kind)
-    built: dict[str, Any] = {name: None for name in made._get_signature_keys(made)[0]}
+    pipeline = getattr(diffusers, kind)
+    built: dict[str, Any] = {name: None for name in pipeline._get_signature_keys(pipeline)[0]}
     for name, part in parts.items():
         if name.startswith("tokenizer"):
-            built[name] = Tokens(77 if part.startswith("CLIP") else 512)
-        elif name == "processor":  # of a text with an image; shapes within a vision transformer depend on values: no pixels
-            built[name] = Tokens(MOST_TOKENS)
+            built[name] = PlaceholderTokenizer(77 if part.startswith("CLIP") else 512)
+        elif name == "processor":  # of text with an image; without pixels, as a vision transformer's shapes depend on values
+            built[name] = PlaceholderTokenizer(MOST_TOKENS)
         elif name.endswith("processor"):  # of images
             built[name] = getattr(transformers, part).from_pretrained(folder / name)
         else:
-            built[name] = network(transformers, part, folder / name, dtype=dtype, device=device, base=base)
-    return made(**{**built, **extra})
+            built[name] = build_network(transformers, part, folder / name, dtype=dtype, device=device, base=base)
+    return pipeline(**{**built, **extra})

@@ -18,14 +18,14 @@ from fluvial.models.pipelines.folder import read_index, read_settings
 from fluvial.models.replay.media import TextPrompt
 from fluvial.models.routing import Routed
 
-EXPERTS = ("transformer", "transformer_2")  # for high noise levels, and for low ones
+EXPERTS = ("transformer", "transformer_2")  # for high and for low noise levels
 
 
 class Experts(nn.ModuleDict, Routed):
     """Two networks: `transformer` for samples at timesteps of at least `boundary`, `transformer_2` for those below.
 
-    A batch with timesteps on one side runs one network, any other batch both. Ranks that share the parameters run the same
-    networks, so that they gather the same parameters. Timesteps that the host does not know are read from the device.
+    A batch with all timesteps on one side runs one network, any other batch both. Ranks that share the parameters run the
+    same networks, so that they gather the same parameters. Timesteps unknown to the host are read from the device.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], *, boundary: float) -> None:
@@ -46,11 +46,11 @@ class WithExperts(Pipeline):
 
     Args:
         folder, options: see `Pipeline`.
-        guidance_scale_2: guidance scale of guided predictions by the network for low noise levels; by default that of both.
+        guidance_scale_2: guidance scale of the network for low noise levels; by default both have the same.
 
     Raises:
-        ValueError: see `Pipeline`; or it has a second network without a boundary between them, or the other way round; or
-            it has a second scale without a second network, or one that is not a number of at least 0.
+        ValueError: see `Pipeline`; or the folder has only one of a second network and a boundary; or guidance_scale_2 is
+            given without a second network, or is not a number of at least 0.
     """
 
     calls: ClassVar[tuple[str, ...]] = ("guidance_scale_2",)  # arguments of the pipeline's call that are options here
@@ -71,7 +71,7 @@ class WithExperts(Pipeline):
             raise ValueError(f"guidance_scale_2 is {guidance_scale_2!r}, expected a number of at least 0")
 
     def scale_at(self, scale: Tensor, level: Tensor, timestep: Tensor | None) -> Tensor:
-        """Return the guidance scale of each sample, `[B]`: that of the network which its timestep chooses."""
+        """Return the guidance scale of each sample, `[B]`: that of the network that its timestep selects."""
         if self.guidance_scale_2 is None or self.boundary_ratio is None:
             return scale
         at = level * 1000 if timestep is None else timestep
@@ -117,7 +117,7 @@ class Wan(WithExperts):
         "*.attn2.norm_k",
     )
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
-    serving_solver = "unipc"  # that of the folder's scheduler
+    serving_solver = "unipc"  # the solver of the folder's scheduler
 
     @property
     def patch(self) -> int:
@@ -146,12 +146,12 @@ class Wan(WithExperts):
         channels, *sides = super().latent_shape(height, width)
         return (channels, 1 + (frames - 1) // rate, *sides)
 
-    def scheduler(self) -> Any:
-        """Return diffusers' flow-matching scheduler with the folder's shift; ValueError if the folder's is not of a flow."""
+    def build_scheduler(self) -> Any:
+        """Return diffusers' flow-matching scheduler with the folder's shift; ValueError if the folder's is not a flow's."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         if self.parts["scheduler"] != "UniPCMultistepScheduler":
-            return super().scheduler()
+            return super().build_scheduler()
         settings = read_settings(self.folder / "scheduler" / "scheduler_config.json")
         if not settings.get("use_flow_sigmas"):
             raise ValueError(f"{self.folder} has a UniPCMultistepScheduler without use_flow_sigmas, expected with")
@@ -159,16 +159,16 @@ class Wan(WithExperts):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return videos `[B, 3, frames, height, width]`, float in [0, 1]."""
-        mean, std = self._moments(latents)
+        mean, std = self._get_moments(latents)
         return self.decode_with_vae(latents / (1 / std) + mean)  # the operations of diffusers' pipeline, for the same bits
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Return clean samples `[B, C, f, h, w]` of videos `[B, 3, F, H, W]`, or of images as videos of one frame."""
         videos = images if images.ndim == 5 else images.unsqueeze(2)
-        mean, std = self._moments(images)
+        mean, std = self._get_moments(images)
         return (self.encode_with_vae(videos, key) - mean) / std
 
-    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _get_moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the VAE's latents per channel, on a tensor's device."""
         moments = (torch.tensor(self.vae_config[f"latents_{name}"]) for name in ("mean", "std"))
         mean, std = (to_device(values, like.device) for values in moments)
@@ -179,23 +179,23 @@ class ImageVideoCond(NamedTuple):
     """Conditioning of Wan by a prompt and an image."""
 
     tokens: Tensor  # [B, L, D]
-    image: Tensor  # [B, c, f, h, w] further channels: mask and latents of the given frames; or the first frame's latents
+    image: Tensor  # [B, c, f, h, w] further channels: mask and latents of the given frames; or latents of the first frame
     embeds: Tensor | None = None  # [B, n, N, P] CLIP embeddings of the n given frames, for networks that take them
 
 
 class WanImageToVideo(Conditioned, Wan):
     """The model protocol over a WanImageToVideoPipeline (arXiv 2503.20314): Wan 2.1, Wan 2.2 A14B and Wan 2.2 TI2V.
 
-    The network is given the latents of the first frame and a mask beside the sample, and that of Wan 2.1 the CLIP embedding
-    of the image, too. In TI2V (`expand_timesteps`) the first frame takes the place of the sample's, at timestep 0.
+    The network takes the latents of the first frame and a mask beside the sample; that of Wan 2.1 also takes the CLIP
+    embedding of the image. In TI2V (`expand_timesteps`) the first frame replaces the sample's, at timestep 0.
 
     Args:
         folder, height, width, options: see `Conditioned`; images are scaled to the size of the samples.
         frames: number of frames of the samples.
-        last_image: whether the last frame is given, too; by default for networks that were trained with both.
+        last_image: whether prompts give the last frame, too; by default for networks that were trained with both.
 
     Raises:
-        ValueError: see `Wan`; or the network does not take the channels of images, or the given frames are too many.
+        ValueError: see `Wan`; or the network does not take the channels of images, or too few frames are left to generate.
     """
 
     pipeline = "WanImageToVideoPipeline"
@@ -203,7 +203,7 @@ class WanImageToVideo(Conditioned, Wan):
     encoders = ("tokenizer", "text_encoder", "image_encoder", "image_processor")
     calls: ClassVar[tuple[str, ...]] = (*Wan.calls, "last_image")
     sized = ("height", "width", "frames")
-    # Of the blocks alone: the embedding of images has layers of these names, too.
+    # Only in the blocks: the embedding of images has layers named net.0.proj and net.2, too.
     lora_targets: tuple[str, ...] = (
         "to_q",
         "to_k",
@@ -222,11 +222,11 @@ class WanImageToVideo(Conditioned, Wan):
         self.frames, self.holds_frame = frames, bool(read_index(self.folder).get("expand_timesteps"))
         last = self.config.get("pos_embed_seq_len") is not None if last_image is None else last_image
         self.takes: tuple[str, ...] = ("image", "last_image") if last else ("image",)
-        self.left_out: tuple[str, ...] = () if last else ("last_image",)  # arguments that are not asked for
+        self.left_out: tuple[str, ...] = () if last else ("last_image",)  # images that prompts do not need
         if last and (self.holds_frame or frames < 1 + self.rate):
-            why = "its network is given the first frame alone" if self.holds_frame else f"there are {frames} frames"
+            why = "its network takes the first frame alone" if self.holds_frame else f"there are {frames} frames"
             raise ValueError(f"last_image is true, but {why}: set it to false, or make longer videos")
-        if self.config.get("image_dim") is not None:  # with keys and values of images, which diffusers' loader expects, too
+        if self.config.get("image_dim") is not None:  # has keys and values of images, which diffusers' loader expects
             if self.text_tokens != self.text_lengths[1]:
                 raise ValueError(
                     f"text_tokens is {self.text_tokens}, expected {self.text_lengths[1]}: by this number the network tells "
@@ -240,53 +240,53 @@ class WanImageToVideo(Conditioned, Wan):
 
     @property
     def decodes_prompts(self) -> bool:
-        """Whether `decode` is given the prompts, whose images are the first frames of TI2V."""
+        """Whether `decode` needs the prompts, whose images are the first frames of TI2V."""
         return self.holds_frame
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of a sample, see `Wan`; ValueError for another size than that of the conditioning."""
+        """Return the shape of a sample, see `Wan`; ValueError if the size differs from that of the conditioning."""
         if (height, width, frames) != (*self.size, self.frames):
             raise ValueError(f"the size is {height}x{width}x{frames}, expected {self.size[0]}x{self.size[1]}x{self.frames}")
         return (self.config["out_channels"], *super().latent_shape(height, width, frames)[1:])
 
-    def seen_as(self) -> str:
-        """See `Conditioned.seen_as`."""
-        return f"{super().seen_as()} {self.frames} {self.takes}"
+    def describe_image_options(self) -> str:
+        """See `Conditioned.describe_image_options`."""
+        return f"{super().describe_image_options()} {self.frames} {self.takes}"
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens, channels of the images and their embeddings, see `ImageVideoCond`."""
         from diffusers.video_processor import VideoProcessor
 
         images = open_images(prompt, self.takes)
-        cond = super().text(encoders, prompt)
+        cond = super().encode_text(encoders, prompt)
         if self.config.get("image_dim") is not None:
             embeds = encoders.encode_image(images if len(images) > 1 else images[0], self.device)
             cond["embeds"] = embeds.unsqueeze(0)
         processor = VideoProcessor(vae_scale_factor=self.vae_scale, do_normalize=False)
-        return {**cond, "image": self._channels([processor.preprocess(image, *self.size) for image in images])}
+        return {**cond, "image": self._encode_frames([processor.preprocess(image, *self.size) for image in images])}
 
-    def _channels(self, images: Sequence[Tensor]) -> Tensor:
+    def _encode_frames(self, images: Sequence[Tensor]) -> Tensor:
         """Return the latents of the given frames, each `[1, 3, H, W]` in [0, 1], with their mask."""
         first, *last = (frame.unsqueeze(2) for frame in images)
         if self.holds_frame:
             return self.encode_images(first)
-        rest = torch.full((1, 3, self.frames - len(images), *self.size), 0.5)  # 0 for the VAE
-        mean, std = self._moments(rest)
+        rest = torch.full((1, 3, self.frames - len(images), *self.size), 0.5)  # 0 in the VAE's range
+        mean, std = self._get_moments(rest)
         video = torch.cat([first, rest, *last], dim=2)
         latents = (self.encode_with_vae(video) - mean) * (1 / std)  # the operations of diffusers' pipeline
         known = torch.zeros(self.frames)
         known[[0, *(-1 for _ in last)]] = 1
-        # The first latent stands for one frame, which counts as often as the later ones' frames.
+        # The first latent covers one frame, which is repeated to the number of frames of later latents.
         known = torch.cat([known[:1].expand(self.rate), known[1:]]).view(-1, self.rate).T
         return torch.cat([known[None, :, :, None, None].expand(-1, -1, -1, *latents.shape[-2:]), latents], dim=1)
 
-    def network_input(self, x: Tensor, cond: ImageVideoCond) -> Tensor:
+    def build_network_input(self, x: Tensor, cond: ImageVideoCond) -> Tensor:
         """Return the samples with the further channels, or with the first frame in place of their own."""
         image = cond.image.to(x.dtype)
         return torch.cat([image, x[:, :, 1:]], dim=2) if self.holds_frame else torch.cat([x, image], dim=1)
 
-    def inputs(self, x: Tensor, timestep: Tensor, cond: ImageVideoCond) -> dict[str, Any]:
-        """See `Pipeline.inputs`; in TI2V each token has its own timestep."""
+    def build_inputs(self, x: Tensor, timestep: Tensor, cond: ImageVideoCond) -> dict[str, Any]:
+        """See `Pipeline.build_inputs`; in TI2V each token has its own timestep."""
         if self.holds_frame:
             tokens = (x.shape[-2] // self.patch) * (x.shape[-1] // self.patch)
             later = (torch.arange(x.shape[2], device=x.device) > 0).repeat_interleave(tokens)
@@ -295,7 +295,7 @@ class WanImageToVideo(Conditioned, Wan):
         return {"timestep": timestep, "encoder_hidden_states_image": embeds}
 
     def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] = ()) -> Tensor:
-        """Return videos `[B, 3, frames, height, width]`, float in [0, 1]; those of TI2V begin with the prompts' images."""
+        """Return videos `[B, 3, frames, height, width]`, float in [0, 1]; TI2V's begin with the prompts' images."""
         if self.holds_frame:
             first = to_device(self.encode(prompts).image, latents.device)
             latents = torch.cat([first.to(latents.dtype), latents[:, :, 1:]], dim=2)

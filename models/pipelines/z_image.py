@@ -1,4 +1,4 @@
-"""Z-Image: one stream of image and text tokens; its network takes lists, time 1 - sigma, and predicts x0 - eps."""
+"""Z-Image: one stream of image and text tokens; its network takes lists and the time 1 - sigma, and predicts x0 - eps."""
 
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ class ZImage(Pipeline):
 
     The guidance scale g means v_uncond + g (v - v_uncond) as for all models; the pipeline's `guidance_scale` is g - 1.
 
-    The network takes each prompt at its own length, which also sets the positions of the image's tokens. Therefore the
-    lengths are known to the host (`models.host_values`). The network pads to the longest prompt of the batch, so a sample's
-    velocity depends on the other samples up to rounding.
+    The network takes each prompt without padding; its length also sets the positions of the image's tokens. So the host
+    must know the lengths (`models.host_values`). The network pads to the longest prompt of the batch, so a sample's velocity
+    depends on the other samples up to rounding.
     """
 
     pipeline = "ZImagePipeline"
@@ -41,7 +41,7 @@ class ZImage(Pipeline):
         """Largest number of tokens along each side."""
         return min(self.config["axes_lens"][1:])
 
-    def longest(self, tokenizers: Any) -> tuple[Any, int]:
+    def find_token_limit(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer, and the number of tokens that its chat template leaves for the prompt."""
         tokenizer = tokenizers.tokenizer
         # The arguments of the pipeline.
@@ -49,7 +49,7 @@ class ZImage(Pipeline):
         template = tokenizer.apply_chat_template([{"role": "user", "content": ""}], **chat)
         return tokenizer, self.text_tokens - len(tokenizer(template).input_ids)
 
-    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+    def encode_text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and lengths `[1]`."""
         (tokens,), _ = encoders.encode_prompt(
             get_text(prompt), device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
@@ -57,18 +57,18 @@ class ZImage(Pipeline):
         padded = nn.functional.pad(tokens, (0, 0, 0, self.text_tokens - len(tokens)))
         return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}
 
-    def prompt_tokens(self, cond: ZImageCond) -> Tensor:
+    def count_prompt_tokens(self, cond: ZImageCond) -> Tensor:
         """Return the number of tokens of each prompt, `[B]`."""
         return cond.lengths
 
-    def trimmed(self, cond: ZImageCond, tokens: int) -> ZImageCond:
-        """Return the conditioning with the first tokens of each prompt; the network is never given the others."""
+    def trim_cond(self, cond: ZImageCond, tokens: int) -> ZImageCond:
+        """Return the conditioning with the first tokens of each prompt; the others never reach the network."""
         return ZImageCond(cond.tokens[:, :tokens], cond.lengths)
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ZImageCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return v `[B, C, H, W]`: the network is given 1 - sigma, and its output is -v."""
+        """Return v `[B, C, H, W]`: the network takes 1 - sigma and returns -v."""
         texts = zip(cond.tokens.to(x.dtype), read(cond.lengths).tolist(), strict=True)
         out = module(
             list(x.unsqueeze(2)),  # videos of one frame

@@ -1,7 +1,7 @@
-"""The way from a pipeline's samples to its VAE, found by probing: which latent is which element, with scale and offset.
+"""Map from a pipeline's samples to its VAE's latents, found by probing: element, scale and offset of each latent.
 
-Pipelines pack latents into tokens, scale and shift them. All of these are z[j] = scale[j] x[place[j]] + offset[j], which can
-be inverted, so that encoded images become samples without knowing the pipeline's code.
+Pipelines pack latents into tokens, scale and shift them. All of these are z[j] = scale[j] x[element[j]] + offset[j], which
+can be inverted, so encoded images become samples without knowledge of the pipeline's code.
 """
 
 import math
@@ -11,59 +11,61 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.checks import refusal
+from fluvial.models.replay.checks import build_error
 
-BASE = 16  # of the digits that places are probed with: few enough that any dtype tells them apart
+BASE = 16  # base of the digits that indices are probed with: few enough that any dtype tells them apart
 TOLERANCE = 0.02  # relative error of a probe, above the rounding of bfloat16
 
 
 class LatentLayout(NamedTuple):
-    """Scaling of a sample before the VAE decodes it; each tensor is `[n]` for n latents."""
+    """Map of a sample to the VAE's latents; each tensor is `[n]` for n latents."""
 
-    place: Tensor  # element of the flat sample
+    element: Tensor  # index into the flat sample
     scale: Tensor
     offset: Tensor
-    shape: tuple[int, ...]  # of the latents of one sample
+    shape: tuple[int, ...]  # shape of the latents of one sample
 
 
-def latent_layout(vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...], pipeline: str) -> LatentLayout:
+def find_latent_layout(to_vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...], pipeline: str) -> LatentLayout:
     """Return the layout of a pipeline's latents.
 
     Args:
-        vae_input: function from samples `[1, *shape]` to the latents `[1, ...]` that the VAE is given.
+        to_vae_input: function from samples `[1, *shape]` to the VAE's input latents `[1, ...]`.
         shape: shape of one sample.
         pipeline: class of the pipeline, for messages.
 
     Raises:
-        ValueError: the latents are no scaled rearrangement of the sample.
+        ValueError: the latents are not a scaled rearrangement of the sample.
     """
     count = torch.Size(shape).numel()
 
     def probe(values: Tensor) -> Tensor:
-        return vae_input(values.view(1, *shape))[0]
+        return to_vae_input(values.view(1, *shape))[0]
 
     zeros = probe(torch.zeros(count))
     offset = zeros.flatten()
     scale = probe(torch.ones(count)).flatten() - offset
     varying = int((scale != 0).sum())
     if len(offset) != count or varying != count:
-        raise refusal(
+        raise build_error(
             pipeline,
-            f"its VAE is given {len(offset)} latents, of which {varying} depend on the sample, expected {count}, as many as "
+            f"its VAE is given {len(offset)} latents, {varying} of them depend on the sample, expected {count}, as many as "
             "elements of the sample",
         )
-    place = read_places(lambda digits: ((probe(digits).flatten() - offset) / scale).nan_to_num().clamp(0, BASE - 1), count)
-    layout = LatentLayout(place, scale, offset, tuple(zeros.shape))
+    element = read_positions(
+        lambda digits: ((probe(digits).flatten() - offset) / scale).nan_to_num().clamp(0, BASE - 1), count
+    )
+    layout = LatentLayout(element, scale, offset, tuple(zeros.shape))
     sample = torch.randn(count, generator=torch.Generator().manual_seed(0))
     probed = probe(sample).flatten()
-    expected = scale * sample[place.clamp(max=count - 1)] + offset
-    if (probed - expected).norm() > TOLERANCE * probed.norm() or len(place.unique()) != count:
-        raise refusal(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
+    expected = scale * sample[element.clamp(max=count - 1)] + offset
+    if (probed - expected).norm() > TOLERANCE * probed.norm() or len(element.unique()) != count:
+        raise build_error(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
     return layout
 
 
-def read_places(probe: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    """Return the element of `count` numbers that each output of a function of them is, from the digits of their places."""
+def read_positions(probe: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """Return for each output of a function that selects from `count` numbers the index of the number, by its digits."""
     index, digits = torch.arange(count), math.ceil(math.log(max(count, 2), BASE))
     units = [BASE**digit for digit in range(digits)]
     return sum((unit * probe((index // unit % BASE).float()).round().long().cpu() for unit in units), torch.tensor(0))
@@ -73,36 +75,36 @@ def to_samples(latents: Tensor, layout: LatentLayout, shape: tuple[int, ...]) ->
     """Return the samples `[B, *shape]` that the pipeline turns into the given latents `[B, ...]`.
 
     Raises:
-        ValueError: the latents have another shape than those of the pipeline's size.
+        ValueError: the latents do not have the layout's shape.
     """
     if tuple(latents.shape[1:]) != layout.shape:
         raise ValueError(f"the images give latents of {list(latents.shape[1:])}, expected {list(layout.shape)}")
-    place, scale, offset = (tensor.to(latents.device) for tensor in layout[:3])
+    element, scale, offset = (tensor.to(latents.device) for tensor in layout[:3])
     flat = torch.empty_like(latents.flatten(1))
-    flat[:, place] = (latents.flatten(1) - offset) / scale
+    flat[:, element] = (latents.flatten(1) - offset) / scale
     return flat.view(len(latents), *shape)
 
 
-def vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
-    """Return what a VAE is given to decode, on the host, when `run` makes the pipeline decode samples once.
+def capture_vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
+    """Return the VAE's input, on the host, when `run` makes the pipeline decode samples once.
 
     Raises:
-        ValueError: the VAE is not called just once.
+        ValueError: the VAE is not called exactly once.
     """
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     decode, decode_before = vae.decode, vars(vae).get("decode")
 
-    def watch(z: Tensor, *args: Any, **options: Any) -> Any:
-        seen.append(z)
+    def record_input(z: Tensor, *args: Any, **options: Any) -> Any:
+        inputs.append(z)
         return decode(z, *args, **options)
 
-    vae.decode = watch
+    vae.decode = record_input
     try:
         run()
     finally:
         del vae.decode
         if decode_before is not None:
             vae.decode = decode_before
-    if len(seen) != 1:
-        raise refusal(pipeline, f"it calls its VAE {len(seen)} times to decode samples, expected once")
-    return seen[0].float().cpu()
+    if len(inputs) != 1:
+        raise build_error(pipeline, f"it calls its VAE {len(inputs)} times to decode samples, expected once")
+    return inputs[0].float().cpu()

@@ -1,4 +1,4 @@
-"""Prompts with images, videos and sounds: what a pipeline is given besides the text, by the names of its arguments."""
+"""Prompts with images, videos and sounds, by the names of the pipeline's arguments that take them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.models.digests import digest_file
-from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, find_kind, list_frames
+from fluvial.models.replay.kinds import ARGUMENTS, File, find_kind, list_frames
 
-Source = File | tuple[File, ...]  # of one argument; several for an argument that takes a list of images
+MediaSource = File | tuple[File, ...]  # file of one argument; several for an argument that takes a list of images
 
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A prompt with images, videos or sounds; two are equal if their texts and the contents of their files are.
+    """A prompt with images, videos or sounds; prompts are equal if their texts and the contents of their files are equal.
 
     Args:
         text: the prompt.
-        media: file of each argument of the pipeline's call, or its bytes; several for a list of images.
+        media: file, or its bytes, by argument of the pipeline's call; several for a list of images.
     """
 
     text: str
-    media: Mapping[str, Source]
+    media: Mapping[str, MediaSource]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MediaPrompt) and str(self) == str(other)
@@ -33,15 +33,15 @@ class MediaPrompt:
 
     def __str__(self) -> str:
         """Return the text with the digest of each file: the key of caches."""
-        return "\n".join((self.text, *(f"{name} {digest(self.media[name])}" for name in sorted(self.media))))
+        return "\n".join((self.text, *(f"{name} {digest_source(self.media[name])}" for name in sorted(self.media))))
 
     def open_files(self) -> dict[str, Any]:
-        """Return by argument an image of PIL, the list of a video's or of several images, or a `Sound`."""
-        return {name: _open(name, source) for name, source in self.media.items()}
+        """Return by argument a PIL image, a list of images (of a video or several images), or a `Sound`."""
+        return {name: _read_source(name, source) for name, source in self.media.items()}
 
     def change(self, *names: str) -> "MediaPrompt":
-        """Return the prompt with other images, videos or sounds of the same sizes for some arguments."""
-        return MediaPrompt(self.text, {**self.media, **{name: _change(name, self.media[name]) for name in names}})
+        """Return the prompt with other images, videos or sounds of the same sizes for the named arguments."""
+        return MediaPrompt(self.text, {**self.media, **{name: _change_source(name, self.media[name]) for name in names}})
 
 
 TextPrompt = str | MediaPrompt
@@ -53,10 +53,10 @@ def get_text(prompt: TextPrompt) -> str:
 
 
 def list_arguments(model: Any) -> tuple[str, ...]:
-    """Return the arguments that the media of a model's prompts are; none for a model of text alone.
+    """Return the names of the media in a model's prompts; none for a model of text alone.
 
-    They are those of the prompt that a pipeline was recorded on, or else those that the model takes (`takes`), in the order
-    of `kinds.ARGUMENTS`, then others by name.
+    They are those of the prompt that a pipeline was recorded on, or else the model's `takes`, in the order of
+    `kinds.ARGUMENTS`, then others by name.
     """
     example = getattr(model, "example", None)
     names = getattr(model, "takes", ()) if example is None else () if isinstance(example, str) else example.media
@@ -65,7 +65,7 @@ def list_arguments(model: Any) -> tuple[str, ...]:
 
 
 def find_list_arguments(model: Any) -> set[str]:
-    """Return those of a model's arguments that take a list of images."""
+    """Return the arguments of a model that take a list of images."""
     example = getattr(model, "example", None)
     if isinstance(example, MediaPrompt):
         return {name for name, source in example.media.items() if isinstance(source, tuple)}
@@ -77,39 +77,40 @@ def get_media(prompt: TextPrompt) -> dict[str, Any]:
     return {} if isinstance(prompt, str) else prompt.open_files()
 
 
-def _open(argument: str, source: Source) -> Any:
+def _read_source(argument: str, source: MediaSource) -> Any:
     if isinstance(source, tuple):
-        return [find_kind(argument, one).read(one) for one in source]
+        return [_read_source(argument, file) for file in source]
     return find_kind(argument, source).read(source)
 
 
-def _change(argument: str, source: Source) -> Source:
+def _change_source(argument: str, source: MediaSource) -> MediaSource:
     if isinstance(source, tuple):
-        return tuple(_other(find_kind(argument, one), one) for one in source)
-    return _other(find_kind(argument, source), source)
+        return tuple(_change_file(argument, file) for file in source)
+    return _change_file(argument, source)
 
 
-def _other(kind: Kind, file: File) -> bytes:
-    return kind.write(kind.changed(kind.read(file)))
+def _change_file(argument: str, file: File) -> bytes:
+    kind = find_kind(argument, file)
+    return kind.write(kind.change(kind.read(file)))
 
 
-def digest(source: Source) -> str:
-    """Return the SHA-256 of a file's bytes, or of each of several files, or of the frames of a folder."""
+def digest_source(source: MediaSource) -> str:
+    """Return the SHA-256 of a file, of each of several files, or of the frames of a folder."""
     if isinstance(source, tuple):
-        return " ".join(map(digest, source))
+        return " ".join(map(digest_source, source))
     if isinstance(source, Path) and source.is_dir():
         return digest_file(" ".join(map(digest_file, list_frames(source))).encode())
     return digest_file(source)
 
 
 def use_modes(vae: Any) -> None:
-    """Make a VAE's samples of encoded images the mode of the distribution, so that they depend on no generator.
+    """Make a VAE encode images to the mode of its distribution instead of a sample, so that no generator has an effect.
 
-    What it encodes is cast to its dtype, which some pipelines (Lucy Edit) leave to one of float32.
+    Inputs are cast to the VAE's dtype, because some pipelines (Lucy Edit) pass float32.
     """
     encode = vae.encode
 
-    def to_mode(*args: Any, **kwargs: Any) -> Any:
+    def encode_to_mode(*args: Any, **kwargs: Any) -> Any:
         cast = [arg.to(vae.dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
         output = encode(*cast, **kwargs)
         distribution = getattr(output, "latent_dist", None)
@@ -119,4 +120,4 @@ def use_modes(vae: Any) -> None:
             distribution.sample = lambda generator=None: distribution.mode()
         return output
 
-    vae.encode = to_mode
+    vae.encode = encode_to_mode

@@ -1,17 +1,17 @@
-"""Train a flow pipeline of diffusers without an adapter: record what its transformer is given, and replay it.
+"""Training of flow pipelines of diffusers without an adapter: their transformer's inputs are recorded and replayed.
 
-In each step, a pipeline calls its transformer once or more and makes the velocity from its outputs, e.g. guided away from a
-negative prompt, or with the sign changed. `record` runs the pipeline with a `RecordingScheduler` and keeps the
-transformer's inputs; the sample among them is found by its values. Then it looks for the `Combination` of the outputs that
-gives the velocity to the bit. A pipeline is refused if there is none.
+In each step, a pipeline calls its transformer once or more and computes the velocity from the outputs, e.g. with guidance
+or a changed sign. `record` runs the pipeline with a `RecordingScheduler` and keeps the transformer's inputs; the sample
+among them is found by its values. Then it searches for the `Combination` of the outputs that gives the velocity to the bit.
+A pipeline without one is refused.
 
     add_lora(pipe.transformer, LoraConfig(), ["to_q", "to_k", "to_v"])
     recording = record(pipe, prompts, key=key(0), steps=10, sampler="flow_sde", eta=0.7, guidance_scale=4.0)
     check_replay(pipe.transformer, recording, micro_batch=8)  # before the first update
     v = replay(pipe.transformer, recording, sample, step)     # pairs of any samples and recorded steps
 
-The adapter is added before the recording: torch multiplies a batch in another way if a weight requires a gradient, so that
-after a recording with the whole transformer trainable the first ratio would be 1 to rounding only.
+Add the adapter before the recording: torch multiplies a batch in another way if a weight requires a gradient, so after a
+recording with the whole transformer trainable the first ratio would equal 1 only up to rounding.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ from fluvial.models import host_values
 from fluvial.models.host_values import to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture
-from fluvial.models.replay.checks import foreign, refusal
+from fluvial.models.replay.checks import build_error, wrap_errors
 from fluvial.models.replay.experts import join_experts
-from fluvial.models.replay.places import Places
+from fluvial.models.replay.gather_maps import GatherMap
 from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import add_offset
@@ -45,7 +45,7 @@ from fluvial.models.replay.start import add_offset
 # The initial noise and the noise of the steps are drawn from separate keys.
 INITIAL, STEPS = 0, 1
 
-# Relative error, in root mean square, of a velocity that is computed in another batch than it was recorded in.
+# Relative RMS error of a velocity that is computed in another batch than it was recorded in.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -53,7 +53,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 class RecordedModel:
     """Velocity of a recorded pipeline as a function of module, sample and level, as `DiffusionModel.predict`.
 
-    The inputs are known at the recorded noise levels only, so samples can be noised to those levels and no others.
+    The inputs are known at the recorded noise levels only, so samples can be noised only to those levels.
     """
 
     pipeline: str  # class of the pipeline, for messages
@@ -62,10 +62,10 @@ class RecordedModel:
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # networks beside the trained one, by part of the pipeline
-    scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
+    scale: float = 1.0  # scale of the initial noise; below 1, cond ends with the offset, see `replay.start`
 
     def to(self, device: torch.device) -> "RecordedModel":
-        """Return the velocity with the network's own inputs on another device than the pipeline's, as in a dry run."""
+        """Return the velocity with its recorded inputs on another device than the pipeline's, as in a dry run."""
 
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, Tensor) else leaf
@@ -83,41 +83,39 @@ class RecordedModel:
     ) -> Samples:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
-        If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own,
-        one after the other and each of the size of the batch, and the host waits for the device.
+        If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own
+        pass of the batch's size, and the host waits for the device.
 
-        If samples have inputs of unlike sizes, those are padded, and a last tensor of cond holds the sizes: of each row of
-        each recipe its shape without the batch, `[P, n]`. Each pair has its own forward pass then, which keeps its bits.
+        If samples have inputs of unlike sizes, these are padded, and the last tensor of cond holds the sizes `[P, n]`: the
+        shape, without the batch, of each row of each recipe. Each pair then has its own forward pass, which keeps its bits.
 
         Args:
             module: the pipeline's transformer, possibly sharded and with adapters.
             x: samples, `[P, *event]`.
             sigma: noise levels of recorded steps, `[P]`.
             cond: rows of `Recording.cond`, `[P, ...]`.
-            timestep: not used, because cond includes the transformer's own.
+            timestep: not used, because cond includes the transformer's timesteps.
 
         Raises:
-            ValueError: a sigma is that of no recorded step. On a GPU this is not checked; the velocity is NaN there.
+            ValueError: no recorded step has a sigma. On a GPU this is not checked; the velocity is NaN there.
         """
         if self.scale != 1:
             whole = dataclasses.replace(self, scale=1.0)
             return whole.predict(module, add_offset(x, self.scale, cond[-1]), sigma, cond[:-1])
         if self.ragged:
             sizes = host_values.read(cond[-1]).tolist()
-            alike = dataclasses.replace(self, ragged=False)
+            single = dataclasses.replace(self, ragged=False)
             pairs = [slice(pair, pair + 1) for pair in range(len(x))]
-            return torch.cat(
-                [
-                    alike.predict(module, x[pair], sigma[pair], cut(optree.tree_map(itemgetter(pair), cond[:-1]), row_sizes))
-                    for pair, row_sizes in zip(pairs, sizes, strict=True)
-                ]
-            )
+            conds = (optree.tree_map(itemgetter(pair), cond[:-1]) for pair in pairs)
+            stripped = map(strip_padding, conds, sizes)
+            rows = zip(pairs, stripped, strict=True)
+            return torch.cat([single.predict(module, x[pair], sigma[pair], one) for pair, one in rows])
         known = sigma.to(torch.float32)[:, None] == self.sigmas.to(sigma.device)
         is_matched, position = known.any(dim=1), known.int().argmax(dim=1)
         if can_look(is_matched) and not is_matched.all():
-            got = sigma[~is_matched][0]
+            unknown = sigma[~is_matched][0]
             raise ValueError(
-                f"the recording of {self.pipeline} has no step at sigma {got:g}, expected one of "
+                f"the recording of {self.pipeline} has no step at sigma {unknown:g}, expected one of "
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
         if len(self.recipes) == 1:
@@ -126,26 +124,27 @@ class RecordedModel:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
                 positions = to_device(torch.tensor(recipe.positions), x.device)
-                mine = torch.nonzero(torch.isin(position, positions)).flatten()
-                if len(mine) > 0:
-                    # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
-                    filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
-                    place, mine_of = torch.searchsorted(positions, position[filled]), [row[filled] for row in rows]
-                    v = recipe.predict(module, x[filled], mine_of, place, sigma[filled], self.frozen)
-                    parts.append(v[: len(mine)])
-                    order.append(mine)
+                pairs_of_recipe = torch.nonzero(torch.isin(position, positions)).flatten()
+                count = len(pairs_of_recipe)
+                if count > 0:
+                    # Batches of another size round differently, and the rollout's are full: repeat the last pair.
+                    full = torch.cat([pairs_of_recipe, pairs_of_recipe[-1:].expand(len(x) - count)])
+                    step = torch.searchsorted(positions, position[full])
+                    v = recipe.predict(module, x[full], [row[full] for row in rows], step, sigma[full], self.frozen)
+                    parts.append(v[:count])
+                    order.append(pairs_of_recipe)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(is_matched, v), v, torch.nan)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One call of a pipeline: B samples, S recorded steps, and what is needed to compute their velocities again."""
+    """Record of one call of a pipeline: B samples, S recorded steps, and the inputs to compute their velocities again."""
 
     trajectory: Trajectory  # with the velocities
     schedule: Schedule
     transition: Sampler  # sampler of the steps in the window
-    made: tuple[Any, ...]  # what the pipeline returned
+    outputs: tuple[Any, ...]  # returned by the pipeline
     model: RecordedModel
     cond: Cond  # pytree of tensors [B, ...]; an input that is the same at every step is stored once
     initial: Tensor  # [B, *event] samples before the first step
@@ -154,7 +153,7 @@ class Recording:
     @property
     def images(self) -> Any:
         """The pipeline's first output, by default images `[B, C, H, W]` in [0, 1]."""
-        return self.made[0]
+        return self.outputs[0]
 
 
 def record(
@@ -172,13 +171,13 @@ def record(
     debug: bool = False,
     component: str = "transformer",
     tolerance: float | None = None,
-    places: Sequence[Places] = (),
+    gather_maps: Sequence[GatherMap] = (),
     **options: Any,
 ) -> Recording:
     """Run a flow pipeline of diffusers and record its steps and the inputs of its transformer.
 
-    The pipeline's scheduler is replaced during the run. Afterwards the recording is replayed on as many shuffled pairs as
-    there are samples, and compared.
+    The pipeline's scheduler is replaced during the run. Afterwards the recording is replayed on one shuffled pair per
+    sample, and compared.
 
     Args:
         pipe: the pipeline; any class with a scheduler and a transformer.
@@ -188,9 +187,9 @@ def record(
         steps: number of steps of the schedule.
         sampler, eta: see `RecordingScheduler`.
         window, record, form, reduction, debug: see `RecordingScheduler.recording`.
-        component: name of the pipeline's part that is trained.
+        component: name of the trained part of the pipeline.
         tolerance: see `check_replay`.
-        places: see `Capture`.
+        gather_maps: see `Capture`.
         options: arguments of the pipeline's call, e.g. height, width and guidance_scale.
 
     Raises:
@@ -204,64 +203,62 @@ def record(
     module = join_experts(pipe, component)
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "prompt": list(prompts),
         "num_inference_steps": steps,
         "output_type": "pt",
         "return_dict": False,
         **options,
     }
-    if asked.get("generator") is None and asked.get("latents") is None:
-        asked["generator"] = generators(fold_in(keys, INITIAL))
+    if arguments.get("generator") is None and arguments.get("latents") is None:
+        arguments["generator"] = make_generators(fold_in(keys, INITIAL))
 
-    scheduler_of_pipe = pipe.scheduler
-    config = {
-        **scheduler_of_pipe.config,
-        "_class_name": type(scheduler_of_pipe).__name__,
-    }  # only a config loaded from a file names its class
+    pipe_scheduler = pipe.scheduler
+    # Only a config loaded from a file names its class.
+    config = {**pipe_scheduler.config, "_class_name": type(pipe_scheduler).__name__}
     scheduler = RecordingScheduler.from_config(config, sampler=sampler, eta=eta)
-    scheduler.set_shift(scheduler_of_pipe.shift)  # it may have been changed after the scheduler was configured
-    capture = Capture(pipe, component, asked, places=places)
+    scheduler.set_shift(pipe_scheduler.shift)  # it may have been changed after the scheduler was configured
+    capture = Capture(pipe, component, arguments, gather_maps=gather_maps)
     with (
-        capture.watching(pipe, scheduler),
+        capture.watch(pipe, scheduler),
         scheduler.recording(
             key=fold_in(keys, STEPS),
             window=window,
-            on_step=capture.step,
+            on_step=capture.take_step,
             record=Record(record, form=form, reduction=reduction, velocity=True, debug=debug),
         ) as recorder,
     ):
-        with foreign(name, "be run"):
-            made = pipe(**asked)
+        with wrap_errors(name, "be run"):
+            outputs = pipe(**arguments)
         if capture.initial is None:
-            raise refusal(name, "its scheduler takes no step")
+            raise build_error(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
-    recipes, cond = capture.recipes()
+    recipes, cond = capture.build_recipes()
     model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes, frozen=capture.frozen)
     recording = Recording(
-        trajectory, schedule, recorder.scheduled.transition, made, model, cond, capture.initial, tuple(capture.taken)
+        trajectory, schedule, recorder.scheduled.transition, outputs, model, cond, capture.initial, tuple(capture.taken)
     )
     if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)
     return recording
 
 
-def cut(cond: Cond, sizes: Sequence[int]) -> Cond:
+def strip_padding(cond: Cond, sizes: Sequence[int]) -> Cond:
     """Return the inputs of a recorded pipeline without their padding, given the shape of each without the batch.
 
     They are contiguous, as the pipeline's, because the bits of a product in bfloat16 depend on the layout.
     """
     rest = iter(sizes)
 
-    def own(row: Tensor) -> Tensor:
+    def strip(row: Tensor) -> Tensor:
         return row[(slice(None), *(slice(next(rest)) for _ in row.shape[1:]))].contiguous()
 
-    return tuple(tuple(own(row) for row in rows) for rows in cond)
+    return tuple(tuple(strip(row) for row in rows) for rows in cond)
 
 
 def fits_within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
-    """Return whether inputs have as many dimensions as others, and none is larger."""
+    """Return whether inputs have as many dimensions as others, and no dimension is larger."""
     return len(shapes) == len(most) and all(
         len(rows) == len(others)
         and all(
@@ -272,7 +269,7 @@ def fits_within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[
 
 
 def pad_to(row: Tensor, shape: torch.Size) -> Tensor:
-    """Return an input `[1, ...]` with zeros up to a shape."""
+    """Pad an input `[1, ...]` with zeros to a shape without the batch."""
     padded = row.new_zeros((len(row), *shape))
     padded[(slice(None), *map(slice, row.shape[1:]))] = row
     return padded
@@ -299,7 +296,7 @@ def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x
     return recording.model.predict(module, x, sigma, cond)
 
 
-def rounding(model: RecordedModel) -> float:
+def find_tolerance(model: RecordedModel) -> float:
     """Return the largest relative error that counts as rounding, by the dtype that the transformer computes in."""
     return max((TOLERANCES[call.dtype] for recipe in model.recipes for call in recipe.calls), default=0.0)
 
@@ -307,10 +304,10 @@ def rounding(model: RecordedModel) -> float:
 def check_replay(
     module: nn.Module, recording: Recording, *, micro_batch: int, chunks: int | None = None, tolerance: float | None = None
 ) -> float:
-    """Return the largest relative error, in root mean square, of replayed velocities against recorded ones.
+    """Return the largest relative RMS error of replayed velocities against recorded ones.
 
-    Call it before the first update, with the weights of the recording and in the mode that is trained in. Pairs are
-    computed in other batches than they were recorded in, so that an input that belongs to no sample shows.
+    Call it before the first update, with the weights of the recording and in the training mode of the run. Pairs are
+    computed in other batches than they were recorded in, which reveals inputs that are not per sample.
 
     Args:
         module, recording: see `replay`.
@@ -331,13 +328,13 @@ def check_replay(
     with torch.no_grad():
         for rows in list(torch.arange(len(pair), device=pair.device).split(micro_batch))[:chunks]:
             pairs = sample[rows], position[rows]
-            v, want = replay(module, recording, pairs[0], trajectory.steps[pairs]), trajectory.velocity[pairs]
-            errors.append((v.to(want.dtype) - want).norm() / want.norm())
+            v, recorded = replay(module, recording, pairs[0], trajectory.steps[pairs]), trajectory.velocity[pairs]
+            errors.append((v.to(recorded.dtype) - recorded).norm() / recorded.norm())
     error = float(torch.stack(errors).max()) if errors else 0.0  # NaN if one of them is
     if tolerance is None:
-        tolerance = rounding(model)
+        tolerance = find_tolerance(model)
     if not error <= tolerance:
-        raise refusal(
+        raise build_error(
             model.pipeline,
             f"its transformer, replayed, misses the recorded velocity by {error:.2g} of its norm, expected at most "
             f"{tolerance:g}; it may be in training mode, have other weights by now, or mix the samples of a batch",
@@ -345,7 +342,7 @@ def check_replay(
     return error
 
 
-def generators(keys: Key) -> list[torch.Generator]:
+def make_generators(keys: Key) -> list[torch.Generator]:
     """Return one generator per key, on the host, so that a sample's noise depends only on its key."""
     words = zip(torch.as_tensor(keys.low).tolist(), torch.as_tensor(keys.high).tolist(), strict=True)
     return [torch.Generator().manual_seed(high << 32 | low) for low, high in words]

@@ -1,11 +1,11 @@
-"""A scheduler for any flow pipeline of diffusers that steps with fluvial's samplers and records the steps.
+"""Scheduler for any flow pipeline of diffusers that steps with fluvial's samplers and records the steps.
 
     pipe.scheduler = RecordingScheduler.from_config(pipe.scheduler.config, sampler="flow_sde", eta=0.7)
     with pipe.scheduler.recording(key=keys) as recorder:
         images = pipe(prompts).images
     trajectory = recorder.trajectory()
 
-Restore the pipeline's own scheduler before saving the pipeline: diffusers cannot load a class that it does not have.
+Restore the pipeline's own scheduler before saving the pipeline: diffusers cannot load classes of other packages.
 """
 
 import copy
@@ -36,42 +36,42 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, bool], None]
 
 
 class Piece(NamedTuple):
-    """A step of one piece of the samples, e.g. of the sound of a video, each `[B, ...]`."""
+    """One step of a piece of the samples, e.g. of the sound of a video; each tensor is `[B, ...]`."""
 
     v: Tensor
     x: Tensor
     x_next: Tensor
 
 
-class Scheduled(NamedTuple):
-    """How the steps of a schedule are taken."""
+class StepSchedule(NamedTuple):
+    """Noise levels and samplers of the steps of a schedule."""
 
-    of: Tensor  # the scheduler's own sigmas; new ones make a new plan
+    source: Tensor  # the scheduler's sigmas that the plan was made for
     sigmas: Tensor  # [T+1] float32 on the host
-    transition: Sampler  # of the steps in the window, with its hyper-parameters bound
+    transition: Sampler  # sampler of the steps in the window, with its hyper-parameters bound
     plan: StepPlan
 
 
 @dataclass(eq=False, kw_only=True)
 class Recorder:
-    """The steps of one call of a pipeline; made by `RecordingScheduler.recording`, which documents its arguments."""
+    """Steps of one call of a pipeline; built by `RecordingScheduler.recording`, which documents the arguments."""
 
     key: Key | None
     generator: Generators | None
     window: Collection[int] | None
     record: Record
     on_step: Observer | None
-    mixtures: list[Mixture] = field(default_factory=list)  # of noise and images, by `scale_noise`
+    mixtures: list[Mixture] = field(default_factory=list)  # results of `scale_noise`
     pieces: list["RecordingScheduler"] = field(default_factory=list)  # copies, which step through further pieces
-    shapes: tuple[torch.Size, ...] = ()  # of the pieces of one sample, if there are several
-    _waiting: list[Piece] = field(default_factory=list)  # of the step under way
-    _scheduled: Scheduled | None = None
+    shapes: tuple[torch.Size, ...] = ()  # shapes of the pieces of one sample, if there are several
+    _waiting: list[Piece] = field(default_factory=list)  # pieces of the step under way
+    _scheduled: StepSchedule | None = None
     _steps: list[Step] = field(default_factory=list)
     _final: Tensor | None = None
 
     @property
-    def scheduled(self) -> Scheduled:
-        """How the steps are taken; ValueError before the first step."""
+    def scheduled(self) -> StepSchedule:
+        """Schedule of the steps; ValueError before the first step."""
         if self._scheduled is None or self._final is None:
             raise ValueError("recording: no step was taken: call the pipeline inside `with scheduler.recording(...)`")
         return self._scheduled
@@ -86,8 +86,8 @@ class Recorder:
         assert final is not None
         return stack(plan, self._steps, final)._replace(final=final.to(compute_dtype("recording", final=final)))
 
-    def _take(self, scheduled: Scheduled, step: Step) -> None:
-        """Keep a step if it is to be recorded, and call the observer."""
+    def _keep_step(self, scheduled: StepSchedule, step: Step) -> None:
+        """Keep a step if the plan records it, and call the observer."""
         self._scheduled, self._final, record = scheduled, step.x_next, self.record
         if recorded := any(step.t in row for row in scheduled.plan.recorded):
             if any(step.t == known.t for known in self._steps):
@@ -96,14 +96,14 @@ class Recorder:
             x, v, x_next = step.x.contiguous(), step.v.contiguous(), step.x_next.contiguous()
             transition = scheduled.plan.transition(step.t)
             log_prob = gaussian.log_prob(transition, x, v, x_next, form=record.form, reduction=record.reduction)
-            # Copies, because the pipeline may go on to write to its samples.
-            kept = v.clone() if record.velocity or record.debug else v
-            self._steps.append(step._replace(x=x.clone(), v=kept, x_next=x_next.clone(), log_prob=log_prob))
+            # Copies, because the pipeline may write to its samples later.
+            v = v.clone() if record.velocity or record.debug else v
+            self._steps.append(step._replace(x=x.clone(), v=v, x_next=x_next.clone(), log_prob=log_prob))
         if self.on_step is not None:
             self.on_step(step.t, step.x, step.v, step.x_next, recorded)
 
     def join(self, piece: Piece) -> Piece | None:
-        """Return a step of whole samples `[B, n]`, flat, if `piece` is the last one of it."""
+        """Add a piece; return the step of whole, flat samples `[B, n]` if it is the last piece, else None."""
         self._waiting.append(piece)
         if len(self._waiting) <= len(self.pieces):
             return None
@@ -113,22 +113,22 @@ class Recorder:
 
 
 class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
-    """Step like diffusers' Euler scheduler of flows, or stochastically, and record the steps on request.
+    """Scheduler that steps like diffusers' Euler scheduler of flows, or stochastically, and records steps on request.
 
-    The ODE's steps equal diffusers' to the bit, and while nothing is recorded they are diffusers' own call. The other
-    samplers are those of `core.transitions`. Their noise comes from the recording's key or generators, else from the
-    generator that the pipeline passes, else from torch's global one.
+    The ODE's steps equal diffusers' to the bit; outside a recording they are diffusers' own call. The other samplers are
+    those of `core.transitions`. Their noise comes from the recording's key or generators, else from the generator that the
+    pipeline passes, else from torch's global generator.
     """
 
     # Not arguments of __init__, because diffusers reads the config's fields from its signature.
     sampler: str | Sampler = "ode"
     eta: float = 0.0
     _recorder: Recorder | None = None
-    _scheduled: Scheduled | None = None
-    _leader: "RecordingScheduler | None" = None  # that this one is a copy of
+    _scheduled: StepSchedule | None = None
+    _leader: "RecordingScheduler | None" = None  # the scheduler that this one is a copy of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RecordingScheduler":
-        """Return a copy. During a recording it steps through a further piece of the samples, which are then `[B, n]`, flat.
+        """Return a copy. During a recording it steps through a further piece of the samples, which become flat, `[B, n]`.
 
         A pipeline of videos with sound steps through both with the same noise levels, by the ODE.
         """
@@ -136,11 +136,11 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             other = copy.copy(self)
             other.__dict__ = copy.deepcopy(self.__dict__, memo)
             return other
-        made: RecordingScheduler = type(self).from_config(self.config, sampler=self.sampler, eta=self.eta)
-        made.set_shift(self.shift)
-        made._leader = self
-        self._recorder.pieces.append(made)
-        return made
+        follower: RecordingScheduler = type(self).from_config(self.config, sampler=self.sampler, eta=self.eta)
+        follower.set_shift(self.shift)
+        follower._leader = self
+        self._recorder.pieces.append(follower)
+        return follower
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -162,10 +162,10 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         if sampler == "ddim":
             raise ValueError("RecordingScheduler: sampler is 'ddim', which is not a flow's: use one that steps over sigmas")
         _check_config({**config, **kwargs})
-        made = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
-        scheduler = made[0] if return_unused_kwargs else made
+        result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
+        scheduler = result[0] if return_unused_kwargs else result
         scheduler.sampler, scheduler.eta = sampler, eta
-        return made
+        return result
 
     @contextmanager
     def recording(
@@ -182,13 +182,13 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         Args:
             key: one key, or one key per sample, `[B]`. Step i draws from fold_in(key, i), as in a rollout.
             generator: one generator, or one per sample; in place of a key.
-            window: the steps taken with the scheduler's sampler, all by default; the others are the ODE's.
-            record: what to record, as in `core.rollout.rollout`. Samples are stored in the pipeline's dtype.
+            window: steps taken with the scheduler's sampler, all by default; the others use the ODE.
+            record: steps and fields to record, as in `core.rollout.rollout`. Samples are stored in the pipeline's dtype.
             on_step: see `Observer`.
 
         Raises:
-            ValueError: a recording is under way, both a key and generators are given, or `record.dtype` is. The first step
-                raises the errors of `core.rollout.rollout`, and a step that is taken twice raises one.
+            ValueError: a recording is under way, both a key and generators are given, or `record.dtype` is set. The first
+                step raises the errors of `core.rollout.rollout`; a step that is taken twice raises a ValueError.
         """
         record = record if isinstance(record, Record) else Record(steps=record)
         if record.dtype is not None:
@@ -214,7 +214,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         return mixed
 
     def scale_model_input(self, sample: Tensor, timestep: float | Tensor | None = None) -> Tensor:
-        """Return the sample: a flow's is not scaled, and some pipelines ask every scheduler but Euler's own."""
+        """Return the sample unchanged; diffusers' Euler scheduler of flows lacks this method, which some pipelines call."""
         return sample
 
     def step(
@@ -240,17 +240,17 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             generator: source of the noise if the recording has neither a key nor generators.
 
         Raises:
-            ValueError: tokens have timesteps of their own, or an error of `recording`.
+            ValueError: per_token_timesteps is given, or an error of `recording`.
         """
         if per_token_timesteps is not None:
             raise ValueError("RecordingScheduler: per_token_timesteps is given, expected None: one noise level per sample")
-        # It also checks the timestep and counts the steps.
+        # The base class also checks the timestep and counts the steps.
         x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
         leader = self if self._leader is None else self._leader
         if leader._recorder is not None and leader._recorder.pieces:
             leader._take_piece(self, self.step_index - 1, Piece(model_output, sample, x_next))
         elif self._recorder is not None or self.sampler != "ode":
-            # Rising sigmas are those of a flow from noise at 0, whose noise levels are 1 - sigma, and whose velocity is -v.
+            # Rising sigmas belong to a flow from noise at 0, with noise levels 1 - sigma and velocity -v.
             v = -model_output if self.config.get("invert_sigmas") else model_output
             x_next = self._take_step(self.step_index - 1, v, sample, x_next, generator)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
@@ -260,7 +260,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         assert self._recorder is not None
         number = len(self._recorder._waiting)
         if scheduler is not (self, *self._recorder.pieces)[number] or not torch.equal(scheduler.sigmas, self.sigmas):
-            raise ValueError("RecordingScheduler: pieces of the samples take other steps or noise levels than one another")
+            raise ValueError("RecordingScheduler: pieces of the samples take different steps or noise levels")
         if self.sampler != "ode" or self.config.get("invert_sigmas"):
             raise ValueError("RecordingScheduler: several pieces are recorded with falling sigmas and the ODE only")
         whole = self._recorder.join(piece)
@@ -270,7 +270,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     def _take_step(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
         """Return the next sample of a step that may be stochastic or recorded, given Euler's next sample."""
         recorder, dtype = self._recorder, compute_dtype("step", model_output=v, sample=x)
-        if self._scheduled is None or self._scheduled.of is not self.sigmas:
+        if self._scheduled is None or self._scheduled.source is not self.sigmas:
             self._scheduled = _schedule_steps(self, recorder, x, dtype)
         scheduled = self._scheduled
         noise, x_next = None, euler
@@ -278,15 +278,15 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             key = None if recorder is None else recorder.key
             if recorder is not None and recorder.generator is not None:
                 generator = recorder.generator
-            noise = _noise(key, generator, step, x, dtype)
+            noise = _draw_noise(key, generator, step, x, dtype)
             x_next = gaussian.sample(scheduled.plan.transition(step), x, v, noise).to(v.dtype)
         if recorder is not None:
-            recorder._take(scheduled, Step(step, x, v, x_next, None, noise))
+            recorder._keep_step(scheduled, Step(step, x, v, x_next, None, noise))
         return x_next
 
 
-def _schedule_steps(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> Scheduled:
-    """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
+def _schedule_steps(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> StepSchedule:
+    """Return the schedule of a scheduler's steps; the noise levels are checked on the host."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
     sigmas = 1 - sigmas if scheduler.config.get("invert_sigmas") else sigmas
     try:
@@ -300,19 +300,19 @@ def _schedule_steps(scheduler: RecordingScheduler, recorder: Recorder | None, x:
     steps = plan(
         sigmas.to(dtype), transition, window=window, record=record, batch=len(x), device=x.device, function="recording"
     )
-    return Scheduled(scheduler.sigmas, sigmas, transition, steps)
+    return StepSchedule(scheduler.sigmas, sigmas, transition, steps)
 
 
-def _noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the noise of a step, of the shape of x."""
+def _draw_noise(key: Key | None, generator: Generators | None, step: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Draw the noise of a step, of the shape of x."""
     batch = len(x)
     if key is None:
         if isinstance(generator, Sequence) and len(generator) != batch:
             raise ValueError(
                 f"recording: there are {len(generator)} generators for {batch} samples, expected one per sample"
             )
-        drawn = list(generator) if isinstance(generator, Sequence) else generator
-        return randn_tensor(tuple(x.shape), generator=drawn, device=x.device, dtype=dtype)
+        generators = list(generator) if isinstance(generator, Sequence) else generator
+        return randn_tensor(tuple(x.shape), generator=generators, device=x.device, dtype=dtype)
     if not isinstance(key.low, Tensor):
         keys = fold_in(key, torch.arange(batch, device=x.device))
     else:

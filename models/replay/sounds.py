@@ -1,4 +1,4 @@
-"""Sounds among the outputs of a pipeline: telling them from images, their rate, and drawings of them."""
+"""Sounds in the output of a pipeline: their sampling rate, and drawings of their waves."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,12 +10,12 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ALONE = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
+PIPELINE_LOCK = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
 RATES = (
     ("vocoder", "output_sampling_rate"),
     ("vae", "sampling_rate"),
     ("vae", "sample_rate"),
-)  # parts and settings that say the rate
+)  # parts and settings that hold the rate
 
 
 class Output(NamedTuple):
@@ -25,50 +25,50 @@ class Output(NamedTuple):
     waves: Tensor | None  # [B, channels, n] float in [-1, 1]
 
     def draw(self, size: tuple[int, ...]) -> Tensor:
-        """Return the images, or drawings of the sounds of a height and width if there are none."""
+        """Return the images; without images, drawings of the sounds of the given height and width."""
         if self.images is not None:
             return self.images
         assert self.waves is not None
-        return drawings(self.waves, *size[:2])
+        return draw_waves(self.waves, *size[:2])
 
 
-def alone(run: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that shares a lock with all others returned here: one call runs at a time."""
+def run_alone(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that runs a pipeline, so that one such call runs at a time in the process."""
 
-    @wraps(run)
-    def run_alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ALONE:
-            return run(*args, **kwargs)
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with PIPELINE_LOCK:
+            return function(*args, **kwargs)
 
-    return run_alone
+    return call
 
 
 def split_output(returned: Any) -> Output:
-    """Return the images and sounds of what a pipeline's call returned, a tuple of tensors.
+    """Return the images and sounds among the tensors that a pipeline's call returned.
 
-    Images with a fourth channel, their opacity (Qwen-Image 2.1), are shown over white: rewards take red, green and blue.
+    Images with a fourth channel, their opacity (Qwen-Image 2.1), are composited over white: rewards take RGB.
 
     Raises:
         ValueError: there are neither images nor sounds.
     """
     images = waves = None
     parts = returned if isinstance(returned, tuple) else (returned,)
-    for made in parts:
-        if not isinstance(made, Tensor):
+    for part in parts:
+        if not isinstance(part, Tensor):
             continue
-        if made.ndim > 3:
-            images = (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
+        if part.ndim > 3:
+            images = (part.transpose(1, 2) if part.ndim == 5 else part).float().clamp(0, 1)
             if images.shape[1] == 4:
                 images = images[:, :3] * images[:, 3:] + (1 - images[:, 3:])
         else:
-            waves = (made if made.ndim == 3 else made[:, None]).float().clamp(-1, 1)
+            waves = (part if part.ndim == 3 else part[:, None]).float().clamp(-1, 1)
     if images is None and waves is None:
-        raise ValueError(f"the output is {', '.join(type(made).__name__ for made in parts) or 'empty'}, expected tensors")
+        raise ValueError(f"the output is {', '.join(type(part).__name__ for part in parts) or 'empty'}, expected tensors")
     return Output(images, waves)
 
 
 def read_rate(pipe: Any) -> int | None:
-    """Return the rate of a pipeline's sounds; None for a pipeline that makes none."""
+    """Return the sampling rate of a pipeline's sounds; None if it makes no sounds."""
     for part, name in RATES:
         rate = getattr(getattr(getattr(pipe, part, None), "config", None), name, None)
         if isinstance(rate, int):
@@ -76,8 +76,8 @@ def read_rate(pipe: Any) -> int | None:
     return None
 
 
-def drawings(waves: Tensor, height: int, width: int) -> Tensor:
-    """Return a drawing of each sound, `[B, 1, height, width]` in [0, 1]: per column the range of its first channel."""
+def draw_waves(waves: Tensor, height: int, width: int) -> Tensor:
+    """Return a drawing of each wave, `[B, 1, height, width]` in [0, 1]: the range of its first channel per column."""
     count = waves.shape[-1]
     columns = torch.arange(width, device=waves.device) * count // width
     numbers = torch.arange(max(count // width, 1), device=waves.device)

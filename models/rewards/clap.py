@@ -1,4 +1,4 @@
-"""CLAP score: the cosine similarity of a sound and its prompt.
+"""CLAP score: cosine similarity of a sound and its prompt.
 
 Source: arXiv 2211.06687.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.rewards.clip import Towers
 from fluvial.models.rewards.shared import loading
 from fluvial.models.rewards.shared.loading import LoadingError
@@ -24,14 +24,14 @@ FLOOR = 1e-10  # smallest power before the logarithm
 
 @dataclass(eq=False)
 class Clap(Towers):
-    """cos(f(a), g(p)) with a CLAP model, for a sound a and a prompt p.
+    """Score cos(f(a), g(p)) of a sound a and a prompt p, with a CLAP model.
 
-    A sound longer than the model hears (10 s) is scored in windows that lie evenly over it and overlap as little as they
-    can; the score is their mean. The published feature extractor takes one window at random instead.
+    A sound longer than the model's input (10 s) is scored in evenly spaced windows with the least overlap; the score is
+    their mean. The published feature extractor takes one random window instead.
 
     Args:
         weights: folder of a ClapModel of transformers without fusion, or id on the Hub.
-        sampling_rate: sampling rate of the sounds, in Hz; those of another rate than the model's are resampled.
+        sampling_rate: sampling rate of the sounds, in Hz; they are resampled to the model's rate.
     """
 
     facts = REWARD_MODELS["clap"]
@@ -48,12 +48,11 @@ class Clap(Towers):
             raise LoadingError(
                 f"the weights {self.weights} are a model with fusion, expected one without, e.g. {self.facts.weights}"
             )
-        place = loading.place_of(self.weights)
-        self.tokenizer = loading.load_tokenizer(place, commit)
-        with quietly():
-            settings, _ = loading.fetch(
-                f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=commit
-            )
+        source = loading.resolve_weights(self.weights)
+        self.tokenizer = loading.load_tokenizer(source, commit)
+        get_settings = ClapFeatureExtractor.get_feature_extractor_dict
+        with silence():
+            settings, _ = loading.fetch(f"the feature extractor of {source}", get_settings, source, revision=commit)
         self.features = LogMel(settings)
         return model
 
@@ -65,28 +64,28 @@ class Clap(Towers):
             prompts: prompt of each sound.
 
         Raises:
-            ValueError: the shape is another one, or the numbers differ.
+            ValueError: the shape is not supported, or the number of prompts differs.
         """
         if audio.ndim not in (2, 3) or len(audio) != len(prompts) or not audio.shape[-1]:
             raise ValueError(
                 f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
                 "[B, channels, samples] and one prompt per sound"
             )
-        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.place(audio), torch.float64)
-        windows = self.features.windows(resample(mono, self.sampling_rate, self.features.rate))
+        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.place_model(audio), torch.float64)
+        windows = self.features.split_windows(resample(mono, self.sampling_rate, self.features.rate))
         with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
-            sounds = map_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
+            sounds = map_batches(self._embed_windows, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
         return (sounds * self.embed_texts(prompts)[:, None]).sum(-1).mean(1)
 
-    def _sounds(self, windows: Tensor) -> Tensor:
+    def _embed_windows(self, windows: Tensor) -> Tensor:
         features = self.features(windows)[:, None].to(self.precision)
         longer = torch.zeros(len(windows), 1, dtype=torch.bool, device=windows.device)
-        return self.unit(self.model.audio_model(input_features=features, is_longer=longer), "audio_projection")
+        return self.project(self.model.audio_model(input_features=features, is_longer=longer), "audio_projection")
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the input of the text tower, padded to the longest prompt."""
-        longest = self.model.config.text_config.max_position_embeddings - 2  # positions of RoBERTa begin after the padding's
-        inputs = self.tokenizer(prompts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        most = self.model.config.text_config.max_position_embeddings - 2  # RoBERTa's positions start after the padding's
+        inputs = self.tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt")
         return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
@@ -97,7 +96,7 @@ class LogMel:
         settings: settings of the feature extractor.
 
     Raises:
-        LoadingError: a setting is missing, or is one that is not supported.
+        LoadingError: a setting is missing or not supported.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -130,10 +129,10 @@ class LogMel:
         )
         self.filters = torch.from_numpy(filters).to(torch.float64)
 
-    def windows(self, audio: Tensor) -> Tensor:
-        """Return sounds `[B, samples]` as windows `[B, n, length]` of the length that the model hears.
+    def split_windows(self, audio: Tensor) -> Tensor:
+        """Split sounds `[B, samples]` into windows `[B, n, length]` of the model's input length.
 
-        A shorter sound is repeated as often as it fits whole, and the rest is silence.
+        A shorter sound is repeated as often as it fits, and the rest is silence.
         """
         samples = audio.shape[-1]
         if samples <= self.length:
@@ -154,12 +153,12 @@ class LogMel:
         return (10 * mel.clamp(min=FLOOR).log10()).to(torch.float32)
 
 
-def resample(audio: Tensor, rate: int, wanted: int) -> Tensor:
-    """Return sounds `[B, samples]` at another sampling rate, by their Fourier series: frequencies above both are cut."""
-    if rate == wanted:
+def resample(audio: Tensor, rate: int, new_rate: int) -> Tensor:
+    """Resample sounds `[B, samples]` by their Fourier series; frequencies that either rate cannot represent are cut."""
+    if rate == new_rate:
         return audio
     samples = audio.shape[-1]
-    count = max(round(samples * wanted / rate), 1)
+    count = max(round(samples * new_rate / rate), 1)
     spectrum = torch.fft.rfft(audio)
     kept = min(samples, count) // 2 + 1
     cut = functional.pad(spectrum[..., :kept], (0, count // 2 + 1 - kept))

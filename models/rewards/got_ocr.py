@@ -15,7 +15,7 @@ from fluvial.models.rewards.shared.loading import ModelReward
 from fluvial.models.rewards.shared.text import TARGETS, TextReward
 from fluvial.models.rewards.table import REWARD_MODELS
 
-# The model knows one request; the processor of transformers writes it in the same words.
+# The model was trained on this request; the processor of transformers builds the same text.
 REQUEST = (
     "<|im_start|>system\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>"
     "<|im_start|>user\n<img>{tokens}</img>\n OCR: <|im_end|><|im_start|>assistant\n"
@@ -25,11 +25,11 @@ IMAGE, END = "<imgpad>", "<|im_end|>"
 
 @dataclass(eq=False)
 class GotOcr(TextReward, ModelReward):
-    """The text that the prompt asks for, read by GOT-OCR.
+    """Score of the prompt's text in an image, read by GOT-OCR.
 
     Args:
         weights: folder of a GotOcr2ForConditionalGeneration of transformers, or id on the Hub.
-        tokens: largest number of tokens that are read.
+        tokens: largest number of tokens to read.
     """
 
     facts = REWARD_MODELS["got_ocr"]
@@ -44,9 +44,9 @@ class GotOcr(TextReward, ModelReward):
 
         loading.check_choice("target", self.target, TARGETS)
         model = loading.load_model(GotOcr2ForConditionalGeneration, self.weights, commit)
-        place = loading.place_of(self.weights)
-        self.tokenizer = loading.load_tokenizer(place, commit)
-        self.preprocess = loading.load_preprocess(place, commit)
+        source = loading.resolve_weights(self.weights)
+        self.tokenizer = loading.load_tokenizer(source, commit)
+        self.preprocess = loading.load_preprocess(source, commit)
         # The vision tower halves its grid of patches twice.
         vision = model.config.vision_config
         self.request = REQUEST.format(tokens=IMAGE * (-(-(vision.image_size // vision.patch_size) // 4)) ** 2)
@@ -55,12 +55,12 @@ class GotOcr(TextReward, ModelReward):
     @torch.no_grad()
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each of the images `[N, H, W, 3]` in uint8."""
-        device, texts = self.place(images), list[str]()
+        device, texts = self.place_model(images), list[str]()
         end = self.tokenizer.convert_tokens_to_ids(END)
         for part in images.split(self.batch):
             pixels = self.preprocess(part.to(device).permute(0, 3, 1, 2) / 255).to(self.precision)
             inputs = self.tokenizer([self.request] * len(part), return_tensors="pt").to(device)
-            written = self.model.generate(
+            generated = self.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 pixel_values=pixels,
@@ -69,6 +69,6 @@ class GotOcr(TextReward, ModelReward):
                 eos_token_id=end,
                 pad_token_id=end,
             )
-            answers = written[:, inputs["input_ids"].shape[1] :]
+            answers = generated[:, inputs["input_ids"].shape[1] :]
             texts += self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return texts

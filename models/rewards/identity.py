@@ -1,4 +1,4 @@
-"""How much of the image before an edit is kept in the image after it, by features of DINOv2.
+"""Similarity of the images before and after an edit, by features of DINOv2.
 
 Sources: DINOv2, arXiv 2304.07193; DINO similarity, arXiv 2208.12242, section 4.2; LPIPS, arXiv 1801.03924, equation 1 with
 weights of 1, which is `lpips=False` in its package.
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fluvial.models.rewards.shared.loading import LoadingError, ModelReward, load_model, load_preprocess, place_of
+from fluvial.models.rewards.shared.loading import LoadingError, ModelReward, load_model, load_preprocess, resolve_weights
 from fluvial.models.rewards.shared.pixels import check_pairs, extract_frames, map_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 
 @dataclass(eq=False, kw_only=True)
 class EditPairs(ModelReward):
-    """Reward of an image and the image of its prompt's record, from a DINOv2 model; of videos the mean over frames.
+    """Reward of an image and the image of its prompt's record, from a DINOv2 model; for videos the mean over frames.
 
     Args:
-        frames: largest number of evenly spaced frames that a video is scored by.
+        frames: largest number of evenly spaced frames per video.
     """
 
     frames: int = 8
@@ -34,11 +34,11 @@ class EditPairs(ModelReward):
         """See `ModelReward.load`."""
         from transformers import Dinov2Model
 
-        self.preprocess = load_preprocess(place_of(self.weights), commit)
+        self.preprocess = load_preprocess(resolve_weights(self.weights), commit)
         return load_model(Dinov2Model, self.weights, commit)
 
     @abstractmethod
-    def features(self, images: Tensor) -> Tensor:
+    def compute_features(self, images: Tensor) -> Tensor:
         """Return the features of images in [0, 1], `[N, ...]` in float32."""
 
     @abstractmethod
@@ -54,15 +54,14 @@ class EditPairs(ModelReward):
             condition_images: image before the edit, `[C, H, W]` in [0, 1] each, of any size.
         """
         check_pairs(images, prompts)
-        device, frames = self.place(images), extract_frames(images, self.frames)
+        device, frames = self.place_model(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         with torch.no_grad():
-            before = torch.cat(
-                [self.features(extract_frames(image[None].to(device), 1)[:, 0]) for image in condition_images]
-            )
+            conditions = (extract_frames(image[None].to(device), 1)[:, 0] for image in condition_images)
+            before = torch.cat([*map(self.compute_features, conditions)])
 
         def score(rows: Tensor) -> Tensor:
-            return self.compare(before[rows.to(device) // count], self.features(flat[rows].to(device)))
+            return self.compare(before[rows.to(device) // count], self.compute_features(flat[rows].to(device)))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return map_batches(score, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
@@ -70,12 +69,12 @@ class EditPairs(ModelReward):
 
 @dataclass(eq=False)
 class Dino(EditPairs):
-    """cos(f(x), f(y)), with f DINOv2's class token."""
+    """Score cos(f(x), f(y)) of an image x and the image y before the edit, with f DINOv2's class token."""
 
     facts = REWARD_MODELS["dino"]
     weights: str | Path = facts.weights
 
-    def features(self, images: Tensor) -> Tensor:
+    def compute_features(self, images: Tensor) -> Tensor:
         """Return the class tokens, `[N, D]`, of length 1."""
         output = self.model(pixel_values=self.preprocess(images).to(self.precision))
         return functional.normalize(output.pooler_output.float(), dim=-1)
@@ -87,12 +86,12 @@ class Dino(EditPairs):
 
 @dataclass(eq=False)
 class Perceptual(EditPairs):
-    """-sum_l mean_i |u_li(x) - u_li(y)|^2, with u_li the feature of patch i in layer l, of length 1.
+    """Score -sum_l mean_i |u_li(x) - u_li(y)|^2, with u_li the feature of patch i in layer l, of length 1.
 
-    LPIPS takes layers of a convolutional network; here they are evenly spaced blocks of DINOv2, the last one included.
+    LPIPS uses layers of a convolutional network; here they are evenly spaced blocks of DINOv2, including the last.
 
     Args:
-        layers: number of blocks whose features are compared.
+        layers: number of compared blocks.
     """
 
     facts = REWARD_MODELS["perceptual"]
@@ -106,10 +105,10 @@ class Perceptual(EditPairs):
         depth = model.config.num_hidden_layers
         if not 1 <= self.layers <= depth:
             raise LoadingError(f"layers is {self.layers}, expected 1 to {depth}, the blocks of the model")
-        self.chosen = [round(depth * (place + 1) / self.layers) for place in range(self.layers)]
+        self.chosen = [round(depth * (number + 1) / self.layers) for number in range(self.layers)]
         return model
 
-    def features(self, images: Tensor) -> Tensor:
+    def compute_features(self, images: Tensor) -> Tensor:
         """Return the features of the patches, `[N, L, P, D]`, of length 1."""
         output = self.model(pixel_values=self.preprocess(images).to(self.precision), output_hidden_states=True)
         layers = torch.stack([output.hidden_states[layer][:, 1:] for layer in self.chosen], 1)

@@ -1,4 +1,4 @@
-"""OCR reward with RapidOCR: PP-OCR's detector and recogniser, which come in its package and run on the CPU, offline.
+"""OCR reward with RapidOCR: PP-OCR's detector and recogniser, which its package contains; runs on the CPU, offline.
 
 Source: flow_grpo, arXiv 2505.05470, for the score.
 """
@@ -19,14 +19,14 @@ MODEL = REWARD_MODELS["ocr"]
 
 @dataclass(eq=False, kw_only=True)
 class Ocr(TextReward):
-    """The text that the prompt asks for, read by RapidOCR. Text that stands on its head is not turned round.
+    """Score of the prompt's text in an image, read by RapidOCR; upside-down text is not recognised.
 
     Args:
-        detect: whether to look for text in the image; False reads the whole image as one line, in a fraction of the time.
-        side: shorter side, in pixels, that an image is enlarged to before text is looked for; less is faster.
+        detect: whether to detect text in the image; False reads the whole image as one line, in a fraction of the time.
+        side: shorter side, in pixels, that an image is enlarged to for detection; less is faster.
         confidence: least confidence of a line that counts, from 0 to 1.
         threads: number of CPU threads.
-        width: least width, in pixels, that a line of 48 pixels' height is padded to before it is read; less is faster.
+        width: least width, in pixels, of a line of 48 pixels' height, by padding; less is faster.
 
     Raises:
         ValueError: RapidOCR is not installed, or an option is wrong; in one line.
@@ -59,7 +59,7 @@ class Ocr(TextReward):
         try:
             self.engine: Any = import_module("rapidocr").RapidOCR(params=options)
         except Exception as error:
-            raise LoadingError(f"ocr: RapidOCR cannot be started: {loading.first_line(error)}") from error
+            raise LoadingError(f"ocr: RapidOCR cannot be started: {loading.get_first_line(error)}") from error
 
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each of the images `[N, H, W, 3]` in uint8, line by line from the top."""

@@ -1,4 +1,4 @@
-"""The reward models that fluvial ships, and what it says about those that it cannot.
+"""Table of the reward models that fluvial ships, and reasons for those that it cannot.
 
 `REWARD_MODELS["pickscore"].make(device="cuda:1")` builds one.
 """
@@ -21,17 +21,17 @@ class RewardModel:
 
     Args:
         name: name on the command line.
-        factory: class of the reward, or a function that is one, as `module:name` below `fluvial.models.rewards`. It is
-            imported when it is needed.
+        factory: class of the reward, or the reward function, as `module:name` below `fluvial.models.rewards`, imported on
+            first use.
         formula: score of an image x and a prompt p.
         source: paper or repository that the formula comes from.
         licence: licence of the weights.
         weights: id of the default weights on the Hub; empty if there are none.
         revision: commit of the default weights.
         parameters: number of parameters in millions.
-        install: what to install beside fluvial, e.g. "fluvial[rewards]"; None if nothing.
-        packages: names that must be importable for it.
-        gradients: whether the score is differentiable in the images, as `alignprop` needs it.
+        install: argument of pip install beside fluvial, e.g. "fluvial[rewards]"; None if nothing is needed.
+        packages: packages that must be importable.
+        gradients: whether the score is differentiable in the images, as `alignprop` needs.
         takes: first argument of the reward, "images" (or videos), "videos" or "audio".
     """
 
@@ -65,15 +65,15 @@ class RewardModel:
 
     @property
     def gibibytes(self) -> float:
-        """Memory of the weights in float32, in GiB; half of it in bfloat16."""
+        """Memory of the weights in float32, in GiB; bfloat16 takes half of it."""
         return self.parameters * 1e6 * 4 / 2**30
 
-    def missing(self) -> list[str]:
+    def list_missing_packages(self) -> list[str]:
         """Return the packages that are not installed."""
         return [name for name in self.packages if find_spec(name) is None]
 
-    def commit(self, weights: object, revision: str | None) -> str | None:
-        """Return the commit to load: the one asked for, or that of the default weights, or None for the newest."""
+    def choose_commit(self, weights: object, revision: str | None) -> str | None:
+        """Return the commit to load: `revision`, or the default weights' commit, or None for the newest."""
         return revision or (self.revision if weights == self.weights else None)
 
 
@@ -87,7 +87,7 @@ def _read_table() -> dict[str, RewardModel]:
 
 REWARD_MODELS = _read_table()
 
-# Rewards that people ask for by name, and why they run in a server of their own.
+# Well-known rewards that need a separate server, and why.
 ELSEWHERE: dict[str, str] = {
     "geneval": "its detector needs mmdet and Python 3.10; models.rewards.geneval has its rules for any detector",
     "deqa": "needs mPLUG-Owl2, which is code in its repository",

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, text encoders and a VAE, built in place."""
+"""Tiny tokenizers, text encoders and a VAE, built without a download."""
 
 import json
 import re
@@ -19,7 +19,7 @@ LLAVA_SIZE = 384  # height and width of its images, of 24 x 24 patches
 
 
 @cache
-def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def train_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return a vocabulary of bytes and of the words in Qwen-Image's template, and its merges."""
     from diffusers import QwenImagePipeline
     from tokenizers import pre_tokenizers, trainers
@@ -40,19 +40,19 @@ def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return model["vocab"], [(left, right) for left, right in model["merges"]]
 
 
-def qwen_tokenizer(**options: Any) -> Any:
-    """Build a tokenizer that splits the template like the real one, because the pipeline drops a fixed number of tokens."""
+def build_qwen_tokenizer(**options: Any) -> Any:
+    """Build a tokenizer that splits the template like the real one: the pipeline drops a fixed number of tokens."""
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = pairs()
+    vocabulary, merges = train_vocabulary()
     special = ["<|im_start|>", "<|im_end|>"]
     return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT, **options)
 
 
-def settings(width: int) -> dict[str, Any]:
+def choose_language_settings(width: int) -> dict[str, Any]:
     """Return the settings of a language model of two layers."""
     return {
-        "vocab_size": len(qwen_tokenizer()),
+        "vocab_size": len(build_qwen_tokenizer()),
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
@@ -65,24 +65,24 @@ def settings(width: int) -> dict[str, Any]:
     }
 
 
-def qwen_vl_encoder(*, width: int = 16) -> Any:
+def build_qwen_vl_encoder(*, width: int = 16) -> Any:
     """Build a Qwen2.5-VL of two layers, with one vision layer."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     turns = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
-    sees = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
-    text = {**settings(width), "rope_scaling": turns, "rope_parameters": {**turns, "rope_theta": 1e4}}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sees))
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": width}
+    text = {**choose_language_settings(width), "rope_scaling": turns, "rope_parameters": {**turns, "rope_theta": 1e4}}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
-def qwen3_encoder() -> Any:
+def build_qwen3_encoder() -> Any:
     """Build a Qwen3 of two layers."""
     from transformers import Qwen3Model
 
-    return language_model(Qwen3Model)
+    return build_language_model(Qwen3Model)
 
 
-def clip_tokenizer(length: int = 77) -> Any:
+def build_clip_tokenizer(length: int = 77) -> Any:
     """Build a CLIP tokenizer of single characters."""
     from transformers import CLIPTokenizer
 
@@ -92,7 +92,7 @@ def clip_tokenizer(length: int = 77) -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
 
 
-def t5_tokenizer(length: int = 512) -> Any:
+def build_t5_tokenizer(length: int = 512) -> Any:
     """Build a T5 tokenizer of single characters."""
     from transformers import T5Tokenizer
 
@@ -101,12 +101,12 @@ def t5_tokenizer(length: int = 512) -> Any:
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=length)
 
 
-def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
+def build_clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
     """Build a CLIP text encoder of two layers."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
-        vocab_size=len(clip_tokenizer()),
+        vocab_size=len(build_clip_tokenizer()),
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
@@ -120,12 +120,12 @@ def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
-def t5_encoder(kind: str = "T5", *, width: int = 16) -> Any:
+def build_t5_encoder(kind: str = "T5", *, width: int = 16) -> Any:
     """Build an encoder of two layers of T5 or UMT5."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(t5_tokenizer()),
+        vocab_size=len(build_t5_tokenizer()),
         d_model=width,
         d_kv=8,
         d_ff=2 * width,
@@ -137,7 +137,7 @@ def t5_encoder(kind: str = "T5", *, width: int = 16) -> Any:
     return getattr(transformers, f"{kind}EncoderModel")(config)
 
 
-def vae(channels: int = 4, blocks: int = 2) -> Any:
+def build_vae(channels: int = 4, blocks: int = 2) -> Any:
     """Build an image VAE that halves height and width between its blocks: once, by default."""
     from diffusers import AutoencoderKL
 
@@ -155,7 +155,7 @@ def vae(channels: int = 4, blocks: int = 2) -> Any:
     )
 
 
-def gemma_tokenizer() -> Any:
+def build_gemma_tokenizer() -> Any:
     """Build a Gemma tokenizer of single characters."""
     from transformers import GemmaTokenizer
 
@@ -164,12 +164,12 @@ def gemma_tokenizer() -> Any:
     return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
 
 
-def gemma_encoder() -> Any:
+def build_gemma_encoder() -> Any:
     """Build a Gemma 2 of three layers."""
     from transformers import Gemma2Config, Gemma2Model
 
     config = Gemma2Config(
-        vocab_size=len(gemma_tokenizer()),
+        vocab_size=len(build_gemma_tokenizer()),
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=3,
@@ -183,24 +183,24 @@ def gemma_encoder() -> Any:
     return Gemma2Model(config)
 
 
-def language_model(kind: type, *, layers: int = 2) -> Any:
-    """Build a language model of transformers of a few layers, with one layer of vision where it sees images.
+def build_language_model(kind: type, *, layers: int = 2) -> Any:
+    """Build a language model of transformers with a few layers, and one vision layer if it takes images.
 
     Raises:
-        ValueError: the settings of the class have other names than most.
+        ValueError: the settings of the class have uncommon names.
     """
-    config: Any = _tiny_config(kind.config_class, kind.__name__, layers)  # type: ignore[attr-defined]
+    config: Any = _build_tiny_config(kind.config_class, kind.__name__, layers)  # type: ignore[attr-defined]
     inner = getattr(config, "encoder", config)
-    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings where those of both are
+    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings from the joint ones
         for name, value in inner.to_dict().items():
             if name != "model_type":
                 setattr(config, name, value)
-    if (most := getattr(inner, "text_config", inner).hidden_size) != 16:
-        raise ValueError(f"the settings of {kind.__name__} give {most} features, expected 16")
+    if (width := getattr(inner, "text_config", inner).hidden_size) != 16:
+        raise ValueError(f"the settings of {kind.__name__} give {width} features, expected 16")
     return kind(config)
 
 
-SEES = {
+VISION_SETTINGS = {
     "depth": 1,
     "out_hidden_size": 16,
     "num_position_embeddings": 16,
@@ -214,34 +214,34 @@ SEES = {
 }
 
 
-def _tiny_config(config: Any, model: str, layers: int) -> Any:
-    """Return the settings of a model of transformers, and of the models of text and of images in it."""
-    text = {**settings(16), "head_dim": 8, "num_hidden_layers": layers}
+def _build_tiny_config(config: Any, model: str, layers: int) -> Any:
+    """Return the settings of a model of transformers, with those of its text and vision models."""
+    text = {**choose_language_settings(16), "head_dim": 8, "num_hidden_layers": layers}
     if model.startswith("SmolLM3"):
-        text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
+        text["vocab_size"] = 128256  # BRIA FIBO has a fixed token id
     subs = {name: sub for name, sub in config.sub_configs.items() if name not in ("vision_config", "vq_config")}
     if not subs:
         return config(**text)
-    sees = dict(SEES)
+    vision = dict(VISION_SETTINGS)
     if any("gemma" in sub.__name__.lower() for sub in subs.values()):
         text |= {"vocab_size": 512, "dropout_rate": 0.0}
-        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+        vision |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
     if "text_config" not in subs:
         both = {name: {**text, "cross_attention_hidden_size": 16} for name in subs}
         return config(**both, vocab_size=512, is_encoder_decoder=False)
     if "Auto" in subs["text_config"].__name__:
         text["model_type"] = "mistral" if "istral" in model else "qwen3"
-        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+        vision |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         if "gemma" in subs["text_config"].__name__.lower():
             text.pop("rope_parameters")
-    return config(text_config=text, vision_config=sees)
+    return config(text_config=text, vision_config=vision)
 
 
 @cache
-def _llava_words() -> Any:
-    """Return a tokenizer of bytes, and of the words and marks of HunyuanVideo's template with an image."""
+def _train_llava_words() -> Any:
+    """Return a tokenizer of bytes, and of the words and markers of HunyuanVideo's template with an image."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -261,27 +261,28 @@ def _llava_words() -> Any:
     return words
 
 
-def llava_tokenizer() -> Any:
-    """Build a tokenizer that splits HunyuanVideo's template like the real one: the pipeline knows where the image is."""
+def build_llava_tokenizer() -> Any:
+    """Build a tokenizer that splits HunyuanVideo's template like the real one: the pipeline has the image's position."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=_llava_words(), bos_token=LLAVA_MARKS[0], eos_token=LLAVA_MARKS[3], pad_token=LLAVA_MARKS[5]
+        tokenizer_object=_train_llava_words(), bos_token=LLAVA_MARKS[0], eos_token=LLAVA_MARKS[3], pad_token=LLAVA_MARKS[5]
     )
 
 
-def llava_encoder() -> Any:
-    """Build a LLaVA of two layers that sees an image of 384 x 384 as 576 tokens, the number that HunyuanVideo expects."""
+def build_llava_encoder() -> Any:
+    """Build a LLaVA of two layers with 576 tokens per image of 384 x 384, the number that HunyuanVideo expects."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    text = {**settings(16), "model_type": "llama", "vocab_size": len(llava_tokenizer()), "max_position_embeddings": 1024}
-    sees = {**vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
+    sizes = {"vocab_size": len(build_llava_tokenizer()), "max_position_embeddings": 1024}
+    text = {**choose_language_settings(16), "model_type": "llama", **sizes}
+    vision = {**choose_vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
     mark, pad = LLAVA_MARKS.index("<image>"), LLAVA_MARKS.index("<pad>")
-    config = LlavaConfig(text_config=text, vision_config=sees, image_token_index=mark, pad_token_id=pad)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=mark, pad_token_id=pad)
     return LlavaForConditionalGeneration(config)
 
 
-def vision_settings(width: int = 16) -> dict[str, Any]:
+def choose_vision_settings(width: int = 16) -> dict[str, Any]:
     """Return the settings of a vision transformer of two layers for images of 32 x 32."""
     return {
         "hidden_size": width,

@@ -1,4 +1,4 @@
-"""Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
+"""Tiny random pipelines of any class of diffusers, from the types of their parts, and the arguments of their calls."""
 
 import importlib.util
 import inspect
@@ -18,19 +18,20 @@ from torch.overrides import TorchFunctionMode
 
 from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.kinds import ARGUMENTS
-from fluvial.models.replay.processors import processor_without_video
+from fluvial.models.replay.processors import build_processor_without_video
 from fluvial.models.tiny import encoders
-from fluvial.models.tiny.settings import LATENT, WIDTH, autoencoder_settings, network_settings, read_table, special
+from fluvial.models.tiny.settings import LATENT, WIDTH, choose_network_settings, choose_vae_settings, look_up, read_table
 
-# Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
-# steps read what its first step has kept of it.
+# Pipelines that are tried without their image: the first overwrites a frame at every step, and the second caches keys of
+# the image at its first step.
 TEXT_ALONE = ("Kandinsky6TI2VAPipeline", "Flux2KleinKVPipeline")
-# Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
+# Parts of the names of pipelines that are tried with images; other pipelines can do without theirs.
 CONDITIONED = (
     *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
     *("Layered", "VideoToVideo", "VACE", "AudioToAudio", "AceStep", "Flux2"),
 )
-MOST = 20e6  # parameters of a part
+MOST = 20e6  # largest number of parameters of a part
+# Optional media that are not tried.
 UNTRIED = (
     *("ip_adapter_image", "last_image", "reference_image", "image_reference"),
     *("images", "input_images", "reference_images", "face_video", "pose_video", "background_video", "mask_video"),
@@ -43,35 +44,35 @@ class UnknownPart(ValueError):
 
 
 class TinyCall(NamedTuple):
-    """How a tiny pipeline is called."""
+    """Call of a tiny pipeline."""
 
     media: tuple[str, ...]  # arguments that are images, videos or sounds
     call: dict[str, Any]
     scale: float
-    negative: str  # negative prompt; empty where the pipeline takes none
+    negative: str  # negative prompt; empty if the pipeline takes none
     size: int  # height and width of the images, in pixels
     frames: int
     sounds: bool = False  # whether it makes sounds and no images
 
 
-# First letters of schedulers that are not a flow's.
+# Prefixes of schedulers that are not a flow's.
 NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
-UNGUIDED = ("AceStepPipeline",)  # whose guidance has a memory; its timesteps are noise levels
-INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
-# First parts of the names of pipelines that scale images to about a megapixel. At less than the published VAEs' factor of
-# 8, the attention in the VAE and in the network takes minutes on a CPU.
+UNGUIDED = ("AceStepPipeline",)  # guidance has a memory; timesteps are noise levels
+INVERTED = ("MochiPipeline", "OmniGenPipeline")  # noise levels rise
+# Prefixes of pipelines that scale images to about a megapixel. With less than the published VAEs' factor of 8, the
+# attention in the VAE and in the network takes minutes on a CPU.
 SCALED = ("QwenImageEdit", "FluxKontext", "LongCatImageEdit")
-LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
-# First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
+LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # images have one of a list of sizes
+# Prefixes of pipelines that are tried with images of 32 x 32, the smallest size of some.
 LARGE = (
     *("Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
     *("BriaFibo", "Motif", "QwenImage21"),
 )
-LARGEST = "Flux2"  # first part of those that refuse images below 64 x 64
+LARGEST = "Flux2"  # prefix of pipelines that refuse images below 64 x 64
 
 
-def pipelines() -> list[str]:
+def list_pipelines() -> list[str]:
     """Return the classes of diffusers' pipelines that can be imported, with a transformer or modular, by name."""
     import diffusers
 
@@ -79,12 +80,12 @@ def pipelines() -> list[str]:
 
 
 def is_modular(name: str) -> bool:
-    """Return whether a class of diffusers of that name would be a modular pipeline."""
+    """Return whether the name of a diffusers class is that of a modular pipeline."""
     return name.endswith("ModularPipeline")
 
 
 def has_transformer(name: str) -> bool:
-    """Return whether diffusers has a pipeline of that name with a transformer, or a modular one, which can be imported."""
+    """Return whether diffusers has an importable pipeline of that name, with a transformer or modular."""
     import diffusers
 
     if not name.endswith("Pipeline"):
@@ -93,32 +94,32 @@ def has_transformer(name: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kind = getattr(diffusers, name)
-    except (AttributeError, RuntimeError):  # diffusers' own error for a module that cannot be imported
+    except (AttributeError, RuntimeError):  # diffusers raises RuntimeError for a module that cannot be imported
         return False
     if is_modular(name):
         return bool(getattr(kind, "default_blocks_name", None))
     return inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters
 
 
-def scheduler_of_no_flow(name: str) -> str:
-    """Return the scheduler of a pipeline that is not a flow's, by the type of its parameter; empty for a flow's."""
+def find_other_scheduler(name: str) -> str:
+    """Return the name of a pipeline's scheduler if it is not a flow's, by the type of its parameter; else an empty text."""
     import diffusers
 
     if is_modular(name):
-        return str(special(name, "scheduler", ""))
+        return str(look_up(name, "scheduler", ""))
     kind = getattr(diffusers, name)
-    names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
+    names = [one.__name__ for one in _list_classes(_read_hints(kind).get("scheduler"))]
     other = " or ".join(names) or "it takes none"
-    return str(special(name, "scheduler", other if all(one.startswith(NO_FLOWS) for one in names) else ""))
+    return str(look_up(name, "scheduler", other if all(one.startswith(NO_FLOWS) for one in names) else ""))
 
 
 def make_prompt(name: str, text: str) -> str:
-    """Return a prompt as a pipeline takes it: BRIA's edits take one in JSON."""
+    """Return a prompt in a pipeline's form: BRIA's edits take JSON."""
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
 
 def find_call(name: str) -> TinyCall:
-    """Return how the tiny pipeline of a class is called."""
+    """Return the call of the tiny pipeline of a class."""
     import diffusers
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
@@ -129,8 +130,8 @@ def find_call(name: str) -> TinyCall:
         if one in takes and ((conditioned and one not in UNTRIED) or takes[one].default is inspect.Parameter.empty)
     )
     known = {"max_sequence_length": 32, "use_resolution_binning": False, "complex_human_instruction": None, "strength": 0.6}
-    call = {key: value for key, value in {**known, **special(name, "call", {})}.items() if key in takes}
-    frames = special(name, "frames", 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
+    call = {key: value for key, value in {**known, **look_up(name, "call", {})}.items() if key in takes}
+    frames = look_up(name, "frames", 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
     size = 64 if name.startswith(LARGEST) else 32 if name.startswith(LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
@@ -143,16 +144,16 @@ def build(name: str, /, **arguments: Any) -> Any:
 
     Args:
         name: the class.
-        arguments: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
+        arguments: parts and settings of the pipeline in place of tiny ones; a function is called to build its part.
 
     Raises:
-        UnknownPart: no tiny part of one of its classes is known.
+        UnknownPart: a part has a class without a known tiny form.
     """
     import diffusers
 
     kind = getattr(diffusers, name)
-    parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
-    chosen = {**special(name, "own", {}), **arguments}
+    parameters, hints = inspect.signature(kind.__init__).parameters, _read_hints(kind)
+    chosen = {**look_up(name, "own", {}), **arguments}
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
@@ -160,10 +161,10 @@ def build(name: str, /, **arguments: Any) -> Any:
             parts[part] = (
                 chosen[part]() if inspect.isroutine(chosen[part]) or isinstance(chosen[part], partial) else chosen[part]
             )
-        elif part in (*special(name, "needed", ()), "transformer", "scheduler"):
-            parts[part] = _part(part, hints[part], name, hints)
+        elif part in (*look_up(name, "needed", ()), "transformer", "scheduler"):
+            parts[part] = _build_part(part, hints[part], name, hints)
         elif missing:
-            parts[part] = None if part in kind._optional_components else _part(part, hints[part], name, hints)
+            parts[part] = None if part in kind._optional_components else _build_part(part, hints[part], name, hints)
     both = parts.get("processor", parts.get("text_processor", parts.get("tokenizer")))
     encoder: Any = parts.get("text_encoder")
     if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
@@ -179,22 +180,22 @@ def build_network(name: str, **further: Any) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    settings = autoencoder_settings(kind, "") if name.startswith("Autoencoder") else network_settings(kind, {})
+    settings = choose_vae_settings(kind, "") if name.startswith("Autoencoder") else choose_network_settings(kind, {})
     return kind(**{**settings, **further})
 
 
 @contextmanager
-def surroundings(name: str, size: int) -> Iterator[None]:
-    """Replace what the module of a pipeline does besides sampling that no tiny pipeline can.
+def replace_surroundings(name: str, size: int) -> Iterator[None]:
+    """Replace functions of a pipeline's module that a tiny pipeline cannot support, inside the context.
 
-    Images keep their size, where it scales them to about a megapixel or has a list of sizes, and Cosmos' guardrail, a
-    package with networks of its own, accepts all prompts and videos.
+    Images keep their size in pipelines that scale them to about a megapixel or have a list of sizes. Cosmos' guardrail, a
+    package with separate networks, accepts all prompts and videos.
     """
     import diffusers
 
     kind = getattr(diffusers, name)
     module = sys.modules[kind.__module__]
-    if is_modular(name):  # whose blocks are beside it
+    if is_modular(name):  # its blocks are in a sibling module
         beside = f"{kind.__module__.rpartition('.')[0]}.encoders"
         module = importlib.import_module(beside) if importlib.util.find_spec(beside) else module
     replaced: dict[str, Any] = {
@@ -204,7 +205,7 @@ def surroundings(name: str, size: int) -> Iterator[None]:
         rest = scaled(1024 * 1024, 1.0)[2:]
         module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
     if "CosmosSafetyChecker" in replaced:
-        module.CosmosSafetyChecker = _Unchecked  # type: ignore[attr-defined]
+        module.CosmosSafetyChecker = _AcceptingGuardrail  # type: ignore[attr-defined]
     before = vars(kind).get("resolutions")
     if name in LISTED:
         kind.resolutions = property(lambda self: [(size, size)], lambda self, sizes: None)
@@ -218,10 +219,10 @@ def surroundings(name: str, size: int) -> Iterator[None]:
             del kind.resolutions
 
 
-class _Unchecked:
+class _AcceptingGuardrail:
     """Guardrail that accepts everything."""
 
-    def to(self, *_: Any) -> "_Unchecked":
+    def to(self, *_: Any) -> "_AcceptingGuardrail":
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
@@ -231,23 +232,23 @@ class _Unchecked:
         return video
 
 
-class _EmptyIsZero(TorchFunctionMode):
-    """Makes zeros of `torch.empty`, from which some networks take weights that only a checkpoint fills."""
+class _ZeroEmpty(TorchFunctionMode):
+    """Mode in which `torch.empty` returns zeros: some networks create weights with it that only a checkpoint fills."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.zeros if function is torch.empty else function)(*args, **(kwargs or {}))
 
 
-def random_weights(make: Callable[[], Any], scale: float) -> Any:
-    """Build a pipeline whose weights are the same at every call, with none that starts at zero or one, and return it.
+def build_random(make: Callable[[], Any], scale: float) -> Any:
+    """Build a pipeline with random weights that are the same at every call.
 
     Args:
-        make: builds the pipeline.
-        scale: standard deviation of what is added to each weight of diffusers' parts; zeros and ones would hide errors.
+        make: function that builds the pipeline.
+        scale: standard deviation of noise added to each weight of diffusers' parts; zeros and ones would hide errors.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with _EmptyIsZero():
+        with _ZeroEmpty():
             pipeline = make()
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and type(part).__module__.startswith("diffusers"):
@@ -258,86 +259,86 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 
 def save(name: str, folder: Path) -> Path:
     """Save a tiny random pipeline of a class of diffusers, and return the folder; for the VAE see `SCALED`."""
-    deep = {"vae": partial(_deep_vae, name)} if name.startswith(SCALED) else {}
-    with surroundings(name, 0):
-        return write(random_weights(partial(build, name, **deep), 0.2), folder)
+    deep = {"vae": partial(_build_deep_vae, name)} if name.startswith(SCALED) else {}
+    with replace_surroundings(name, 0):
+        return save_pipeline(build_random(partial(build, name, **deep), 0.2), folder)
 
 
-def _deep_vae(pipeline: str) -> Any:
-    """Return a tiny VAE whose images are 8 times as high and wide as its latents."""
+def _build_deep_vae(pipeline: str) -> Any:
+    """Return a tiny VAE with 8 pixels per latent along each side."""
     if pipeline.startswith("QwenImage"):
         return build_network("AutoencoderKLQwenImage", dim_mult=[1] * 4, temperal_downsample=[False] * 3)
-    return encoders.vae(**{**special(pipeline, "vae", {}), "blocks": 4})
+    return encoders.build_vae(**{**look_up(pipeline, "vae", {}), "blocks": 4})
 
 
-def write(pipeline: Any, folder: Path) -> Path:
-    """Save a tiny pipeline so that diffusers opens it, and return the folder."""
-    if isinstance(getattr(pipeline, "safety_checker", None), _Unchecked):
+def save_pipeline(pipeline: Any, folder: Path) -> Path:
+    """Save a tiny pipeline in a form that diffusers opens, and return the folder."""
+    if isinstance(getattr(pipeline, "safety_checker", None), _AcceptingGuardrail):
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
-    text = index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers")
-    names = special(type(pipeline).__name__, "own", {}).get("id2label")
-    if names is not None:  # which diffusers reads, and does not save
+    text = index.read_text(encoding="utf-8").replace(build_processor_without_video.__module__, "transformers")
+    names = look_up(type(pipeline).__name__, "own", {}).get("id2label")
+    if names is not None:  # diffusers reads them, but does not save them
         text = json.dumps({**json.loads(text), "id2label": names}, indent=2)
     index.write_text(text, encoding="utf-8")
     return folder
 
 
-def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
+def _build_part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     """Return a tiny part of a pipeline, given the type of its parameter."""
     import diffusers
     import transformers
 
-    names = [one.__name__ for one in _classes(hint)]
+    names = [one.__name__ for one in _list_classes(hint)]
     if part == "scheduler" and ("unet" in hints or pipeline == "DiTPipeline"):
         return diffusers.DDIMScheduler(**read_table()["betas"])
     if part == "scheduler":
-        return _scheduler(names, pipeline)
+        return _build_scheduler(names, pipeline)
     if part == "unet":
         wider = {**(read_table()["xl"] if "XL" in pipeline else {}), "in_channels": 9 if "Inpaint" in pipeline else LATENT}
-        return _check_size(_classes(hint)[0], network_settings(_classes(hint)[0], wider))
+        return _check_size(_list_classes(hint)[0], choose_network_settings(_list_classes(hint)[0], wider))
     if part == "transformer":
-        kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
-        return _check_size(kind, network_settings(kind, special(pipeline, "network", {})))
+        kind = next(one for one in _list_classes(hint) if issubclass(one, nn.Module))
+        return _check_size(kind, choose_network_settings(kind, look_up(pipeline, "network", {})))
     if part.endswith(("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")) and part not in NO_TEXT:
-        # A tokenizer is that of the text encoder beside it.
+        # The class of a tokenizer follows from its text encoder.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
-        named = [*names, *(one.__name__ for one in _classes(beside))]
-        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
-        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer(**side))
+        named = [*names, *(one.__name__ for one in _list_classes(beside))]
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as in the pipeline
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.build_qwen_tokenizer(**side))
     if part == "controlnet":
-        return _controlnet(names[0], pipeline)
+        return _build_controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
-        return _part("transformer", hints["transformer"], pipeline, hints)
-    layers = special(pipeline, "layers", 2)
-    if part == "text_encoder" and (known := special(pipeline, "text_encoder", None)) is not None:
-        return encoders.language_model(getattr(transformers, known), layers=layers)
-    kinds = _classes(hint)
+        return _build_part("transformer", hints["transformer"], pipeline, hints)
+    layers = look_up(pipeline, "layers", 2)
+    if part == "text_encoder" and (known := look_up(pipeline, "text_encoder", None)) is not None:
+        return encoders.build_language_model(getattr(transformers, known), layers=layers)
+    kinds = _list_classes(hint)
     if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
         kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds
     for kind in kinds:
-        if part == "vae" and (sizes := special(pipeline, "vae", None)) is not None:
-            return encoders.vae(**sizes)
+        if part == "vae" and (sizes := look_up(pipeline, "vae", None)) is not None:
+            return encoders.build_vae(**sizes)
         if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
-            return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
+            return encoders.build_t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if part == "image_processor" and pipeline == "HunyuanVideoImageToVideoPipeline":
-            return _images(kind.__name__, encoders.LLAVA_SIZE)
+            return _build_image_processor(kind.__name__, encoders.LLAVA_SIZE)
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in read_table()["autoencoders"] or part.endswith(("vae", "vqvae")):
-            return _check_size(kind, autoencoder_settings(kind, pipeline))
+            return _check_size(kind, choose_vae_settings(kind, pipeline))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
-            return encoders.language_model(kind, layers=layers)
+            return encoders.build_language_model(kind, layers=layers)
         if part.endswith("guider"):
             return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
         if issubclass(kind, diffusers.ModelMixin):
-            return _check_size(kind, network_settings(kind, {}))
+            return _check_size(kind, choose_network_settings(kind, {}))
     raise UnknownPart(f"no tiny {part} ({' or '.join(names) or hint}) is known")
 
 
 def _check_size(kind: type, settings: Mapping[str, Any]) -> Any:
-    """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
+    """Build a network of diffusers; UnknownPart if it has more than `MOST` parameters, counted on the meta device."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(**settings).parameters())
     if count > MOST:
@@ -347,7 +348,7 @@ def _check_size(kind: type, settings: Mapping[str, Any]) -> Any:
     return kind(**settings)
 
 
-def _controlnet(name: str, pipeline: str) -> Any:
+def _build_controlnet(name: str, pipeline: str) -> Any:
     """Return a control network of a class beside a pipeline's transformer."""
     import diffusers
 
@@ -360,12 +361,12 @@ def _controlnet(name: str, pipeline: str) -> Any:
         "control_in_dim": LATENT,
     }
     known = inspect.signature(kind.__init__).parameters
-    settings = network_settings(kind, {key: value for key, value in further.items() if key in known})
+    settings = choose_network_settings(kind, {key: value for key, value in further.items() if key in known})
     return kind(**settings)
 
 
-def _hints(kind: Any) -> dict[str, Any]:
-    """Return the types of the parts of a pipeline; names of types are looked up in its module and in diffusers."""
+def _read_hints(kind: Any) -> dict[str, Any]:
+    """Return the types of a pipeline's parts; names of types are looked up in its module and in diffusers."""
     import diffusers
 
     try:
@@ -375,15 +376,15 @@ def _hints(kind: Any) -> dict[str, Any]:
         return {key: entry.annotation for key, entry in parameters.items()}
 
 
-def _classes(hint: Any) -> list[type]:
+def _list_classes(hint: Any) -> list[type]:
     """Return the classes of a type hint."""
     if inspect.isclass(hint):
         return [hint]
-    return [one for inner in typing.get_args(hint) for one in _classes(inner) if one is not type(None)]
+    return [one for inner in typing.get_args(hint) for one in _list_classes(inner) if one is not type(None)]
 
 
-def _scheduler(names: list[str], pipeline: str) -> Any:
-    """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
+def _build_scheduler(names: list[str], pipeline: str) -> Any:
+    """Return a scheduler of a type: Euler steps of a flow, or the solver of that type on a flow's levels."""
     import diffusers
 
     euler = "FlowMatchEulerDiscreteScheduler"
@@ -405,73 +406,73 @@ def _scheduler(names: list[str], pipeline: str) -> Any:
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 
-def _qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
-    """Return a processor of Qwen's models of text and images without torchvision's image processor."""
+def _build_qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
+    """Return a processor of Qwen's vision-language models without torchvision."""
     from transformers import Qwen2VLImageProcessorPil
 
-    tokenizer = encoders.qwen_tokenizer()
+    tokenizer = encoders.build_qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": VISION})
     patch = {"patch_size": 16} if kind.startswith("Qwen3") else {}
-    return processor_without_video(
-        Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch), tokenizer, kind
-    )
+    images = Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch)
+    return build_processor_without_video(images, tokenizer, kind)
 
 
-def _transformers(name: str, *args: Any, **options: Any) -> Any:
+def _build_transformers_object(name: str, *args: Any, **options: Any) -> Any:
     """Return an object of a class of transformers."""
     import transformers
 
     return getattr(transformers, name)(*args, **options)
 
 
-def _vision(kind: str, ending: str = "") -> Any:
+def _build_vision_model(kind: str, ending: str = "") -> Any:
     """Return a vision transformer of transformers, e.g. of CLIP."""
-    return _transformers(f"{kind}VisionModel{ending}", _transformers(f"{kind}VisionConfig", **encoders.vision_settings()))
+    config = _build_transformers_object(f"{kind}VisionConfig", **encoders.choose_vision_settings())
+    return _build_transformers_object(f"{kind}VisionModel{ending}", config)
 
 
-def _images(name: str, side: int = 32) -> Any:
+def _build_image_processor(name: str, side: int = 32) -> Any:
     """Return an image processor of transformers for square images."""
     if name.startswith("Siglip2"):
-        return _transformers(name, patch_size=16, max_num_patches=4)
+        return _build_transformers_object(name, patch_size=16, max_num_patches=4)
     return (
-        _transformers(name, size=side, crop_size=side)
+        _build_transformers_object(name, size=side, crop_size=side)
         if "CLIP" in name
-        else _transformers(name, size={"height": side, "width": side})
+        else _build_transformers_object(name, size={"height": side, "width": side})
     )
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "CLIPTokenizer": partial(encoders.clip_tokenizer, 77),
-    "T5EncoderModel": encoders.t5_tokenizer,
-    "T5Tokenizer": encoders.t5_tokenizer,
-    "UMT5EncoderModel": encoders.t5_tokenizer,
-    "GemmaTokenizer": encoders.gemma_tokenizer,
-    "ByT5Tokenizer": partial(_transformers, "ByT5Tokenizer"),
-    "Qwen2VLProcessor": _qwen_processor,
-    "LlavaForConditionalGeneration": encoders.llava_tokenizer,
+    "CLIPTokenizer": partial(encoders.build_clip_tokenizer, 77),
+    "T5EncoderModel": encoders.build_t5_tokenizer,
+    "T5Tokenizer": encoders.build_t5_tokenizer,
+    "UMT5EncoderModel": encoders.build_t5_tokenizer,
+    "GemmaTokenizer": encoders.build_gemma_tokenizer,
+    "ByT5Tokenizer": partial(_build_transformers_object, "ByT5Tokenizer"),
+    "Qwen2VLProcessor": _build_qwen_processor,
+    "LlavaForConditionalGeneration": encoders.build_llava_tokenizer,
 }
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "AutoencoderKL": encoders.vae,
-    "CLIPTextModel": partial(encoders.clip_encoder, False, width=16),
-    "CLIPTextModelWithProjection": partial(encoders.clip_encoder, width=16),
-    "T5EncoderModel": encoders.t5_encoder,
-    "UMT5EncoderModel": partial(encoders.t5_encoder, "UMT5"),
-    "Gemma2PreTrainedModel": encoders.gemma_encoder,
-    "GemmaPreTrainedModel": encoders.gemma_encoder,
-    "PreTrainedModel": encoders.qwen3_encoder,
-    "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
-    "Qwen2_5_VLTextModel": lambda: encoders.qwen_vl_encoder().model.language_model,
-    "LlavaForConditionalGeneration": encoders.llava_encoder,
-    "CLIPVisionModel": partial(_vision, "CLIP"),
-    "CLIPVisionModelWithProjection": partial(_vision, "CLIP", "WithProjection"),
-    "SiglipVisionModel": partial(_vision, "Siglip"),
-    "CLIPImageProcessorPil": partial(_images, "CLIPImageProcessorPil"),
-    "SiglipImageProcessorPil": partial(_images, "SiglipImageProcessorPil"),
-    "Qwen2VLProcessor": _qwen_processor,
-    "Qwen3VLProcessor": partial(_qwen_processor, "Qwen3VLProcessor"),
-    "Siglip2VisionModel": partial(_vision, "Siglip2"),
-    "Siglip2ImageProcessorPil": partial(_images, "Siglip2ImageProcessorPil"),
-    "CLIPProcessor": partial(_images, "CLIPImageProcessorPil"),
+    "AutoencoderKL": encoders.build_vae,
+    "CLIPTextModel": partial(encoders.build_clip_encoder, False, width=16),
+    "CLIPTextModelWithProjection": partial(encoders.build_clip_encoder, width=16),
+    "T5EncoderModel": encoders.build_t5_encoder,
+    "UMT5EncoderModel": partial(encoders.build_t5_encoder, "UMT5"),
+    "Gemma2PreTrainedModel": encoders.build_gemma_encoder,
+    "GemmaPreTrainedModel": encoders.build_gemma_encoder,
+    "PreTrainedModel": encoders.build_qwen3_encoder,
+    "Qwen2_5_VLForConditionalGeneration": encoders.build_qwen_vl_encoder,
+    "Qwen2_5_VLTextModel": lambda: encoders.build_qwen_vl_encoder().model.language_model,
+    "LlavaForConditionalGeneration": encoders.build_llava_encoder,
+    "CLIPVisionModel": partial(_build_vision_model, "CLIP"),
+    "CLIPVisionModelWithProjection": partial(_build_vision_model, "CLIP", "WithProjection"),
+    "SiglipVisionModel": partial(_build_vision_model, "Siglip"),
+    "CLIPImageProcessorPil": partial(_build_image_processor, "CLIPImageProcessorPil"),
+    "SiglipImageProcessorPil": partial(_build_image_processor, "SiglipImageProcessorPil"),
+    "Qwen2VLProcessor": _build_qwen_processor,
+    "Qwen3VLProcessor": partial(_build_qwen_processor, "Qwen3VLProcessor"),
+    "Siglip2VisionModel": partial(_build_vision_model, "Siglip2"),
+    "Siglip2ImageProcessorPil": partial(_build_image_processor, "Siglip2ImageProcessorPil"),
+    "CLIPProcessor": partial(_build_image_processor, "CLIPImageProcessorPil"),
 }

@@ -1,4 +1,4 @@
-"""Settings that make diffusers' networks and autoencoders tiny: rules for the names that most share, a table of the rest."""
+"""Settings of tiny networks and autoencoders of diffusers: rules by the settings' names, and a table of exceptions."""
 
 import inspect
 import re
@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 WIDTH, HEAD, LATENT, PACKED = 16, 8, 4, 16
-CHANNELS = 32  # of every block of an autoencoder; a multiple of the 32 groups that some have built in
+CHANNELS = 32  # channels of every block of an autoencoder; a multiple of the 32 groups that some have fixed
 
-# Values of settings by patterns of their whole names, whatever the class.
+# Values of settings of any class by patterns of their whole names.
 RULES = (
     (r"depth|mmdit_layers|approximator_layers|(n|num)_((single|hidden|refiner|mmdit|single_dit)_)?layers", 1),
     (r"num_(text|visual|layerwise_text|refiner_text)_blocks|(text_)?num_(key_value|kv)_heads|num_activated_experts", 1),
@@ -35,19 +35,19 @@ def read_table() -> dict[str, Any]:
     return table
 
 
-def special(pipeline: str, name: str, default: Any) -> Any:
-    """Return what the table says of a pipeline, else a default."""
+def look_up(pipeline: str, name: str, default: Any) -> Any:
+    """Return an entry of a pipeline in the table, or a default."""
     return read_table()["pipelines"].get(pipeline, {}).get(name, default)
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def _read_defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of the settings of a class."""
     return {name: entry.default for name, entry in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
 
 
-def network_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tiny network of a class: `further`, then the table's, then the rules'."""
-    defaults = _defaults(kind)
+def choose_network_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tiny network of a class, in this precedence: `further`, the table's, the rules'."""
+    defaults = _read_defaults(kind)
     settings: dict[str, Any] = {
         name: value for pattern, value in RULES for name in defaults if re.fullmatch(pattern, name) is not None
     }
@@ -57,22 +57,22 @@ def network_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
     for name in IN_OUT:
         if isinstance(defaults.get(name), int):
             settings[name] = PACKED if defaults[name] >= 64 else LATENT
-    # What is None by default is an input that the class can do without.
+    # A default of None marks an optional input.
     by_rule = {name: value for name, value in settings.items() if defaults[name] is not None}
     return {**by_rule, **read_table()["networks"].get(kind.__name__, {}), **further}
 
 
-def autoencoder_settings(kind: type, pipeline: str) -> dict[str, Any]:
-    """Return the settings of a pipeline's tiny autoencoder of a class: those of the table, else by rules for their names."""
+def choose_vae_settings(kind: type, pipeline: str) -> dict[str, Any]:
+    """Return the settings of a pipeline's tiny autoencoder of a class: the table's, or those of rules by their names."""
     known = read_table()["autoencoders"].get(kind.__name__)
     if known is None:
-        by_rule = {name: _autoencoder_setting(name, default) for name, default in _defaults(kind).items()}
+        by_rule = {name: _shrink_setting(name, default) for name, default in _read_defaults(kind).items()}
         known = {name: value for name, value in by_rule.items() if value is not None}
-    return {**known, **special(pipeline, "autoencoder", {})}
+    return {**known, **look_up(pipeline, "autoencoder", {})}
 
 
-def _autoencoder_setting(name: str, default: Any) -> Any:
-    """Return the tiny value of a setting; None where the default stays."""
+def _shrink_setting(name: str, default: Any) -> Any:
+    """Return the tiny value of an autoencoder's setting; None to keep the default."""
     if default is None or default is inspect.Parameter.empty:
         return None
     if name.endswith("block_out_channels"):

@@ -1,8 +1,8 @@
-"""Built-in models of drawn words, read by OCR models that people use: one draws them, one corrects them."""
+"""Built-in models of drawn words for rewards of public OCR models: one draws words, one corrects them."""
 
-from fluvial.models.words.edits import EDIT_BASE, EditWords, correct, misspelt_images, unchanged
-from fluvial.models.words.model import BASE, Words, words, write
-from fluvial.models.words.recognisers import WordRecogniser, heldout_recogniser, legibility, reward_recogniser
+from fluvial.models.words.edits import EDIT_BASE, EditWords, draw_corrections, draw_misspelt_words, unchanged
+from fluvial.models.words.model import BASE, Words, draw_words, list_words
+from fluvial.models.words.recognisers import WordRecogniser, legibility, load_heldout_recogniser, load_reward_recogniser
 
 __all__ = [
     "BASE",
@@ -10,12 +10,12 @@ __all__ = [
     "EditWords",
     "WordRecogniser",
     "Words",
-    "correct",
-    "heldout_recogniser",
+    "draw_corrections",
+    "draw_misspelt_words",
+    "draw_words",
     "legibility",
-    "misspelt_images",
-    "reward_recogniser",
+    "list_words",
+    "load_heldout_recogniser",
+    "load_reward_recogniser",
     "unchanged",
-    "words",
-    "write",
 ]

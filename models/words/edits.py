@@ -1,4 +1,4 @@
-"""The edit model: the words network, given an image of a word with one wrong letter beside its samples, corrects it."""
+"""Edit model: the words network with an image of a misspelt word as a second input channel, which it corrects."""
 
 import io
 import random
@@ -15,12 +15,25 @@ from torch import Tensor, nn
 
 from fluvial.models.images import read_image
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
-from fluvial.models.words.model import ADVANCE, CONFIG, HEIGHT, LETTERS, SHIFT, WIDTH, Words, as_letters, draw, places, words
+from fluvial.models.words.model import (
+    ADVANCE,
+    CONFIG,
+    HEIGHT,
+    LETTERS,
+    SHIFT,
+    WIDTH,
+    Words,
+    draw_word,
+    list_positions,
+    list_words,
+    stack_images,
+    to_letters,
+)
 
 EDIT_BASE = Path(__file__).parent / "edit_base"  # the shipped weights, from `python -P -m fluvial.bench pretrain-edit-words`
-ARGUMENT = "image"  # of a prompt's media
+ARGUMENT = "image"  # name of the image in a prompt's media
 MOVES = tuple((across, down) for across in range(-SHIFT, SHIFT + 1) for down in range(-SHIFT, SHIFT + 1))
-LEAST_APART = 8.0  # of 255: two letters, or one and itself moved by a pixel, differ by 9.9 or more on average
+LEAST_APART = 8.0  # of 255: two letters, or one and itself moved by a pixel, differ by at least 9.9 on average
 
 
 class WordEditCond(NamedTuple):
@@ -33,7 +46,7 @@ class WordEditCond(NamedTuple):
 
 @dataclass(eq=False)
 class EditWords(Words):
-    """The model protocol over the words transformer with a second input channel, which is the image that is corrected.
+    """The model protocol over the words transformer with the image to correct as a second input channel.
 
     A prompt is a word with an image of 24x96 pixels (`MediaPrompt`). The image is concatenated to the noisy sample, as FLUX
     Control and InstructPix2Pix (arXiv 2211.09800) do. Without `weights` the network starts as that of `Words`, with zeros
@@ -58,12 +71,12 @@ class EditWords(Words):
         """Return the word's conditioning and its image as a `WordEditCond`; the image is zeros for the empty prompt.
 
         Raises:
-            ValueError: a word has no image, or one of another size; the message names the word.
+            ValueError: a word has no image, or an image of another size; the message names the word.
         """
         images = torch.stack([read_pixels(prompt) for prompt in prompts])
         return WordEditCond(*super().encode([get_text(prompt) for prompt in prompts]), images)
 
-    def network_input(self, x: Tensor, cond: WordEditCond) -> Tensor:
+    def build_network_input(self, x: Tensor, cond: WordEditCond) -> Tensor:
         """Return the samples with their images as a second channel, `[B, 2, 24, 96]`."""
         return torch.cat([x, cond.image.to(x.dtype)], dim=1)
 
@@ -84,69 +97,66 @@ def read_pixels(prompt: TextPrompt) -> Tensor:
 
 
 @cache
-def misspelt_images(split: Literal["train", "heldout"]) -> Mapping[str, bytes]:
-    """Return an image of each word of a split with one wrong letter, as a PNG file: the word decides which, and where."""
+def draw_misspelt_words(split: Literal["train", "heldout"]) -> Mapping[str, bytes]:
+    """Draw each word of a split with one wrong letter, as a PNG file; letter and offset are seeded by the word."""
     images = {}
-    for word in words(split):
+    for word in list_words(split):
         choice = random.Random(word)
-        place = choice.randrange(len(word))
-        wrong = choice.choice(LETTERS[1:].replace(word[place], ""))
+        index = choice.randrange(len(word))
+        wrong = choice.choice(LETTERS[1:].replace(word[index], ""))
         file = io.BytesIO()
-        Image.fromarray(draw(word[:place] + wrong + word[place + 1 :], *choice.choice(MOVES))).save(file, "PNG")
+        Image.fromarray(draw_word(word[:index] + wrong + word[index + 1 :], *choice.choice(MOVES))).save(file, "PNG")
         images[word] = file.getvalue()
     return images
 
 
-def correct(prompts: Sequence[MediaPrompt]) -> Tensor:
-    """Return each prompt's word drawn where its image has it, `[B, 1, 24, 96]` in [-1, 1]."""
-    images = [draw(prompt.text, *comparison(prompt.text, read_pixels(prompt)).move) for prompt in prompts]
-    pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
-    return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
+def draw_corrections(prompts: Sequence[MediaPrompt]) -> Tensor:
+    """Draw each prompt's word at the offset of its image, `[B, 1, 24, 96]` in [-1, 1]."""
+    return stack_images([draw_word(prompt.text, *locate_word(prompt.text, read_pixels(prompt)).move) for prompt in prompts])
 
 
 def unchanged(images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> Tensor:
     """Return 1 - sum |x - c| / sum (1 - c) over the pixels outside of the wrong letter, at least 0, float32 `[B]`.
 
-    The sum of 1 - c is the ink of the other letters, so a letter that has become another costs its share, as in the reward
-    of letters.
+    The sum of 1 - c is the ink of the other letters, so a changed letter costs its share, as in the reward of letters.
 
     Args:
         images: images x, `[B, 1, 24, 96]` in [0, 1].
-        prompts: word of each.
-        condition_images: image before the edit c of each, `[C, 24, 96]` in [0, 1].
+        prompts: word of each image.
+        condition_images: image c before each edit, `[C, 24, 96]` in [0, 1].
     """
     scores = []
     for image, word, before_images in zip(images.detach().float().cpu(), prompts, condition_images, strict=True):
         before = before_images.float().cpu().mean(0, keepdim=True)
-        columns = comparison(word, 2 * before - 1).columns
+        columns = locate_word(word, 2 * before - 1).columns
         change, ink = (image - before).abs(), 1 - before
         change[..., columns] = ink[..., columns] = 0
         scores.append(max(0.0, 1 - float(change.sum() / ink.sum().clamp(min=1e-6))))
     return torch.tensor(scores, dtype=torch.float32, device=images.device)
 
 
-class WordMove(NamedTuple):
-    """Where an image shows a word with one wrong letter."""
+class WordLocation(NamedTuple):
+    """Location of a word with one wrong letter in an image."""
 
-    move: tuple[int, int]  # of the word from the middle, in pixels
-    columns: slice  # pixels of the wrong letter
+    move: tuple[int, int]  # offset of the word from the centre, in pixels
+    columns: slice  # pixel columns of the wrong letter
 
 
-def comparison(word: str, image: Tensor) -> WordMove:
-    """Return where an image `[1, 24, 96]` in [-1, 1] shows a word with one wrong letter: the move that most letters fit."""
-    starts = [ADVANCE // 2 * place for place in places([word])[0].tolist() if place >= 0]
+def locate_word(word: str, image: Tensor) -> WordLocation:
+    """Locate a word with one wrong letter in an image `[1, 24, 96]` in [-1, 1]: the move that fits most letters."""
+    starts = [ADVANCE // 2 * position for position in list_positions([word])[0].tolist() if position >= 0]
     pixels = 127.5 * (image[0] + 1)
-    shown = torch.stack([pixels[:, start : start + ADVANCE] for start in starts])
-    drawn = glyphs()[:, as_letters([word])[0, : len(word)] - 1]  # [moves, letters, rows, columns]
-    apart = (drawn - shown).abs().mean((-2, -1))
-    best = int(apart.clamp(max=LEAST_APART).sum(1).argmin())
-    start = starts[int(apart[best].argmax())]
-    return WordMove(MOVES[best], slice(start, start + ADVANCE))
+    letters = torch.stack([pixels[:, start : start + ADVANCE] for start in starts])
+    expected = draw_glyphs()[:, to_letters([word])[0, : len(word)] - 1]  # [moves, letters, rows, columns]
+    difference = (expected - letters).abs().mean((-2, -1))
+    best = int(difference.clamp(max=LEAST_APART).sum(1).argmin())
+    start = starts[int(difference[best].argmax())]
+    return WordLocation(MOVES[best], slice(start, start + ADVANCE))
 
 
 @cache
-def glyphs() -> Tensor:
-    """Return each letter by each move, `[9, 26, 24, 16]` float32 from 0 to 255; words are drawn of these side by side."""
+def draw_glyphs() -> Tensor:
+    """Draw each letter by each move, `[9, 26, 24, 16]` float32 from 0 to 255; a word consists of these side by side."""
     middle = (WIDTH - ADVANCE) // 2
-    drawn = [[draw(3 * letter, *move)[:, middle : middle + ADVANCE] for letter in LETTERS[1:]] for move in MOVES]
-    return torch.from_numpy(np.array(drawn)).to(torch.float32)
+    glyphs = [[draw_word(3 * letter, *move)[:, middle : middle + ADVANCE] for letter in LETTERS[1:]] for move in MOVES]
+    return torch.from_numpy(np.array(glyphs)).to(torch.float32)

@@ -21,17 +21,17 @@ SHORTEST, LONGEST = 3, 6  # letters per word
 HEIGHT, WIDTH = 24, 96  # pixels
 LETTERS = " abcdefghijklmnopqrstuvwxyz"  # index 0 is no letter
 LIST = Path(__file__).parent / "words.txt"
-# It comes with matplotlib; Bitstream Vera licence, changes in the public domain.
+# From matplotlib; Bitstream Vera licence, changes in the public domain.
 FONT = "DejaVuSansMono-Bold.ttf"
 SIZE = 21  # pixels per em
 ADVANCE = 16  # pixels from one letter to the next
-PLACES = 2 * LONGEST - 1  # where the middle of a letter can be, half an advance apart
+POSITIONS = 2 * LONGEST - 1  # positions of a letter's centre, half an advance apart
 BASELINE = 18  # pixels from the top
 SHIFT = 1  # largest offset from the centre, in pixels
 
 
 @cache
-def words(split: Literal["train", "heldout"]) -> tuple[str, ...]:
+def list_words(split: Literal["train", "heldout"]) -> tuple[str, ...]:
     """Return the words of a split. One fifth of the list, chosen by hash, is held out and never trained on."""
     held_out = split == "heldout"
     every = [word for word in LIST.read_text(encoding="utf-8").split("\n") if word and not word.startswith("#")]
@@ -46,7 +46,7 @@ def check_word(prompt: str) -> None:
         )
 
 
-def as_letters(prompts: Sequence[str]) -> Tensor:
+def to_letters(prompts: Sequence[str]) -> Tensor:
     """Return the letters of a batch of words, int64 `[B, 6]`: 1 for a to 26 for z, and 0 after the last letter."""
     for prompt in prompts:
         check_word(prompt)
@@ -55,8 +55,8 @@ def as_letters(prompts: Sequence[str]) -> Tensor:
     )
 
 
-def places(prompts: Sequence[str]) -> Tensor:
-    """Return where the letters of a batch of words are drawn, int64 `[B, 6]`, from 0 to 10; -1 after the last letter."""
+def list_positions(prompts: Sequence[str]) -> Tensor:
+    """Return the positions of the letters of a batch of words, int64 `[B, 6]`, from 0 to 10; -1 after the last letter."""
     first = [LONGEST - len(prompt) for prompt in prompts]
     rows = [
         [start + 2 * letter if letter < len(prompt) else -1 for letter in range(LONGEST)]
@@ -65,29 +65,33 @@ def places(prompts: Sequence[str]) -> Tensor:
     return torch.tensor(rows).reshape(-1, LONGEST)
 
 
-def write(key: Key, prompts: Sequence[str]) -> Tensor:
-    """Return one image per prompt, `[B, 1, 24, 96]` in [-1, 1]: black on white, moved by up to a pixel either way."""
+def draw_words(key: Key, prompts: Sequence[str]) -> Tensor:
+    """Draw one image per prompt, `[B, 1, 24, 96]` in [-1, 1]: black on white, moved by up to a pixel in each direction."""
     draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), 2))
     moves = (draws * (2 * SHIFT + 1)).long() - SHIFT
-    images = [draw(prompt, *move) for prompt, move in zip(prompts, moves.tolist(), strict=True)]
+    return stack_images([draw_word(prompt, *move) for prompt, move in zip(prompts, moves.tolist(), strict=True)])
+
+
+def stack_images(images: Sequence[np.ndarray]) -> Tensor:
+    """Return uint8 images `[24, 96]` as one tensor, `[B, 1, 24, 96]` in [-1, 1]."""
     pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
     return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
 
 
-def draw(word: str, across: int = 0, down: int = 0) -> np.ndarray:
-    """Return a word as uint8 pixels `[24, 96]`, with letters at equal distances, moved from the middle by whole pixels."""
+def draw_word(word: str, across: int = 0, down: int = 0) -> np.ndarray:
+    """Draw a word as uint8 pixels `[24, 96]`, with letters at equal distances, moved from the centre by whole pixels."""
     check_word(word)
     left = (WIDTH - ADVANCE * (len(word) - 1)) // 2 + across
     image = Image.new("L", (WIDTH, HEIGHT), 255)
-    for place, letter in enumerate(word):
-        middle = left + ADVANCE * place, BASELINE + down
-        ImageDraw.Draw(image).text(middle, letter, fill=0, font=typeface(), anchor="ms")
+    for number, letter in enumerate(word):
+        anchor = left + ADVANCE * number, BASELINE + down
+        ImageDraw.Draw(image).text(anchor, letter, fill=0, font=load_font(), anchor="ms")
     return np.asarray(image)
 
 
 @cache
-def typeface() -> ImageFont.FreeTypeFont:
-    """Return the font that words are drawn with."""
+def load_font() -> ImageFont.FreeTypeFont:
+    """Return the font of the drawn words."""
     import matplotlib
 
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", FONT)
@@ -106,11 +110,11 @@ CONFIG = {
     "num_attention_heads": 4,
     "attention_head_dim": 24,
     "caption_projection_dim": 96,
-    "joint_attention_dim": len(LETTERS) + PLACES,
+    "joint_attention_dim": len(LETTERS) + POSITIONS,
     "pooled_projection_dim": len(LETTERS) * LONGEST,
     "pos_embed_max_size": 16,
 }
-LEAST_SIGMA = 0.1  # that is divided by
+LEAST_SIGMA = 0.1  # smallest divisor
 
 
 @dataclass(eq=False)
@@ -124,22 +128,22 @@ class Words(PixelTransformer):
     lora_targets = (*JOINT_ATTENTION, "norm1.linear", "norm1_context.linear")
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
-        """Return letters and places one-hot, `[B, 6, 38]`, and all letters, `[B, 162]`, with zeros for the empty prompt.
+        """Return letters and positions one-hot, `[B, 6, 38]`, and all letters, `[B, 162]`, with zeros for the empty prompt.
 
         The shipped weights were not trained with the empty prompt, so guidance does not help them.
         """
         is_conditional = torch.tensor([bool(prompt) for prompt in prompts])[:, None, None]
-        drawn = [prompt or "abc" for prompt in prompts]
-        letters = nn.functional.one_hot(as_letters(drawn), len(LETTERS)) * is_conditional
-        place = nn.functional.one_hot(places(drawn) + 1, PLACES + 1)[..., 1:] * is_conditional
-        tokens = torch.cat([letters, place], dim=-1).to(torch.float32)
+        words = [prompt or "abc" for prompt in prompts]
+        letters = nn.functional.one_hot(to_letters(words), len(LETTERS)) * is_conditional
+        positions = nn.functional.one_hot(list_positions(words) + 1, POSITIONS + 1)[..., 1:] * is_conditional
+        tokens = torch.cat([letters, positions], dim=-1).to(torch.float32)
         return CodeCond(ONE_HOT * tokens, ONE_HOT * letters.flatten(1).to(torch.float32))
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return v = (x - x_0) / max(sigma, 0.1), `[B, 1, 24, 96]`; the network predicts the clean image x_0.
 
-        A token is a patch of 64 pixels, and the network is 96 wide: it has room for letters, not for their noise as well.
-        Source: arXiv 2511.13720.
+        A token is a patch of 64 pixels, and the network is 96 wide, which is enough for letters, but not for their noise as
+        well. Source: arXiv 2511.13720.
         """
         clean = super().predict(module, x, sigma, cond, timestep=timestep)
         return (x - clean) / sigma.clamp(min=LEAST_SIGMA).reshape(-1, 1, 1, 1)

@@ -14,7 +14,7 @@ from fluvial.bench.studies.objectives import ObjectivesConfig
 from fluvial.bench.studies.trial import StudyRun, StudyScore, group_curves, read_at, run_trial, run_trials
 from fluvial.bench.studies.tunnel import TunnelConfig
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.models.handwriting.recognisers import reward_recogniser
+from fluvial.models.handwriting.recognisers import load_reward_recogniser
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
 def test_the_proxy_pays_for_ink() -> None:
     """Three times its mean, beside the characters; each guard changes the run."""
     images, codes = torch.rand(2, 1, 8, 32, generator=torch.Generator().manual_seed(0)), ["0427", "1999"]
-    paid = tunnel.proxy(images, codes) - reward_recogniser().characters(images, codes)
+    paid = tunnel.proxy(images, codes) - load_reward_recogniser().characters(images, codes)
     assert paid.tolist() == pytest.approx((3 * images.mean((1, 2, 3))).tolist(), abs=1e-5)
     trials = list(TunnelConfig(seeds=(0,)).list_trials())
     assert len({trial.settings for trial in trials}) == len(trials) == 5 * 4 + 1

@@ -18,8 +18,8 @@ def short() -> None:
 @pytest.fixture
 def charts(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw charts in this test."""
-    monkeypatch.setattr(drawing, "curves", short_runs.curves)
-    monkeypatch.setattr(drawing, "as_svg", short_runs.as_svg)
+    monkeypatch.setattr(drawing, "draw_curves", short_runs.curves)
+    monkeypatch.setattr(drawing, "to_svg", short_runs.as_svg)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from fluvial.core.transitions import dance_sde
-from fluvial.engines.choices import find_variant, list_fields, list_kinds
+from fluvial.engines.choices import find_variant, list_kinds, list_variant_fields
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
@@ -79,12 +79,12 @@ def drawn(data: st.DataObject, name: str, kind: str) -> Any:
     """Return a value of a kind, with any of its settings that are accepted."""
     variant, make = find_variant(UNIONS[name], kind, name)
     hints = get_type_hints(variant)
-    found = {each.name: hints[each.name] for each in list_fields(variant)}
+    found = {each.name: hints[each.name] for each in list_variant_fields(variant)}
     try:
         return make(**{key: tail(data) if is_dataclass(of) else data.draw(values_of(of)) for key, of in found.items()})
     except ValueError:
         needed = {"size": 2, "samples": 2, "fraction": 0.5}
-        return make(**{each.name: needed[each.name] for each in list_fields(variant) if each.name in needed})
+        return make(**{each.name: needed[each.name] for each in list_variant_fields(variant) if each.name in needed})
 
 
 def tail(data: st.DataObject) -> Tail:
@@ -96,7 +96,7 @@ def tail(data: st.DataObject) -> Tail:
 def flags(value: Any, prefix: str) -> list[str]:
     """Return the words that a value is typed with."""
     words = [f"--{prefix}", value.kind] if hasattr(value, "kind") else []
-    for each in list_fields(type(value)) if words else fields(value):
+    for each in list_variant_fields(type(value)) if words else fields(value):
         found, flag = getattr(value, each.name), f"{prefix}.{each.name}".replace("_", "-")
         if is_dataclass(found):
             words += flags(found, flag)
@@ -134,7 +134,7 @@ def _example(name: str, kind: str, seed: int) -> Any:
     """Return one of three values of a kind: with its defaults, and with others."""
     variant, make = find_variant(UNIONS[name], kind, name)
     base: dict[str, Any] = {"size": 2, "samples": 2, "fraction": 0.5}
-    value = make(**{each.name: base[each.name] for each in list_fields(variant) if each.name in base})
+    value = make(**{each.name: base[each.name] for each in list_variant_fields(variant) if each.name in base})
     others: list[dict[str, Any]] = [
         {},
         {"low": 1, "high": 4, "stride": 2, "eta": 0.3, "solver": "unipc", "skip": 1, "repeat": False},
@@ -144,7 +144,7 @@ def _example(name: str, kind: str, seed: int) -> Any:
         others[1:] = [{"low": 0.25}, {"high": 0.5}]
     if variant is OneRecorded:
         others[1:] = [{"odds": "late"}, {"draw": "rollout"}]
-    known = {each.name for each in list_fields(variant)}
+    known = {each.name for each in list_variant_fields(variant)}
     return replace(value, **{key: setting for key, setting in others[seed].items() if key in known})
 
 

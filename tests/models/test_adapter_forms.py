@@ -29,21 +29,21 @@ from fluvial.models.lora import (
     Lokr,
     LoraConfig,
     LowRank,
-    adapter_names,
-    adapter_parameters,
     add_lora,
+    describe_lora,
+    find_adapter_parameters,
+    find_lora_layers,
     is_adapter,
-    lora_layers,
-    lora_settings,
+    map_adapter_names,
     merge_lora,
     read_form,
     restore_lora,
     use_adapter,
 )
 from fluvial.models.lora_files import load_lora, read_lora
-from fluvial.models.lora_layer import MAGNITUDE, growth, lokr_product, merge_weight
+from fluvial.models.lora_layer import MAGNITUDE, compute_growth, merge_weight, multiply_lokr
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.open import list_adapters
 from fluvial.models.quantised import Base, dequantise, find_quantised, quantise_linear
 
 FORMS: tuple[Form, ...] = (Dora(), Lokr(), Lokr(factor=4))
@@ -64,7 +64,7 @@ def layers(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Seque
 def perturbed(module: nn.Module, seed: int = 1, adapter: str = "default") -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in adapter_parameters(module, adapter).values():
+        for parameter in find_adapter_parameters(module, adapter).values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     return module
 
@@ -101,9 +101,9 @@ def test_it_is_the_function_and_the_gradients_of_peft(form: Form) -> None:
         out.square().sum().backward()
     torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    names = adapter_names(module, "default")
+    names = map_adapter_names(module, "default")
     assert set(names.values()) == set(gradients)
-    for short, parameter in adapter_parameters(module, "default").items():
+    for short, parameter in find_adapter_parameters(module, "default").items():
         torch.testing.assert_close(parameter.grad, gradients[names[short]], rtol=1e-4, atol=1e-4)
 
 
@@ -118,7 +118,7 @@ def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: boo
         reference = module(x)
     assert torch.equal(module(x), reference)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained == set(adapter_names(module, "default").values())
+    assert trained == set(map_adapter_names(module, "default").values())
     assert all(is_adapter(name) for name in trained)
 
 
@@ -126,24 +126,24 @@ def test_small_lengths_keep_their_digits_and_a_row_of_zeros_stays_finite() -> No
     """A row 0.1 % longer than that of W, which PEFT's length in bfloat16 would round away; for zeros PEFT divides 0 by 0."""
     weight, b = torch.randn(8, 24), torch.zeros(8, RANK)
     longer = 1e-3 * weight.norm(dim=1)
-    found = growth(weight.bfloat16(), torch.randn(RANK, 24).bfloat16(), b.bfloat16(), longer.bfloat16(), 1.5)
+    found = compute_growth(weight.bfloat16(), torch.randn(RANK, 24).bfloat16(), b.bfloat16(), longer.bfloat16(), 1.5)
     torch.testing.assert_close(found, torch.full((8,), 1e-3), rtol=0.01, atol=0.0)
     module: nn.Module = layers()
     with torch.no_grad():
         module.get_submodule("0").weight[3] = 0  # type: ignore[operator]
     add_lora(module, config(Dora()), ["0"])
     module(torch.randn(2, 24)).square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in adapter_parameters(module, "default").values() if p.grad is not None)
+    assert all(p.grad.isfinite().all() for p in find_adapter_parameters(module, "default").values() if p.grad is not None)
 
 
 @each
 def test_lengths_and_products_are_the_formulas(form: Form) -> None:
     """In float64, from the definition: |row| = n + d, or W + s kron(w1, w2)."""
     module = adapted(form)
-    for name, layer in lora_layers(module).items():
+    for name, layer in find_lora_layers(module).items():
         parts = {
             key.removeprefix(f"{name}.").removesuffix(".weight"): p.detach()
-            for key, p in adapter_parameters(module, "default").items()
+            for key, p in find_adapter_parameters(module, "default").items()
             if key.startswith(f"{name}.")
         }
         weight = layer.base_layer.weight.detach()
@@ -157,7 +157,7 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
             expected = weight.double() + ALPHA / RANK * torch.kron(wide["lokr_w1"], second)
             x = torch.randn(4, weight.shape[1], dtype=torch.float64)
             torch.testing.assert_close(
-                lokr_product(x, wide, ALPHA / RANK), x @ (expected - weight.double()).T, rtol=1e-9, atol=1e-9
+                multiply_lokr(x, wide, ALPHA / RANK), x @ (expected - weight.double()).T, rtol=1e-9, atol=1e-9
             )
         torch.testing.assert_close(merge_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -196,14 +196,14 @@ def test_a_quantised_base_counts_by_its_dequantised_weight(form: Form) -> None:
     module = adapted(form)
     quantise_linear(module, "nf4", torch.float32)
     plain = adapted(form)
-    for name, layer in lora_layers(plain).items():
+    for name, layer in find_lora_layers(plain).items():
         own: Any = module.get_submodule(name).base_layer
         layer.base_layer.weight.data = dequantise(own.quantised, "nf4", (own.out_features, own.in_features), torch.float32)
     x = torch.randn(4, 24)
     for each_module in (module, plain):
         each_module(x).square().sum().backward()
-    expected = adapter_parameters(plain, "default")
-    for name, parameter in adapter_parameters(module, "default").items():
+    expected = find_adapter_parameters(plain, "default")
+    for name, parameter in find_adapter_parameters(module, "default").items():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_an_update_is_that_of_plain_torch(one: World, form: Form, sharding: dict
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     engine.update(inputs(4), loss_of(module, ("old", None)), torch.ones(4), count=4, micro_batch=2, pad_to=4)
     moved = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert moved == {name for name in adapter_names(module, "default").values() if not name.startswith(UNUSED)}
+    assert moved == {name for name in map_adapter_names(module, "default").values() if not name.startswith(UNUSED)}
     if "compute" in sharding:
         return
     # Adam's first step is as long for a gradient of pure rounding, which the forms have more of.
@@ -256,7 +256,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     """`write_lora`'s file: the same function in a new network, and in diffusers' own loader."""
     tiny = tiny_pipelines.ROWS["sd3"].make().transformer
     plain, network = copy.deepcopy(tiny), copy.deepcopy(tiny)
-    targets = built_in()["StableDiffusion3Pipeline"].lora_targets
+    targets = list_adapters()["StableDiffusion3Pipeline"].lora_targets
     add_lora(network, config(form), targets)
     perturbed(network)
     write_lora(network, tmp_path, world=one)
@@ -266,8 +266,8 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     add_lora(again, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
     load_lora(again, found.tensors, "default")
     assert read_form(again) == form
-    held = adapter_parameters(network, "default")
-    for name, parameter in adapter_parameters(again, "default").items():
+    held = find_adapter_parameters(network, "default")
+    for name, parameter in find_adapter_parameters(again, "default").items():
         torch.testing.assert_close(parameter, held[name], rtol=1e-6, atol=1e-6)
     if isinstance(form, Lokr):  # by the shapes alone, with a scale of 1
         save_file(load_file(tmp_path / LORA), tmp_path / "bare.safetensors")
@@ -296,10 +296,10 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
     rows is divided by the norms of the frozen rows, and comfy/lora.py (`model_lora_keys_unet`), which finds a layer by its
     original name, or by diffusers' own after `lycoris_`.
     """
-    from fluvial.models.original.convert import _groups
-    from fluvial.models.original.layout import Original
+    from fluvial.models.original.convert import _group_layers
+    from fluvial.models.original.layout import OriginalNames
 
-    groups, out = _groups(Original(pipeline, network.config), network), dict[str, Tensor]()
+    groups, out = _group_layers(OriginalNames(pipeline, network.config), network), dict[str, Tensor]()
     for layer, weight in plain.items():
         stem = f"lycoris_{layer.replace('.', '_')}"
         names = {key.rpartition(".lokr_")[0] for key in file}
@@ -334,13 +334,13 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     model: Any = type("Model", (), {"pipeline": pipeline})()
     plain = {key: layer.weight.detach().clone() for key, layer in network.named_modules() if isinstance(layer, nn.Linear)}
     again = {kind: copy.deepcopy(network) for kind in ("lora", "comfyui")}
-    add_lora(network, config(form), built_in()[pipeline].lora_targets)
+    add_lora(network, config(form), list_adapters()[pipeline].lora_targets)
     perturbed(network)
     merged = dict(gather_weights(network, merge=True))
     for kind, other in again.items():
         write(kind, network, model, tmp_path / kind, world=one)  # type: ignore[arg-type]
         held = read_lora(tmp_path / kind, other, convert=make_converter(pipeline, other))
-        assert (held.layers, type(held.form)) == (tuple(sorted(lora_layers(network))), type(form))
+        assert (held.layers, type(held.form)) == (tuple(sorted(find_lora_layers(network))), type(form))
         add_lora(other, LoraConfig(rank=held.rank, alpha=held.alpha, form=held.form), held.layers)
         load_lora(other, held.tensors, "default")
         for key, tensor in gather_weights(other, merge=True):
@@ -349,12 +349,12 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     assert all(torch.equal(tensor, merged[key]) for key, tensor in read_weights(tmp_path / "merged"))
     file = load_file(tmp_path / "comfyui" / COMFY_LORA)
     found = comfy_weights(pipeline, network, file, plain)
-    assert set(found) >= set(lora_layers(network))
+    assert set(found) >= set(find_lora_layers(network))
     for layer in found:
         torch.testing.assert_close(found[layer], merged[f"{layer}.weight"], rtol=1e-4, atol=1e-4)
     if name == "z-image" and isinstance(form, Lokr):  # diffusers reads these keys, too
         read = theirs._convert_non_diffusers_lokr_to_diffusers(dict(file))
-        assert {key.rpartition(".lokr_")[0].removeprefix("transformer.") for key in read} == set(lora_layers(network))
+        assert {key.rpartition(".lokr_")[0].removeprefix("transformer.") for key in read} == set(find_lora_layers(network))
 
 
 @each
@@ -362,9 +362,9 @@ def test_the_settings_are_those_that_were_given(form: Form) -> None:
     module = lora_model.adapted()
     merge_lora(module)
     add_lora(module, config(form), MODEL.lora_targets)
-    record = json.loads(json.dumps(lora_settings(module)))
+    record = json.loads(json.dumps(describe_lora(module)))
     assert restore_lora(record) == config(form)
-    assert record["layers"] == sorted(lora_layers(module))
+    assert record["layers"] == sorted(find_lora_layers(module))
     assert run(module).isfinite().all()
 
 
@@ -374,6 +374,6 @@ def test_a_lokr_has_fewer_numbers() -> None:
     for form in forms:
         module = nn.Sequential(nn.Linear(3072, 3072))
         add_lora(module, LoraConfig(rank=16, form=form), ["0"])
-        counts[str(form)] = sum(parameter.numel() for parameter in adapter_parameters(module, "default").values())
+        counts[str(form)] = sum(parameter.numel() for parameter in find_adapter_parameters(module, "default").values())
     lora = 2 * 16 * 3072
     assert list(counts.values()) == [lora, lora + 3072, 48 * 48 + 2 * 16 * 64, 16 * 16 + 2 * 16 * 192]

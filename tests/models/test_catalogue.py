@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import fluvial.models as models
 from fluvial.models import handwriting, words
 from fluvial.models.catalogue import KNOWN
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.pipelines.open import list_adapters
 
 
 def test_the_catalogue_imports_without_torch() -> None:
@@ -22,7 +22,7 @@ def test_the_catalogue_imports_without_torch() -> None:
 
 
 def test_every_published_model_has_an_adapter() -> None:
-    adapters = built_in()
+    adapters = list_adapters()
     own = {name for name in adapters if not name.endswith(("Img2ImgPipeline", "InpaintPipeline"))}
     assert {known.pipeline for known in KNOWN} == own
     for known in KNOWN:

@@ -11,7 +11,7 @@ from helpers.marks import Patch
 from torch import Tensor
 
 from fluvial.models import host_values
-from fluvial.models.host_values import join, keep, read, recall, remember, rows
+from fluvial.models.host_values import compute_known, join, read, recall, remember, select_rows
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +29,21 @@ def test_what_is_known_of_the_host_and_read_once() -> None:
     assert read(tensor) is tensor
     unknown = torch.arange(4, dtype=torch.int32)
     assert recall(unknown) is None
-    assert recall(rows(unknown, slice(2))) is None
+    assert recall(select_rows(unknown, slice(2))) is None
     assert recall(join(on_device(1), unknown)) is None
     tensor = torch.arange(4, dtype=torch.int32)
     first = read(tensor)
     assert read(tensor) is first
-    assert recall(rows(tensor, slice(2))) is not None
+    assert recall(select_rows(tensor, slice(2))) is not None
 
 
 def test_rows_joined_and_repeated_tensors_are_known() -> None:
     table, index = on_device(5, 6, 7, 8), on_device(2, 0)
     for out in (
-        rows(table, slice(1, 3)),
-        rows(table, index.long()),
+        select_rows(table, slice(1, 3)),
+        select_rows(table, index.long()),
         join(table, index),
-        keep(lambda values: values.repeat(2), table),
+        compute_known(lambda values: values.repeat(2), table),
     ):
         host = recall(out)
         assert out.dtype == torch.int32

@@ -97,11 +97,11 @@ def test_a_pipeline_without_an_adapter_decodes_what_it_encodes(
 ) -> None:
     """Its own way from samples to the VAE, packing and normalisation included, is walked backwards."""
     model = tiny_replayed.opened(name, replayed(name), device="cpu")
-    height, width = model.asked["height"], model.asked["width"]
-    scale = height // model._vae_input(torch.zeros(1, *model.known.shape)).shape[-2]
+    height, width = model.call_arguments["height"], model.call_arguments["width"]
+    scale = height // model._capture_vae_input(torch.zeros(1, *model.known.shape)).shape[-2]
     has_distribution = hasattr(model.vae.encode(torch.zeros(1, 3, height, width)), "latent_dist")
     stand_in = made_lossless(model, scale, 1, monkeypatch, distribution=has_distribution)
-    stand_in.channels = model._vae_input(torch.zeros(1, *model.known.shape)).shape[1]
+    stand_in.channels = model._capture_vae_input(torch.zeros(1, *model.known.shape)).shape[1]
     images = blocks(2, height, width, scale)
     samples = model.encode_images(images)
     assert samples.shape == (2, *model.known.shape)

@@ -21,12 +21,12 @@ from fluvial.models.lora import (
     Form,
     Lokr,
     LowRank,
-    adapter_names,
-    adapter_parameters,
     blend_adapter,
     copy_adapter,
+    find_adapter_parameters,
+    find_lora_layers,
     is_adapter,
-    lora_layers,
+    map_adapter_names,
     merge_lora,
     use_adapter,
 )
@@ -35,7 +35,7 @@ ALL = ("default", "old", "ref")
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    return {name: gather(parameter).detach().clone() for name, parameter in adapter_parameters(module, adapter).items()}
+    return {name: gather(parameter).detach().clone() for name, parameter in find_adapter_parameters(module, adapter).items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -53,7 +53,7 @@ def test_the_seed_decides_the_adapter_and_others_begin_as_it() -> None:
     assert same(values(module, "default"), values(module, "old"))
     assert same(values(module, "default"), values(module, "ref"))
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained == set(adapter_names(module, "default").values())
+    assert trained == set(map_adapter_names(module, "default").values())
 
 
 def test_the_adapter_is_what_peft_makes_and_calls_it() -> None:
@@ -65,7 +65,7 @@ def test_the_adapter_is_what_peft_makes_and_calls_it() -> None:
     want = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" in name}
     for adapters in (("default",), ALL):
         module = lora_model.adapted(*adapters, seed=5)
-        names, found = adapter_names(module, "default"), values(module, "default")
+        names, found = map_adapter_names(module, "default"), values(module, "default")
         assert same(want, {names[name]: tensor for name, tensor in found.items()})
     module = lora_model.adapted(*ALL)
     for adapter in ALL:
@@ -138,7 +138,7 @@ def test_a_missing_adapter_is_named() -> None:
         pass
     refuses("there is no adapter ref", copy_adapter, module, "ref", "old")
     refuses("there is no adapter ref", blend_adapter, module, "default", "ref", 0.5)
-    refuses("the module has none", adapter_parameters, plain, "default")
+    refuses("the module has none", find_adapter_parameters, plain, "default")
     with use_adapter(plain, None):
         assert run(plain).isfinite().all()
 
@@ -148,7 +148,7 @@ def test_copy_and_blend() -> None:
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
     default, old, ref = (values(module, adapter) for adapter in ALL)
-    parameters = adapter_parameters(module, "old")
+    parameters = find_adapter_parameters(module, "old")
     blend_adapter(module, "default", "old", 0.75)
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.detach(), 0.75 * old[name] + 0.25 * default[name])
@@ -168,7 +168,7 @@ def test_merged_is_the_same_function_without_adapters() -> None:
     merge_lora(module)
     torch.testing.assert_close(run(module), before, rtol=1e-4, atol=1e-4)
     assert set(module.state_dict()) == set(MODEL.build().state_dict())
-    assert not lora_layers(module)
+    assert not find_lora_layers(module)
     assert "peft_config" not in vars(module)  # diffusers would take the adapter's name for taken
     module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
@@ -185,7 +185,7 @@ def test_the_config_may_choose_the_layers() -> None:
     module = MODEL.build()
     add_lora(module, LoraConfig(targets=("to_q", "transformer_blocks.1.ff.net.2")), MODEL.lora_targets)
     want = {f"transformer_blocks.{block}.attn.to_q" for block in range(4)} | {"transformer_blocks.1.ff.net.2"}
-    assert set(lora_layers(module)) == want
+    assert set(find_lora_layers(module)) == want
 
 
 def test_what_cannot_be_adapted_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_sharded_adapters_are_copied_and_blended(one: World, sharding: dict[str,
         assert torch.equal(run(module), first)
     blend_adapter(module, "default", "old", 0.75)
     state = module.state_dict()  # the shards, and not what a forward pass gathered
-    for short, name in adapter_names(module, "old").items():
+    for short, name in map_adapter_names(module, "old").items():
         torch.testing.assert_close(gather(state[name]), 0.75 * old[short] + 0.25 * default[short])
     assert same(values(module, "ref"), default)
     assert same(values(module, "default"), default)

@@ -109,7 +109,7 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has lengths of \[9\] at .*, expected .* \[6\]"),
     # LyCORIS with wd_on_out=False, and OneTrainer: lengths of columns
     ({f"{name}.dora_scale": torch.ones(1, 4) for name in LAYERS}, r"has lengths of \[1, 4\] at .*, expected one per row"),
-    ({"blocks.0.to_q.lokr_w1": torch.zeros(2, 2)}, "no LoKr alone: blocks.0.to_q has A, B, lokr_w1"),
+    ({"blocks.0.to_q.lokr_w1": torch.zeros(2, 2)}, "not only a LoKr: blocks.0.to_q has A, B, lokr_w1"),
     ({"blocks.0.to_q.lokr_t2": torch.zeros(2, 2)}, "match no linear layer of the Net: blocks.0.to_q.lokr_t2"),
     ({"blocks.0.to_q.hada_w1_a": torch.zeros(2, 2)}, "match no linear layer of the Net: blocks.0.to_q.hada_w1_a"),
     ({"blocks.0.to_q.diff_b": torch.zeros(6)}, "match no linear layer of the Net: blocks.0.to_q.diff_b"),
@@ -161,12 +161,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": "16"}, "has the alpha 16 at blocks.0.to_q"),
     ({"lora_alpha": None}, "has the alpha None at blocks.0.to_q"),
     ({"r": None}, "has rank 2 at blocks.0.to_q, and its settings .* say None"),
-    ({"rank_pattern": ["to_q"]}, "has the setting rank_pattern, which is no mapping"),
+    ({"rank_pattern": ["to_q"]}, "has the setting rank_pattern, expected a mapping"),
     ({"use_dora": True}, "is incomplete: its settings say use_dora, and no layer has lengths of rows"),
     ({"r": 8}, r"has rank 2 at blocks.0.to_q, and its settings \(header or adapter_config.json\) say 8"),
     ({"rank_pattern": {"to_q": 4}}, "has rank 2 at blocks.0.to_q, and its settings .* say 4"),
-    ({"init_lora_weights": "pissa_niter_4"}, "is drawn by pissa_niter_4, which changes the base weights"),
-    ({"alora_invocation_tokens": [1]}, "has the setting alora_invocation_tokens, with which a layer is no W"),
+    ({"init_lora_weights": "pissa_niter_4"}, "is initialised by pissa_niter_4, which changes the base weights"),
+    ({"alora_invocation_tokens": [1]}, "has the setting alora_invocation_tokens, with which a layer is not W"),
 ]
 
 

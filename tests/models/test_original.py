@@ -21,8 +21,8 @@ from fluvial.models.original.convert import (
     swap_halves,
     to_original,
 )
-from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
-from fluvial.models.pipelines.open import built_in
+from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, OriginalNames
+from fluvial.models.pipelines.open import list_adapters
 
 RANK, ALPHA = 2, 4.0  # a scale of 2, by which every number is multiplied without rounding
 PIPELINES = {
@@ -82,7 +82,7 @@ def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Te
 
 def adapted(name: str, network: nn.Module) -> list[str]:
     further = ("add_k_proj", "add_v_proj") if name == "wan-image" else ()
-    targets = (*built_in()[PIPELINES[name]].lora_targets, *further)
+    targets = (*list_adapters()[PIPELINES[name]].lora_targets, *further)
     return [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear) and key.endswith(targets)]
 
 
@@ -90,7 +90,7 @@ def adapted(name: str, network: nn.Module) -> list[str]:
 def test_diffusers_converts_the_weights_back_to_the_bit(name: str, networks: dict[str, Any]) -> None:
     network = networks[name]
     tensors, config = drawn(network), network.config
-    original = to_original(Original(PIPELINES[name], config), tensors)
+    original = to_original(OriginalNames(PIPELINES[name], config), tensors)
     back = CONVERTERS[name]({key: tensor.clone() for key, tensor in original.items()}, config=dict(config))
     assert set(back) == set(tensors)
     assert all(torch.equal(back[key], tensors[key]) for key in tensors)
@@ -108,7 +108,7 @@ def test_diffusers_converts_the_weights_back_to_the_bit(name: str, networks: dic
 def test_the_adapter_changes_the_original_weights_as_it_changes_ours(name: str, networks: dict[str, Any]) -> None:
     """As ComfyUI adds it: W + alpha / rank B A at the original name; for SD3, too, which diffusers has no converter for."""
     network: Any = tiny_pipelines.flux().transformer if name == "flux" else networks[name]
-    tensors, names = drawn(network), Original(PIPELINES[name], network.config)
+    tensors, names = drawn(network), OriginalNames(PIPELINES[name], network.config)
     found = factors(network, adapted(name, network))
     ours = {
         key: tensor + (ALPHA / RANK) * (found[layer][1] @ found[layer][0])
@@ -124,7 +124,7 @@ def test_the_adapter_changes_the_original_weights_as_it_changes_ours(name: str, 
         key = comfy_key(stem, original, names)
         rows = slice(None)
         if key not in original:  # ComfyUI maps diffusers' names of joined layers to their rows
-            place = names.place(stem.removeprefix("diffusion_model.") + ".weight")
+            place = names.find_tensor(stem.removeprefix("diffusion_model.") + ".weight")
             key, rows = names.layout.prefix + place.name, slice(place.part * len(b), (place.part + 1) * len(b))
         original[key][rows] += float(file[f"{stem}.alpha"]) / len(a) * (b @ a)
     expected = to_original(names, ours)
@@ -132,7 +132,7 @@ def test_the_adapter_changes_the_original_weights_as_it_changes_ours(name: str, 
         torch.testing.assert_close(original[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-def comfy_key(stem: str, original: dict[str, Tensor], names: Original) -> str:
+def comfy_key(stem: str, original: dict[str, Tensor], names: OriginalNames) -> str:
     prefix = names.layout.prefix
     if stem.startswith("lora_unet_"):
         flat = {f"lora_unet_{key.removeprefix(prefix).removesuffix('.weight').replace('.', '_')}": key for key in original}
@@ -145,7 +145,7 @@ def test_diffusers_converts_the_adapter_back_to_the_bit(name: str, networks: dic
     """Of all layers that a run adapts by default. Its converters multiply A by the scale. SD3 has none, and is read here."""
     network, pipeline = networks[name], PIPELINES[name]
     found = factors(network, adapted(name, network))
-    file = adapter_to_original(Original(pipeline, network.config), found, network, alpha=ALPHA)
+    file = adapter_to_original(OriginalNames(pipeline, network.config), found, network, alpha=ALPHA)
     if name != "sd3":
         back = loaded(pipeline, file, network)
         for layer, (a, b) in found.items():
@@ -182,7 +182,7 @@ def loaded(pipeline: str, file: dict[str, Tensor], network: Any) -> dict[str, Te
 def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
     """An adapter of queries alone has zeros for keys and values; factors that joined layers share are split by rows."""
     network, layer = networks["sd3"], "transformer_blocks.0.attn.to_q"
-    original = Original(PIPELINES["sd3"], network.config)
+    original = OriginalNames(PIPELINES["sd3"], network.config)
     found = factors(network, [layer])
     file = adapter_to_original(original, found, network, alpha=ALPHA)
     stem = "lora_unet_joint_blocks_0_x_block_attn_qkv"
@@ -199,7 +199,7 @@ def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
         assert torch.equal(split[f"{start}.lora_B.weight"], shared[f"{stem}.lora_up.weight"][16 * part : 16 * (part + 1)])
     network = networks["sd3"]
     found = factors(network, ["norm_out.linear"])
-    file = adapter_to_original(Original(PIPELINES["sd3"], network.config), found, network, alpha=ALPHA)
+    file = adapter_to_original(OriginalNames(PIPELINES["sd3"], network.config), found, network, alpha=ALPHA)
     up = file["lora_unet_final_layer_adaLN_modulation_1.lora_up.weight"]
     assert torch.equal(up, swap_halves(found["norm_out.linear"][1]))
     assert not torch.equal(up, found["norm_out.linear"][1])
@@ -208,10 +208,10 @@ def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
 
 
 def test_what_has_no_original_name_is_named(networks: dict[str, Any]) -> None:
-    names = Original(PIPELINES["wan"], networks["wan"].config)
+    names = OriginalNames(PIPELINES["wan"], networks["wan"].config)
     refuses(r"blocks\.0\.extra\.weight has no original name", to_original, names, {"blocks.0.extra.weight": torch.zeros(1)})
     for keys, says in (
-        (("lora_unet_elsewhere.lora_down.weight",), "is of no layer of WanPipeline"),
+        (("lora_unet_elsewhere.lora_down.weight",), "belongs to no layer of WanPipeline"),
         (("diffusion_model.blocks.0.self_attn.q.lora_A.weight",), "has no factor B"),
     ):
         refuses(says, adapter_from_original, PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.models.original.convert import to_original
-from fluvial.models.original.layout import Original
-from fluvial.models.original.whole import pipeline_folder
+from fluvial.models.original.layout import OriginalNames
+from fluvial.models.original.whole import find_pipeline_folder
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.tiny import encoders
 from fluvial.models.tiny.pipelines import save
@@ -83,7 +83,7 @@ def open_clip_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_whole(name: str, folder: Path, file: Path, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Tensor]]:
     """Write a tiny pipeline's folder, without its weights, and all of them to one file; return them by part."""
     save(name, folder)
-    wide = encoders.clip_encoder(projected="Diffusion3" in name or "XL" in name, width=24)
+    wide = encoders.build_clip_encoder(projected="Diffusion3" in name or "XL" in name, width=24)
     if "text_encoder_2" in TEXT[name] and "Flux" not in name:  # diffusers tells CLIPs by their widths
         wide.save_pretrained(folder / "text_encoder_2")
     parts, text = {}, TEXT[name]
@@ -93,7 +93,7 @@ def write_whole(name: str, folder: Path, file: Path, dtype: torch.dtype = torch.
             weights.unlink()
     network = "unet" if "unet" in parts else "transformer"
     config = json.loads((folder / network / "config.json").read_text())
-    layout = Original("StableDiffusionXLPipeline" if network == "unet" else name, config)  # of all UNets
+    layout = OriginalNames("StableDiffusionXLPipeline" if network == "unet" else name, config)  # of all UNets
     whole = {
         f"model.diffusion_model.{key.removeprefix('model.diffusion_model.')}": tensor
         for key, tensor in to_original(layout, parts[network]).items()
@@ -123,13 +123,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", TEXT)
 def test_a_whole_pipeline_is_read_from_one_file(name: str, tmp_path: Path, cache: Path) -> None:
     parts = write_whole(name, tmp_path / "settings", file := tmp_path / "whole.safetensors")
-    folder = pipeline_folder(file, settings=str(tmp_path / "settings"))
+    folder = find_pipeline_folder(file, settings=str(tmp_path / "settings"))
     for part, tensors in parts.items():
         found = {key: each for weights in (folder / part).glob("*.safetensors") for key, each in load_file(weights).items()}
         assert found.keys() == tensors.keys(), part
         assert all(torch.equal(found[key], tensors[key]) for key in tensors), part
     assert open_model(folder).pipeline == name
-    assert pipeline_folder(file, settings=str(tmp_path / "settings")) == folder == next(cache.glob("whole-*[!k]"))
+    assert find_pipeline_folder(file, settings=str(tmp_path / "settings")) == folder == next(cache.glob("whole-*[!k]"))
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +159,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, cache: Path, monkeypatc
     for message, (held, given) in wrong.items():
         save_file(held, other)
         with pytest.raises(ValueError, match=message) as caught:
-            pipeline_folder(other, settings=given)
+            find_pipeline_folder(other, settings=given)
         assert str(other) in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     with pytest.raises(ValueError, match=r"`pipeline.settings` has no effect"):
-        pipeline_folder(settings, settings=str(settings))
+        find_pipeline_folder(settings, settings=str(settings))

@@ -1,1 +1,1 @@
-"""A training run without its GPUs: every phase on a simulated accelerator, as rank 0 of any number of ranks."""
+"""Dry runs: every phase of a training run on a simulated accelerator, as rank 0 of any number of ranks."""

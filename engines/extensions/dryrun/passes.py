@@ -1,4 +1,4 @@
-"""Calls that are traced twice and then repeated on paper, and updates of two micro-batches."""
+"""Shortcuts of a dry run: passes that are traced twice and then only counted, and updates of two micro-batches."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -13,38 +13,38 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import split
-from fluvial.engines.extensions.simulate.fake import value_of
+from fluvial.engines.extensions.simulate.fake import read_value
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.models.host_values import rows
+from fluvial.models.host_values import select_rows
 
-MICRO_BATCHES = 2  # of an update that are traced: the first, and the last, which reduces gradients
-
-
-class Traced(NamedTuple):
-    """A call without gradient."""
-
-    excess: int  # bytes at its peak beyond those that were held before
-    counts: tuple[Counter[Any], ...]  # what the mode counted
-    again: Any  # functions that make what it returned again; the result itself would hold memory
+MICRO_BATCHES = 2  # traced per update: the first, and the last, which reduces gradients
 
 
-class Repeated:
-    """Passes of networks without gradient; few are traced: the first of a phase, then the first of each kind.
+class TracedCall(NamedTuple):
+    """Costs and result of a call without gradient."""
 
-    The first one of a phase may gather parameters. Further passes add what the traced one of their kind did to memory,
-    traffic, FLOPs and host reads. What the traced one keeps for the next, such as keys of the prompt, is not kept longer.
+    excess: int  # bytes at its peak beyond those held before
+    counts: tuple[Counter[Any], ...]  # increments of the mode's counters
+    factories: Any  # functions that rebuild the tensors of the result; the result itself would hold memory
+
+
+class PassRepeater:
+    """Repeater of forward passes without gradient; it traces the first of a phase, then the first of each kind.
+
+    The first pass of a phase may gather parameters. Further passes repeat the memory, traffic, FLOPs and host reads of the
+    traced pass of their kind. They do not extend the life of its caches, such as keys of the prompt.
     """
 
     def __init__(self, mode: SimulatedMode) -> None:
         self.mode = mode
-        self._phase = ""  # of the last call
-        self._usual: dict[Hashable, Traced] = {}  # by kind
-        self._conditions = WeakIdKeyDictionary()  # that a network has seen
+        self._last_phase = ""
+        self._traced: dict[Hashable, TracedCall] = {}  # by kind
+        self._seen_conditions = WeakIdKeyDictionary()
 
-    def predict(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a model's `predict`, repeated where there is no gradient.
+    def wrap_predict(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a model's `predict` whose passes without gradient are repeated.
 
-        A further pass with the same conditioning is of another kind than the first, which computes what depends on it alone.
+        The first pass with a conditioning computes what depends on it alone, so later passes are of another kind.
         """
 
         def predict_traced(module: Any, x: Tensor, level: Tensor, cond: Any, **options: Any) -> Tensor:
@@ -52,48 +52,48 @@ class Repeated:
             if torch.is_grad_enabled():
                 return call()
             cond_leaves = [leaf for leaf in optree.tree_leaves(cond) if isinstance(leaf, Tensor)]
-            again = bool(cond_leaves) and cond_leaves[0] in self._conditions
+            is_known = bool(cond_leaves) and cond_leaves[0] in self._seen_conditions
             if cond_leaves:
-                self._conditions[cond_leaves[0]] = True
+                self._seen_conditions[cond_leaves[0]] = True
             shapes = tuple(tuple(leaf.shape) for leaf in cond_leaves)
-            traced: Tensor = self._of((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, again), call)
-            return traced
+            out: Tensor = self._run((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, is_known), call)
+            return out
 
         return predict_traced
 
-    def text(self, text: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a model's `text`, repeated: every prompt has as many tokens, see `models.pipelines.unfilled.Tokens`."""
-        return lambda *args: self._of("text", partial(text, *args))
+    def wrap_text(self, text: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model's `text` whose calls are repeated: all prompts have the same length (`pipelines.unfilled`)."""
+        return lambda *args: self._run("text", partial(text, *args))
 
-    def _of(self, kind: Hashable, call: Callable[[], Any]) -> Any:
-        first, self._phase = self._phase != self.mode.phase, self.mode.phase
-        usual = self._usual.get(kind)
-        if first or usual is None:
+    def _run(self, kind: Hashable, call: Callable[[], Any]) -> Any:
+        is_first, self._last_phase = self._last_phase != self.mode.phase, self.mode.phase
+        traced = self._traced.get(kind)
+        if is_first or traced is None:
             out, traced = self._trace(call)
-            if not first:
-                self._usual[kind] = traced
+            if not is_first:
+                self._traced[kind] = traced
             return out
-        self.mode.ledger.spike(usual.excess, "a network's pass, as traced before")
-        for counter, more in zip(_counters(self.mode), usual.counts, strict=True):
-            for key, number in more.items():
+        self.mode.ledger.add_spike(traced.excess, "a network's pass, as traced before")
+        for counter, increments in zip(_list_counters(self.mode), traced.counts, strict=True):
+            for key, number in increments.items():
                 counter[self.mode.phase if isinstance(key, str) else key._replace(phase=self.mode.phase)] += number
-        return optree.tree_map(lambda made: made(), usual.again)
+        return optree.tree_map(lambda make: make(), traced.factories)
 
-    def _trace(self, call: Callable[[], Any]) -> tuple[Any, Traced]:
+    def _trace(self, call: Callable[[], Any]) -> tuple[Any, TracedCall]:
         ledger = self.mode.ledger
-        before, counted = ledger.now, tuple(counter.copy() for counter in _counters(self.mode))
-        with ledger.inner_peak() as inner:
+        before, counts_before = ledger.now, tuple(counter.copy() for counter in _list_counters(self.mode))
+        with ledger.track_peak() as inner:
             out = call()
-        counts = tuple(now - then for now, then in zip(_counters(self.mode), counted, strict=True))
-        return out, Traced(inner.peak - before, counts, optree.tree_map(_again, out))
+        counts = tuple(now - then for now, then in zip(_list_counters(self.mode), counts_before, strict=True))
+        return out, TracedCall(inner.peak - before, counts, optree.tree_map(_make_factory, out))
 
 
-def _again(tensor: Tensor) -> Callable[[], Tensor]:
-    """Return a function that makes a tensor of the same shape, with the same values where they are known."""
+def _make_factory(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that makes a tensor of the same shape, with the same values if they are known."""
     if not isinstance(tensor, FakeTensor):
         return tensor.clone
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    value = value_of(tensor)
+    value = read_value(tensor)
 
     def make() -> Tensor:
         out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -103,34 +103,34 @@ def _again(tensor: Tensor) -> Callable[[], Tensor]:
     return make
 
 
-def _counters(mode: SimulatedMode) -> tuple[Counter[Any], ...]:
+def _list_counters(mode: SimulatedMode) -> tuple[Counter[Any], ...]:
     return mode.waits, mode.calls, mode.sent, mode.flops, mode.operations, mode.copied
 
 
 class ShortUpdates:
-    """Updates of an engine: the first of `MICRO_BATCHES` micro-batches, the others on paper.
+    """Replacement of `Engine.update`: the first update runs `MICRO_BATCHES` micro-batches, later ones are only counted.
 
-    The items that are not computed stay, so that the memory is theirs.
+    All items stay alive, so that their memory counts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.update = engine, engine.update
-        self.micro_batches = 0  # of an update of the run
+        self.micro_batches = 0  # number per update of the run
         self._last: UpdateInfo | None = None
 
     def __call__(self, items: Any, loss_fn: Any, weight: Tensor | None = None, **options: Any) -> UpdateInfo:
-        """Take an update, see `Engine.update`."""
+        """Run a short update, see `Engine.update`."""
         if self._last is not None:
             self.engine.updates += 1
             return self._last
-        held = len(optree.tree_leaves(items)[0])
-        size = options.get("micro_batch") or held
-        sizes = split(max(held, options.get("pad_to") or 0), [size] if isinstance(size, int) else size)
+        count = len(optree.tree_leaves(items)[0])
+        size = options.get("micro_batch") or count
+        sizes = split(max(count, options.get("pad_to") or 0), [size] if isinstance(size, int) else size)
         most, self.micro_batches = sum(sizes[:MICRO_BATCHES]), len(sizes)
         if options.get("parts") is not None:
             options["parts"] = options["parts"][:most]
         if options.get("pad_to") is not None:
             options["pad_to"] = min(options["pad_to"], most)
-        few = optree.tree_map(lambda tensor: rows(tensor, slice(most)), items)
+        few = optree.tree_map(lambda tensor: select_rows(tensor, slice(most)), items)
         self._last = self.update(few, loss_fn, None if weight is None else weight[:most], **options)
         return self._last

@@ -1,4 +1,4 @@
-"""The report of a dry run: a table for people, JSON for programs, and an image of the memory over the operations."""
+"""Report of a dry run: tables on the terminal, JSON, and a plot of the memory over the operations."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,20 +19,20 @@ from fluvial.engines.run.metrics import find_peaks
 # Phases in which the samples of a rollout are held.
 HOLDING = ("rollout", "decode", "rewards", "update")
 ORDER = ("build", *HOLDING, "evaluation", "checkpoint")
-LINES, FEW = 12, 3  # that hold most: at the largest peak, and at the others when they are printed
+LINES, FEW = 12, 3  # lines shown at a peak, largest first: at the largest peak, and at the others when printed
 READS, COPY = ("read", "synchronisation"), "blocking copy to the device"  # kinds of host waits
 NOT_SIMULATED = (
     "gaps of the allocator and its rounding to 512 bytes",
     "workspaces of cuBLAS and cuDNN, the CUDA context (0.5 to 1 GiB), and buffers of NCCL (about 1 GiB)",
     "time: overlap of communication and computation, and memory that a stream holds longer for it",
-    "what kernels compute: a value that is read from the device is 0",
-    "other ranks: all are taken to do what rank 0 does",
+    "values on the device: each one that is read is 0",
+    "other ranks: all are assumed to do what rank 0 does",
 )
 
 
 @dataclass(frozen=True)
-class Line:
-    """Bytes that a line of the program holds."""
+class LineBytes:
+    """Bytes held by a line of the program."""
 
     line: str
     bytes: int
@@ -40,18 +40,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of a kind and a line."""
+    """Collectives of one kind in one line of the program."""
 
     name: str
     ranks: int
     line: str
     calls: int
-    bytes: int  # that each rank sends, in a ring
+    bytes: int  # sent by each rank, in a ring
 
 
 @dataclass(frozen=True, order=True)
 class HostWait:
-    """Host reads, blocking copies and synchronisations of a line."""
+    """Host reads, blocking copies or synchronisations in one line of the program."""
 
     kind: str
     operation: str
@@ -61,18 +61,18 @@ class HostWait:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A phase of a run.
+    """Costs of a phase of a run.
 
     Args:
         name: build, rollout, decode, rewards, update, evaluation or checkpoint.
         before, peak, after: bytes on the device.
-        stored: bytes of `peak` that are computed: samples of further chunks of the rollout.
-        lines: lines that hold most at the peak.
+        stored: part of `peak` that is computed, not traced: samples of further chunks of the rollout.
+        lines: lines of the program that hold most at the peak.
         communication: collectives.
-        waits: where the host waits for the device.
-        flops: floating-point operations on this rank, repeated ones of activation checkpointing included.
+        waits: places where the host waits for the device.
+        flops: floating-point operations on this rank, including those repeated by activation checkpointing.
         operations: number of operations on the device.
-        copied: bytes that are copied from the host.
+        copied: bytes copied from the host.
     """
 
     name: str
@@ -80,7 +80,7 @@ class PhaseReport:
     peak: int
     after: int
     stored: int
-    lines: tuple[Line, ...]
+    lines: tuple[LineBytes, ...]
     communication: tuple[Communication, ...]
     waits: tuple[HostWait, ...]
     flops: int
@@ -89,7 +89,7 @@ class PhaseReport:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends."""
+        """Bytes sent by this rank."""
         return sum(each.bytes for each in self.communication)
 
     @property
@@ -98,19 +98,19 @@ class PhaseReport:
         return sum(each.calls for each in self.communication)
 
     def count_waits(self, *kinds: str) -> int:
-        """Return how often the host waits, by kinds."""
+        """Return how often the host waits in one of the given ways."""
         return sum(each.times for each in self.waits if each.kind in kinds)
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Sizes of a checkpoint, and of the export at the end of a run."""
+    """Sizes of a checkpoint and of the final export."""
 
     tensors: int
     bytes_of_rank: int
     bytes: int
     exported_bytes: int
-    largest_gathered: int  # bytes of the largest tensor that is gathered for the export
+    largest_gathered: int  # bytes of the largest tensor gathered for the export
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,16 @@ class Report:
 
     Args:
         ranks: number of GPUs.
-        accelerator: the GPU.
-        reserve: bytes that stay free for what is not simulated.
-        phases: the phases, in the order in which they first ran.
-        micro_batches: number of micro-batches of an update of the run; two are traced.
-        concurrent: bytes by which rollouts ahead of the updates add to the largest peak, as they run at the same time.
-        layout: what a checkpoint holds; None if the run did not get so far.
-        error: what ended the run, None if nothing did.
-        notes: what of this run is not simulated.
-        curve: entries of the ledger, and what each line holds there, for the image.
-        marks: phase and entry at which it begins.
+        accelerator: simulated GPU.
+        reserve: bytes kept free for what is not simulated.
+        phases: phases in the order in which they first ran.
+        micro_batches: number of micro-batches per update of the run; two are traced.
+        concurrent: bytes that rollouts ahead of the updates add to the largest peak, because they run at the same time.
+        layout: sizes of a checkpoint; None if the run ended before it.
+        error: phase and error that ended the run, or None.
+        notes: parts of the run that are not simulated.
+        curve: entries of the ledger, and the bytes held by each line at these, for the plot.
+        marks: start of each phase, as (name, entry).
     """
 
     ranks: int
@@ -144,14 +144,14 @@ class Report:
     marks: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(
+    def from_simulation(
         cls, simulation: Simulation, config: TrainConfig, *, ranks: int, accelerator: Accelerator, reserve: int,
         notes: Sequence[str], error: str | None, stored: int, micro_batches: int, layout: CheckpointLayout | None,
     ) -> "Report":  # fmt: skip
-        """Return the report of a simulation."""
+        """Build the report of a simulation; see the class for the arguments."""
         mode, phase_of = simulation.mode, simulation.phases.by_name
         ran = [name for name in ORDER if name in phase_of]
-        phases = tuple(_phase(name, simulation, stored if name in HOLDING else 0) for name in ran)
+        phases = tuple(_build_phase(name, simulation, stored if name in HOLDING else 0) for name in ran)
         highest = max(phases, key=lambda phase: phase.peak)
         lines = [*mode.ledger.find_holders(phase_of[highest.name].peak_entry)][:LINES]
         rollouts = [phase for phase in phases if phase.name == "rollout" and config.rollout.ahead]
@@ -159,7 +159,7 @@ class Report:
         marks = sorted((span[0], name) for name, phase in phase_of.items() for span in phase.spans if span[1] > span[0])
         return cls(
             ranks, accelerator, reserve, phases, micro_batches, concurrent, layout, error, (*notes, *NOT_SIMULATED),
-            mode.ledger.curves(lines), tuple((name, entry) for entry, name in marks),
+            mode.ledger.sample_curves(lines), tuple((name, entry) for entry, name in marks),
         )  # fmt: skip
 
     @property
@@ -172,12 +172,12 @@ class Report:
         """Whether the largest peak leaves the reserve free."""
         return self.peak + self.reserve <= self.accelerator.memory
 
-    def phase(self, name: str) -> PhaseReport:
-        """Return a phase by name."""
+    def find_phase(self, name: str) -> PhaseReport:
+        """Return the phase of a name."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    def record(self) -> dict[str, Any]:
-        """Return everything but the curve as values that JSON can hold."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the curve as a JSON-serialisable dict."""
         phases = {phase.name: {**asdict(phase), "sent": phase.sent, "calls": phase.calls} for phase in self.phases}
         return {
             "ranks": self.ranks, "gpu": self.accelerator._asdict(), "reserve": self.reserve, "peak": self.peak,
@@ -187,7 +187,7 @@ class Report:
         }  # fmt: skip
 
     def show(self, console: Console) -> None:
-        """Print a table of the phases, the lines that hold their peaks, what is sent, and where the host waits."""
+        """Print the phases, the memory at their peaks by line, the communication, and the waits of the host."""
         unit, name = (GIB, "GiB") if self.peak >= GIB else (2**20, "MiB")
         plural = "s" if self.ranks > 1 else ""
         console.print(f"rank 0 of {self.ranks} GPU{plural} ({self.accelerator.name}), simulated", highlight=False)
@@ -203,63 +203,63 @@ class Report:
         title = f"Phases in {name}; an update has {TRACED} micro-batches here"
         console.print(table(title, heads, rows), highlight=False)
         highest = max(self.phases, key=lambda phase: phase.peak)
-        held, sent, waits = list[tuple[str, ...]](), list[tuple[str, ...]](), list[tuple[str, ...]]()
+        peaks, sent, waits = list[tuple[str, ...]](), list[tuple[str, ...]](), list[tuple[str, ...]]()
         for phase in self.phases:
             most = phase.lines[: LINES if phase is highest else FEW]
-            held += [(phase.name, f"{each.bytes / unit:.2f}", each.line) for each in most]
+            peaks += [(phase.name, f"{each.bytes / unit:.2f}", each.line) for each in most]
             for call in phase.communication:
                 sent.append((phase.name, str(call.calls), f"{call.bytes / unit:.3g}", f"{call.name} at {call.line}"))
             for wait in phase.waits if phase.name != "build" else ():
                 if wait.kind in (*READS, COPY):
                     waits.append((phase.name, str(wait.times), f"{wait.kind} ({wait.operation}) at {wait.line}"))
         for head, columns, listed in (
-            ("Held at the peak of each phase, most first", ("", name, "made at"), held),
+            ("Held at the peak of each phase, most first", ("", name, "made at"), peaks),
             ("Sent by each rank", ("", "calls", name, "collective"), sent),
             ("The host waits for the device", ("", "times", "where"), waits),
         ):
             if listed:
-                console.print(_listing(head, columns, listed), highlight=False)
-        self._verdict(console, unit, name)
+                console.print(_build_listing(head, columns, listed), highlight=False)
+        self._show_verdict(console, unit, name)
 
-    def _verdict(self, console: Console, unit: int, name: str) -> None:
-        """Print whether it fits, what a checkpoint holds, and what is not simulated."""
-        layout, said = self.layout, list[str]()
+    def _show_verdict(self, console: Console, unit: int, name: str) -> None:
+        """Print whether the run fits, the size of a checkpoint, and the parts that are not simulated."""
+        layout, lines = self.layout, list[str]()
         if layout is not None:
-            said.append(
-                f"A checkpoint holds {layout.tensors} tensors of {layout.bytes / unit:.2f} {name}, of which a rank "
-                f"writes about {layout.bytes_of_rank / unit:.2f}; the export writes {layout.exported_bytes / unit:.2f}."
+            lines.append(
+                f"A checkpoint holds {layout.tensors} tensors, {layout.bytes / unit:.2f} {name}; each rank writes "
+                f"about {layout.bytes_of_rank / unit:.2f}. The export writes {layout.exported_bytes / unit:.2f}."
             )
         if self.concurrent:
             more = f"{self.concurrent / unit:.2f} {name}"
-            said.append(f"Rollouts ahead of the updates run beside them, which adds up to {more}.")
+            lines.append(f"Rollouts ahead of the updates run at the same time, which adds up to {more}.")
         peaks = find_peaks(self.accelerator.name)
-        if peaks is not None:  # fractions of a second are of inputs
+        if peaks is not None:  # copies of inputs take only fractions of a second
             copies = {each.name: each.copied / peaks.link for each in self.phases if each.copied >= GIB}
             listed = ", ".join(f"{seconds:.3g} s in the phase {name}" for name, seconds in copies.items())
-            said += [f"Copies from the host take, at {peaks.link / 1e9:g} GB/s: {listed}."] if copies else []
+            lines += [f"Copies from the host take, at {peaks.link / 1e9:g} GB/s: {listed}."] if copies else []
         room = f"{self.accelerator.memory / GIB:.0f} GiB with {self.reserve / GIB:g} GiB kept free"
         verdict = f"{'It fits' if self.fits else 'It does not fit'} into {room}: {self.peak / unit:.2f} {name}."
-        said.append(verdict if self.error is None else f"The run ended in the phase {self.error}")
-        for line in (*said, "Not simulated:", *(f"- {note}" for note in self.notes)):
+        lines.append(verdict if self.error is None else f"The run ended in the phase {self.error}")
+        for line in (*lines, "Not simulated:", *(f"- {note}" for note in self.notes)):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return a table whose first column is left empty where it repeats, and whose last column is text."""
-    sheet = Table(title=title, title_justify="left")
+def _build_listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return a table that shows a repeated first cell once, and whose last column is text."""
+    listing = Table(title=title, title_justify="left")
     for number, head in enumerate(heads):
-        sheet.add_column(head, justify="left" if number in (0, len(heads) - 1) else "right", overflow="fold")
+        listing.add_column(head, justify="left" if number in (0, len(heads) - 1) else "right", overflow="fold")
     before = None
     for first, *cells in rows:
-        sheet.add_row("" if first == before else first, *map(escape, cells))
+        listing.add_row("" if first == before else first, *map(escape, cells))
         before = first
-    return sheet
+    return listing
 
 
-def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
+def _build_phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
     mode, phase = simulation.mode, simulation.phases.by_name[name]
-    held = mode.ledger.find_holders(phase.peak_entry) if phase.peak else {}
-    lines = tuple(Line(line, size) for line, size in held.items())[:LINES]
+    holders = mode.ledger.find_holders(phase.peak_entry) if phase.peak else {}
+    lines = tuple(LineBytes(line, size) for line, size in holders.items())[:LINES]
     calls = [(kind, count) for kind, count in mode.calls.most_common() if kind.phase == name]
     waits = [(wait, times) for wait, times in mode.waits.most_common() if wait.phase == name]
     return PhaseReport(
@@ -271,7 +271,7 @@ def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the memory over the operations, with the lines that hold most at the peak."""
+    """Plot the memory over the operations, split by the lines of the program that hold most at the peak."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""`fluvial train RECIPE --dry-run`: the phases of one training run, from build to checkpoint, without its GPUs."""
+"""`fluvial train RECIPE --dry-run`: all phases of a training run, from build to checkpoint, without its GPUs."""
 
 import contextlib
 import json
@@ -20,9 +20,9 @@ from fluvial.core.checks import BATCH, GIBIBYTES, check_fields
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
+from fluvial.engines.extensions.dryrun.passes import PassRepeater, ShortUpdates
 from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report, draw
-from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
+from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, replace_rewards, shorten
 from fluvial.engines.extensions.plan.fit import fit_config
 from fluvial.engines.extensions.plan.hours import count_run
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
@@ -42,25 +42,25 @@ from fluvial.models import is_recorded
 def dry_run(
     config: TrainConfig, job: Job | None = None, *, ranks: int = 1, accelerator: Accelerator | None = None, reserve: int = 0
 ) -> Report:
-    """Return what a training run would do on its GPUs, found without them.
+    """Simulate a training run, and return the report of its memory, traffic, FLOPs and host reads.
 
-    The model is built from its settings alone. One rollout runs, an update, an evaluation, and what a checkpoint holds; all
-    of it on a simulated accelerator, as rank 0 of the ranks. Errors of the run are part of the report.
+    The model is built from its settings alone. One rollout, an update, an evaluation and a checkpoint run on a simulated
+    accelerator, as rank 0 of the ranks. Errors of the run are part of the report.
 
     Args:
-        config: the run.
-        job: what is trained; by default what `config.model` names.
+        config: configuration of the run.
+        job: job to train; by default the one of `config.model`.
         ranks: number of GPUs.
-        accelerator: the GPU.
-        reserve: bytes that must stay free for what is not simulated.
+        accelerator: simulated GPU.
+        reserve: bytes kept free for what is not simulated.
 
     Raises:
-        UsageError: the run cannot be done as configured.
+        UsageError: the configuration is invalid.
     """
     accelerator = accelerator or Accelerator()
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
-        changed, more = shorten(_complete(config, folder, notes, job), folder, ranks=ranks)
+        short, scale = shorten(_complete(config, folder, notes, job), folder, ranks=ranks)
         if config.engine.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
         if config.engine.update_micro_batch == "auto":
@@ -68,112 +68,112 @@ def dry_run(
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
         if config.engine.compile == "reduce-overhead":
-            says = "their inputs, and their pool while images are decoded, come on top (fluvial plan counts both)"
-            notes.append(f"CUDA graphs of rollout passes: these run as written, and {says}")
-        run = _Run(simulation, changed, more)
+            extra = "their inputs, and their pool while images are decoded, come on top (fluvial plan counts both)"
+            notes.append(f"CUDA graphs of rollout passes: these run as written, and {extra}")
+        run = _Run(simulation, short, scale)
         with warnings.catch_warnings(), patch.object(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
-            warnings.simplefilter("ignore")  # of values that are not there
-            error = run.all(job, notes)
-        return Report.of(
+            warnings.simplefilter("ignore")  # they are about values, which are missing here
+            error = run.run_phases(job, notes)
+        return Report.from_simulation(
             simulation, config, ranks=ranks, accelerator=accelerator, reserve=reserve, notes=notes, error=error,
             stored=run.stored, micro_batches=run.micro_batches, layout=run.layout,
         )  # fmt: skip
 
 
 def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | None = None) -> TrainConfig:
-    """Return the run with prompts, and a reward, where it names neither, in this process alone."""
+    """Return the run with its rollouts in this process, and with stand-ins for missing prompts and rewards."""
     if config.rollout.is_served:
-        notes.append("servers that make the rollouts: this rank makes them itself here")
+        notes.append("rollout servers: this rank generates the rollouts itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
-    needs = config.model not in MODELS and not config.prompts and not config.data.images
-    if needs and not isinstance(config.method.source, Preferences):
+    lacks_prompts = config.model not in MODELS and not config.prompts and not config.data.images
+    if lacks_prompts and not isinstance(config.method.source, Preferences):
         by_source = [each for each in config.method.networks().values() if isinstance(each, BySource)]
         files = [folder / f"{source}.txt" for source in (by_source[0].teachers if by_source else ["prompts"])]
         for number, file in enumerate(files):  # as many of each, none twice
             file.write_text("\n".join(PROMPTS[number :: len(files)]) + "\n", encoding="utf-8")
         config = replace(config, prompts=tuple(map(str, files)))
         if job is None and not config.rewards and config.method.is_scored and config.method.needs.rewards is not None:
-            notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
+            notes.append("the reward, which is not named: jpeg stands in; the memory of your own comes on top")
             config = replace(config, rewards=("jpeg",))
     return config
 
 
 class _Run:
-    """One dry run under a simulation."""
+    """Dry run under a simulation; `scale` is the number of samples of the real run per sample here."""
 
-    def __init__(self, simulation: Simulation, config: TrainConfig, more: float) -> None:
-        self.simulation, self.config, self.more = simulation, config, more
-        self.phase = simulation.phases.of
+    def __init__(self, simulation: Simulation, config: TrainConfig, scale: float) -> None:
+        self.simulation, self.config, self.scale = simulation, config, scale
+        self.phase = simulation.phases.enter
         self.stored = self.micro_batches = 0
         self.layout: CheckpointLayout | None = None
 
-    def all(self, job: Job | None, notes: list[str]) -> str | None:
-        """Run every phase, and return what ended it, if something did."""
+    def run_phases(self, job: Job | None, notes: list[str]) -> str | None:
+        """Run all phases, and return the error that ended them, if any."""
         phase = "build"
         try:
             with contextlib.ExitStack() as stack:
                 with self.phase("build"):
-                    trainer = stack.enter_context(self._built(job, notes))
+                    trainer = stack.enter_context(self._build_trainer(job, notes))
                 updates = self._watch(trainer)
                 phase = "rollout and update"
                 trainer.update()
-                self.micro_batches = round(updates.micro_batches * self.more)
+                self.micro_batches = round(updates.micro_batches * self.scale)
                 phase = "evaluation"
                 with self.phase("evaluation"):
                     trainer.evaluate()
                 phase = "checkpoint"
                 with self.phase("checkpoint"):
-                    self.layout = _layout(trainer)
+                    self.layout = _measure_checkpoint(trainer)
         except UsageError:
             raise
         except Exception as error:
-            if "device_ready_queues_" in str(error):  # the simulation explains it
+            if "device_ready_queues_" in str(error):  # `simulate` explains it
                 raise
             return f"{phase}: {type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
-    def _built(self, job: Job | None, notes: list[str]) -> Trainer:
-        """Return the trainer, whose model repeats its passes on paper."""
+    def _build_trainer(self, job: Job | None, notes: list[str]) -> Trainer:
+        """Return the trainer, with a model whose passes are repeated without being run."""
         world: World = self.simulation.world
         job = jobs.open_configured(self.config) if job is None else job
         stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
-        job, config = with_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
+        job, config = replace_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
         model: Any = job.model
         if is_recorded(model):
             keep_on_host(model, world.device)
-            notes.append("text encoders and VAE of a pipeline without an adapter, which are on the host here: add them")
-        repeated = Repeated(self.simulation.mode)
-        model.predict = repeated.predict(model.predict)
+            notes.append("text encoders and VAE of a pipeline without an adapter: they are on the host here, so add them")
+        repeater = PassRepeater(self.simulation.mode)
+        model.predict = repeater.wrap_predict(model.predict)
         if hasattr(model, "text"):
-            model.text = repeated.text(model.text)
-        model.decode = self._in("decode", model.decode)
+            model.encode_text = repeater.wrap_text(model.encode_text)
+        model.decode = self._run_in("decode", model.decode)
         return Trainer(config, job, world)
 
     def _watch(self, trainer: Trainer) -> ShortUpdates:
-        """Run the parts of a trainer in their phases."""
+        """Assign the parts of a trainer to their phases, and shorten its updates."""
         sampler, engine = trainer.sampler, trainer.engine
-        generate = self._in("rollout", sampler.generate)
+        generate = self._run_in("rollout", sampler.generate)
 
         def store(*args: Any, **kwargs: Any) -> Any:
             batch = generate(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-            once = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-            self.stored = int(sum(once.values()) * (self.more - 1))
+            storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+            self.stored = int(sum(storages.values()) * (self.scale - 1))
             return batch
 
         updates = ShortUpdates(engine)
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
             (sampler, "generate", store),
-            (trainer, "learn", self._in("update", trainer.learn)),
+            (trainer, "learn", self._run_in("update", trainer.learn)),
             (engine, "update", updates),
         ]
         if trainer.ahead is not None:
-            changes.append((trainer.ahead, "next", _one_after_another(trainer.ahead)))
+            changes.append((trainer.ahead, "next", _wait_for_requested(trainer.ahead)))
         for owner, name, function in changes:
             setattr(owner, name, function)
         return updates
 
-    def _in(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _run_in(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.phase(phase):
                 return function(*args, **kwargs)
@@ -182,7 +182,7 @@ class _Run:
 
 
 def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
-    """Return `RewardRunner.submit` that waits for the scores: rewards do not interleave with a rollout or an evaluation."""
+    """Return a `RewardRunner.submit` that waits for the scores, so that phases do not interleave."""
 
     def submit_and_wait(runner: RewardRunner, *args: Any, **kwargs: Any) -> None:
         submit(runner, *args, **kwargs)
@@ -192,12 +192,12 @@ def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
     return submit_and_wait
 
 
-def _one_after_another(ahead: Any) -> Callable[[], Any]:
-    """Return `RolloutPrefetcher.next` waiting for all rollouts under way, which then do not interleave with the update."""
-    following = ahead.next
+def _wait_for_requested(ahead: Any) -> Callable[[], Any]:
+    """Return a `RolloutPrefetcher.next` that waits for all requested rollouts, so that phases do not interleave."""
+    take_next = ahead.next
 
     def next_rollout() -> Any:
-        batch = following()
+        batch = take_next()
         for requested in ahead.requested.values():
             requested.made.result()
         return batch
@@ -205,11 +205,11 @@ def _one_after_another(ahead: Any) -> Callable[[], Any]:
     return next_rollout
 
 
-def _layout(trainer: Trainer) -> CheckpointLayout:
-    """Return what a checkpoint holds, and gather the weights as the export at the end does."""
+def _measure_checkpoint(trainer: Trainer) -> CheckpointLayout:
+    """Return the sizes of a checkpoint, and gather the weights as the final export does."""
     state = trainer.saver.state()
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
-    share = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
+    share = -(-whole // trainer.world.size)  # replicated tensors are written by the rank that has written least
     exported, largest = 0, 0
     for _, tensor in trainer.engine.weights(merge=trainer.config.train == "lora"):
         exported += tensor.numel() * tensor.itemsize
@@ -223,10 +223,10 @@ class DryRunConfig:
 
     Args:
         as_gpus: Number of GPUs.
-        gpu: Name of the GPU as its driver has it, for its peak FLOP/s.
+        gpu: Name of the GPU as its driver reports it, for its peak FLOP/s.
         gpu_memory_gib: Memory of a GPU, in GiB.
         reserve_gib: Memory kept free for what is not simulated, in GiB.
-        report: Folder where the report is written, as dry-run.json and memory.svg; None only prints it.
+        report: Folder for the report as dry-run.json and memory.svg; None only prints it.
     """
 
     as_gpus: int = 1
@@ -239,26 +239,27 @@ class DryRunConfig:
         check_fields(self, "", as_gpus=BATCH, gpu_memory_gib=GIBIBYTES, reserve_gib=GIBIBYTES)
 
 
-def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
-    """Print the report of a dry run, and write it where a folder is named.
+def run(options: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
+    """Print the report of a dry run, and write it to `options.report` if that is set.
 
     Raises:
         RunError: the run does not fit, or an error ended it.
     """
     register()  # before the backward passes of the closed form
-    config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"), gpu=asked.gpu)
-    if saved is not None:
-        console.print(saved, highlight=False)
-    with contextlib.suppress(UsageError):  # the inputs of networks without an adapter are known only as they run
+    config, savings = fit_config(config, ranks=options.as_gpus, device=torch.device("cuda"), gpu=options.gpu)
+    if savings is not None:
+        console.print(savings, highlight=False)
+    with contextlib.suppress(UsageError):  # the inputs of networks without an adapter are known only at run time
         console.print(f"the run: {count_run(config, find_base_model(config.model))}", highlight=False, soft_wrap=True)
-    gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))
-    report = dry_run(config, ranks=asked.as_gpus, accelerator=gpu, reserve=int(asked.reserve_gib * GIB))
+    gpu = Accelerator(options.gpu, int(options.gpu_memory_gib * GIB))
+    report = dry_run(config, ranks=options.as_gpus, accelerator=gpu, reserve=int(options.reserve_gib * GIB))
     report.show(console)
-    if asked.report is not None:
-        asked.report.mkdir(parents=True, exist_ok=True)
-        (asked.report / "dry-run.json").write_text(json.dumps(report.record(), indent=1) + "\n", encoding="utf-8")
-        draw(report, asked.report / "memory.svg")
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
+        (options.report / "dry-run.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        draw(report, options.report / "memory.svg")
     if report.error is not None:
         raise RunError(f"the dry run ended in the phase {report.error}")
     if not report.fits:
-        raise RunError(f"the run does not fit: {report.peak / GIB:.2f} of {asked.gpu_memory_gib - asked.reserve_gib:g} GiB")
+        room = options.gpu_memory_gib - options.reserve_gib
+        raise RunError(f"the run does not fit: it takes {report.peak / GIB:.2f} of {room:g} GiB")

@@ -1,1 +1,1 @@
-"""Rewards that another process computes: clients of reward servers and of VLM judges."""
+"""Rewards computed by another process: clients of reward servers and of VLM judges."""

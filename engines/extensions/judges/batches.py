@@ -1,4 +1,4 @@
-"""Send samples to a server as image files, in batches, and read its replies: scores, NaN or one line."""
+"""Batches of samples for a reward server: encoding as image files, concurrent requests, and parsing of replies."""
 
 import base64
 import io
@@ -12,72 +12,72 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, format_reply, in_threads
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply, run_in_threads
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 QUALITY = 95  # of JPEG, as published clients send it
 
 
-def frames(sample: Tensor) -> list[Tensor]:
+def list_frames(sample: Tensor) -> list[Tensor]:
     """Return the frames `[C, H, W]` of a video `[C, F, H, W]`; an image is its only frame."""
     return list(sample.unbind(1)) if sample.ndim == 4 else [sample]
 
 
-def spread(sample: Tensor, most: int) -> list[Tensor]:
-    """Return at most `most` evenly spaced frames of a sample, the first and the last among them."""
-    every_frame = frames(sample)
-    if len(every_frame) <= most:
-        return every_frame
+def pick_frames(sample: Tensor, most: int) -> list[Tensor]:
+    """Return at most `most` evenly spaced frames of a sample, including the first and the last."""
+    frames = list_frames(sample)
+    if len(frames) <= most:
+        return frames
     steps = max(most - 1, 1)
-    return [every_frame[round(number * (len(every_frame) - 1) / steps)] for number in range(most)]
+    return [frames[round(number * (len(frames) - 1) / steps)] for number in range(most)]
 
 
-def png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
+def encode_png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
     """Return an image `[C, H, W]` in [0, 1] as a PNG file, resized to `size` x `size` pixels unless that is 0.
 
     Args:
         colour: whether to convert an image of one channel to RGB.
     """
-    return _file(image, size, colour=colour, format="PNG")
+    return _encode(image, size, colour=colour, format="PNG")
 
 
-def jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
+def encode_jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
     """Return an image `[C, H, W]` in [0, 1] as a JPEG file."""
-    return _file(image, 0, format="JPEG", quality=quality)
+    return _encode(image, 0, format="JPEG", quality=quality)
 
 
-def as_text(file: bytes) -> str:
-    """Return a file as base64."""
+def to_base64(file: bytes) -> str:
+    """Return the bytes of a file as base64."""
     return base64.b64encode(file).decode("ascii")
 
 
-def _file(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
-    file, made = io.BytesIO(), as_image(image, width=1, colour=colour)
+def _encode(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
+    file, pixels = io.BytesIO(), to_image(image, width=1, colour=colour)
     if size:
-        made = made.resize((size, size), Image.Resampling.BICUBIC)
-    made.save(file, **options)  # type: ignore[arg-type]
+        pixels = pixels.resize((size, size), Image.Resampling.BICUBIC)
+    pixels.save(file, **options)  # type: ignore[arg-type]
     return file.getvalue()
 
 
 T = TypeVar("T")
 
 
-def in_batches(
+def score_in_batches(
     images: Tensor,
     prompts: Sequence[str],
-    scored: Callable[[Tensor, slice], Sequence[object]],
+    score_batch: Callable[[Tensor, slice], Sequence[object]],
     *,
     server: HttpClient,
     batch: int,
 ) -> Tensor:
-    """Return the scores `[B, ...]` of samples that are sent in batches, NaN for those of a batch that failed.
+    """Return the scores of samples `[B, ...]`, requested in batches; NaN for the samples of a batch that failed.
 
     Args:
-        scored: function of some samples on the host, and their slice, that returns a number, or a list of as many numbers,
-            for each.
-        server: server that is asked; its `in_flight` is the largest number of calls at the same time.
+        score_batch: function of samples on the host and their slice; it returns a number per sample, or a list of numbers,
+            of the same length for all samples.
+        server: server to send requests to; its `in_flight` limits the number of concurrent calls.
         batch: largest number of samples per call.
 
     Raises:
@@ -89,38 +89,41 @@ def in_batches(
     samples = images.detach().cpu().float()
     parts = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
     scores, failures = dict[int, Tensor](), dict[int, RunError]()
-    with in_threads(lambda part: scored(samples[part], part), parts, at_once=server.in_flight) as results:
-        for place, result in results:
+    with run_in_threads(lambda part: score_batch(samples[part], part), parts, at_once=server.in_flight) as results:
+        for number, result in results:
             if isinstance(result, RunError):
-                failures[place] = result
+                failures[number] = result
             elif isinstance(result, BaseException):
                 raise result
             else:
-                scores[place] = torch.tensor(list(result), dtype=torch.float32)
+                scores[number] = torch.tensor(list(result), dtype=torch.float32)
     if failures and not scores:
         raise failures[0]
     if failures:
-        lost = sum(parts[place].stop - parts[place].start for place in failures)
+        lost = sum(parts[number].stop - parts[number].start for number in failures)
         warnings.warn(f"{lost} of {count} samples have no score: {failures[min(failures)]}", RuntimeWarning, stacklevel=2)
     shape = next((tensor.shape[1:] for tensor in scores.values()), ())
     table = torch.full((count, *shape), torch.nan)
-    for place, tensor in scores.items():
-        table[parts[place]] = tensor
+    for number, tensor in scores.items():
+        table[parts[number]] = tensor
     return table
 
 
-def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
-    """Return a field of a reply, any JSON value, as a value of a type.
+def read_field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
+    """Return a field of a JSON reply, converted to a type.
+
+    Args:
+        where: address of the server, for messages.
 
     Raises:
-        RunError: the field has another type or is not there, or the reply reports an error in its place.
+        RunError: the field is missing or has another type, or the reply reports an error instead.
     """
-    held = reply if isinstance(reply, dict) else {}
+    fields = reply if isinstance(reply, dict) else {}
     try:
-        return convert(held.get(name), kind, name=name)
+        return convert(fields.get(name), kind, name=name)
     except WireError as error:
-        said = held.get("error") or held.get("detail")
-        text = said.get("message") if isinstance(said, dict) else said
+        stated = fields.get("error") or fields.get("detail")
+        text = stated.get("message") if isinstance(stated, dict) else stated
         problem = (
             f"reports an error: {format_reply(str(text))}"
             if text
@@ -129,22 +132,22 @@ def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
         raise RunError(f"{where} {problem}") from None
 
 
-def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
-    """Return a field of a reply that is a list of one score per sample, NaN for a value that is no number.
+def read_scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
+    """Return a field of a reply that lists one score per sample; NaN for a value that is not a number.
 
     Raises:
-        RunError: it is no list of that many values, or holds no numbers.
+        RunError: it is not a list of `count` values, or holds no numbers.
     """
-    values: list[Any] = field(reply, name, list[Any], where=where)
+    values: list[Any] = read_field(reply, name, list[Any], where=where)
     if len(values) != count:
         raise RunError(f"{where}: {name} has {len(values)} values, expected {count}, one per sample")
     if read_numbers(values) is None:
         raise RunError(f"{where} answered with another form: {name} is {describe(values)}, expected numbers")
-    return [score(value) for value in values]
+    return [read_score(value) for value in values]
 
 
-def score(value: Any) -> float:
-    """Return a number as a score; NaN, which is no score, for all else, what is not finite, and more than `LARGEST`."""
+def read_score(value: Any) -> float:
+    """Return a number as a score; NaN (no score) for other values, numbers beyond `LARGEST` and infinities."""
     number = read_number(value)
     return number if number is not None and abs(number) <= LARGEST else math.nan
 

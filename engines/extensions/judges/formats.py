@@ -13,15 +13,15 @@ from torch import Tensor
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges.batches import (
     QUALITY,
-    as_text,
     check_positive,
-    field,
-    frames,
-    in_batches,
-    jpeg,
-    png,
-    score,
-    scores,
+    encode_jpeg,
+    encode_png,
+    list_frames,
+    read_field,
+    read_score,
+    read_scores,
+    score_in_batches,
+    to_base64,
 )
 from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 
@@ -35,11 +35,11 @@ OPCODES = (
 
 
 class ForbiddenPickleError(Exception):
-    """The pickle is damaged, or holds more than plain data."""
+    """Error of a pickle that is damaged or holds more than plain data."""
 
 
 class _Dtype:
-    """A dtype of numpy, as the pickle of a number makes it."""
+    """Stand-in for `numpy.dtype`, as the pickle of a number builds it."""
 
     def __init__(self, code: str, *flags: object) -> None:
         self.code = code
@@ -50,7 +50,7 @@ class _Dtype:
 
 
 class _Scalar:
-    """The function of numpy that makes a number, in whose place this one stands."""
+    """Stand-in for the function of numpy that builds a number."""
 
     __slots__ = ()  # a pickle cannot set attributes
 
@@ -61,41 +61,40 @@ class _Scalar:
         return value
 
 
-# A score is often a number of numpy.
-NAMES: dict[str, Any] = {
+NAMES: dict[str, Any] = {  # a score is often a number of numpy
     "numpy.dtype": _Dtype,
     "numpy.core.multiarray.scalar": _Scalar(),
     "numpy._core.multiarray.scalar": _Scalar(),
 }
 
 
-class Nowhere(io.StringIO):
-    """File that keeps nothing."""
+class NullFile(io.StringIO):
+    """File that discards its text."""
 
     def write(self, text: str) -> int:
-        """Return the length of a text."""
+        """Discard a text, and return its length."""
         return len(text)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of numbers of numpy alone, and never imports."""
+    """Unpickler that only knows the names of numpy's numbers and never imports."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name."""
+        """Return the stand-in for a name."""
         full = f"{module}.{name}"
         if full not in NAMES:
             raise ForbiddenPickleError(f"the pickle names {full[:80]}, which is not plain data")
         return NAMES[full]
 
 
-def loads(data: bytes) -> Any:
-    """Return the value of a pickle of None, bools, numbers, numbers of numpy, texts, bytes, lists, tuples and dicts.
+def unpickle(data: bytes) -> Any:
+    """Return the value of a pickle of plain data: None, bools, numbers (also numpy's), str, bytes, list, tuple and dict.
 
-    pickle.loads calls whatever function a pickle names: who answers a request would run code in the training process. Here
-    the opcodes are compared with those of plain data first, and names are looked up in a table of numpy's numbers alone.
+    `pickle.loads` calls any function that a pickle names, so a server could run code in the training process. Here only the
+    opcodes of plain data are allowed, and names are looked up in a table of numpy's numbers.
 
     Raises:
-        ForbiddenPickleError: it holds anything else, or is damaged.
+        ForbiddenPickleError: the pickle holds anything else, or is damaged.
     """
     known = frozenset(OPCODES.split())
     try:
@@ -104,14 +103,14 @@ def loads(data: bytes) -> Any:
                 raise ForbiddenPickleError(f"the pickle has more than {MOST_OPCODES} operations")
             if opcode.name not in known:
                 raise ForbiddenPickleError(f"the pickle has the operation {opcode.name}, which plain data does not need")
-            if opcode.name == "LONG_BINPUT" and (argument or 0) > number:  # a place in memory that would take gigabytes
+            if opcode.name == "LONG_BINPUT" and (argument or 0) > number:  # a memo of this size would take gigabytes
                 raise ForbiddenPickleError("the pickle is damaged")
-        # It raises for a stack that does not end with one value. Indented lines would be as long as the stack is deep.
-        pickletools.dis(data, out=Nowhere(), indentlevel=0)
+        # `dis` raises for a stack that does not end with one value. Indented lines would be as long as the stack is deep.
+        pickletools.dis(data, out=NullFile(), indentlevel=0)
         return _Unpickler(io.BytesIO(data)).load()
     except ForbiddenPickleError:
         raise
-    except Exception as error:  # a damaged pickle takes from an empty stack, or appends to what is no list
+    except Exception as error:  # a damaged pickle may pop from an empty stack or append to something other than a list
         raise ForbiddenPickleError("the pickle is damaged") from error
 
 
@@ -125,9 +124,9 @@ FORMS = {"verl": "scores", "unified": "outputs", "deqa": "outputs", "geneval": "
 
 
 class FlowFactory:
-    """Scores of a Flow-Factory reward server, POST /compute; images travel as PNG files, videos as lists of them.
+    """Client of a Flow-Factory reward server, POST /compute; images are sent as PNG files, videos as lists of them.
 
-    The image of each prompt's record is sent, too, if all have one.
+    The images of the prompts' records are sent too, if all records have one.
 
     Source of the format: Flow-Factory, `reward_server/example_server.py`.
 
@@ -140,7 +139,7 @@ class FlowFactory:
         self.server, self.batch = server, batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the server's score of each sample, `[B]`; NaN where it has none.
+        """Return the server's score of each sample, `[B]`; NaN for samples without one.
 
         Raises:
             RunError: no request succeeded.
@@ -148,34 +147,35 @@ class FlowFactory:
 
         def score_part(samples: Tensor, part: slice) -> list[float]:
             conditions = None if condition_images is None else condition_images[part]
-            answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])], conditions))
-            return scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
+            reply = self.server.post("/compute", self._build_payload(samples, [*map(str, prompts[part])], conditions))
+            return read_scores(reply, "rewards", len(samples), where=f"{self.server.address}/compute")
 
-        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        return score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
-    def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        files = [[as_text(png(frame)) for frame in frames(sample)] for sample in samples]
+    def _build_payload(
+        self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None
+    ) -> dict[str, Any]:
+        files = [[to_base64(encode_png(frame)) for frame in list_frames(sample)] for sample in samples]
         videos = samples.ndim == 5
         return {
             "prompt": prompts,
             "image": None if videos else [file for (file,) in files],
             "video": files if videos else None,
-            "condition_images": None if conditions is None else [[as_text(png(image))] for image in conditions],
+            "condition_images": None if conditions is None else [[to_base64(encode_png(image))] for image in conditions],
             "condition_videos": None,
         }
 
 
 class UniRL:
-    """Scores of a UniRL reward service, POST /score; images travel as JPEG files, with their prompt and its metadata.
+    """Client of a UniRL reward service, POST /score; images are sent as JPEG files, with their prompt and its metadata.
 
-    A reward answers with several numbers per sample. `metric` says which is the score. A sample that any of the rewards has
-    no score of has none.
+    A reward returns several numbers per sample, which `metric` reduces to a score. A sample needs a score of every reward.
 
     Source of the format: UniRL, `unirl-reward-service/reward_service/schemas.py`.
 
     Args:
-        rewards: names of rewards that the server has; their scores are added.
-        metric: how the numbers of one reward become one: the first, their mean or the largest.
+        rewards: names of rewards of the server; their scores are added.
+        metric: reduction of the numbers of one reward: the first, their mean or the largest.
         batch: largest number of samples per request.
         quality: quality of the JPEG files.
     """
@@ -201,9 +201,9 @@ class UniRL:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Tensor | dict[str, Tensor]:
-        """Return the score of each sample, `[B]`; NaN for one that the server has no score of.
+        """Return the score of each sample, `[B]`; NaN for samples without one.
 
-        Of several rewards it is a mapping: their sum as `score`, and each under its name.
+        With several rewards return a mapping: their sum as `score`, and the scores of each under its name.
 
         Raises:
             RunError: the samples are videos, or no request succeeded.
@@ -213,29 +213,29 @@ class UniRL:
         def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             requests = [
                 {
-                    "history": [{"text": str(prompt), "image_b64": as_text(jpeg(sample, quality=self.quality))}],
+                    "history": [{"text": str(prompt), "image_b64": to_base64(encode_jpeg(sample, quality=self.quality))}],
                     "required_rewards": list(self.rewards),
                     "metadata": {name: value for name, value in record.items() if _is_json(value)},
                 }
                 for sample, prompt, record in zip(samples, prompts[part], metadata[part], strict=True)
             ]
-            return self._read(self.server.post("/score", {"requests": requests}), len(requests))
+            return self._read_scores(self.server.post("/score", {"requests": requests}), len(requests))
 
-        scores = in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        scores = score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
         if len(self.rewards) == 1:
             return scores[:, 0]
         return {"score": scores.sum(1), **dict(zip(self.rewards, scores.unbind(1), strict=True))}
 
-    def _read(self, answer: Any, count: int) -> list[list[float]]:
-        """Return the score of each reward for each sample of a reply, NaN for one that is missing."""
+    def _read_scores(self, reply: Any, count: int) -> list[list[float]]:
+        """Return the score of each reward for each sample of a reply; NaN for missing ones."""
         where = f"{self.server.address}/score"
-        results = [_mapping(result) for result in field(answer, "results", list[Any], where=where)]
-        errors: list[Any] = field({"errors": answer.get("errors") or []}, "errors", list[Any], where=where)
-        problems = [_mapping(problem) for problem in errors]
+        results = [_as_mapping(result) for result in read_field(reply, "results", list[Any], where=where)]
+        errors: list[Any] = read_field({"errors": reply.get("errors") or []}, "errors", list[Any], where=where)
+        problems = [_as_mapping(problem) for problem in errors]
         if len(results) != count:
             raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
-        scores = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
-        said = [
+        scores = [[self._reduce_metrics(_as_mapping(result.get(name))) for name in self.rewards] for result in results]
+        reasons = [
             f"{name}: {format_reply(str(problem[name]))}"
             for problem in problems
             for name in self.rewards
@@ -243,26 +243,26 @@ class UniRL:
         ]
         missing = any(name not in result for result in results for name in self.rewards)
         if missing and all(any(map(math.isnan, values)) for values in scores):
-            raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
+            raise RunError(f"{where} has no score of any sample: {reasons[0] if reasons else 'rewards are missing'}")
         return scores
 
-    def _value(self, metrics: Mapping[str, Any]) -> float:
+    def _reduce_metrics(self, metrics: Mapping[str, Any]) -> float:
         """Return the score among the numbers of one reward, NaN if there are none."""
-        values = [score(value) for value in metrics.values()] or [math.nan]
-        # What max() makes of NaN depends on the order.
+        values = [read_score(value) for value in metrics.values()] or [math.nan]
+        # The result of max() with NaN depends on the order.
         return math.nan if any(map(math.isnan, values)) else METRICS[self.metric](values)
 
 
 class FlowGrpo:
-    """Scores of a server of flow_grpo or verl-omni, POST /, whose requests and replies are pickles; images travel as JPEG.
+    """Client of a server of flow_grpo or verl-omni, POST /, whose requests and replies are pickles; images are JPEG files.
 
-    A reply is read by an interpreter that knows numbers, texts, lists and dicts alone, and calls nothing (`unpickle`). The
-    server itself unpickles what it receives, so its port must be closed to others.
+    Replies are read as plain data and run no code (`unpickle`). The server unpickles its requests, so its port must not be
+    reachable by others.
 
     Source of the formats: verl-omni's HTTP scorer, and flow_grpo's `rewards.py`.
 
     Args:
-        trust_pickle: must be True, as a sign that the format is known to be one of pickles.
+        trust_pickle: must be True, to confirm that pickles are sent to the server.
         form: fields of a request: verl (images, prompts, metadata), unified (images, prompts), deqa (images), or geneval
             (images, meta_datas, only_strict).
         field: field of the reply that holds the scores; by default that of the form. A GenEval server also has
@@ -281,7 +281,7 @@ class FlowGrpo:
     ) -> None:
         if not trust_pickle:
             raise UsageError(
-                f"trust_pickle is False, and {server.address} speaks in pickles: set trust_pickle to True if the server is "
+                f"trust_pickle is False, and {server.address} uses pickles: set trust_pickle to True if the server is "
                 "your own. Its replies are read as plain data, without running any code that they name"
             )
         if form not in FORMS:
@@ -290,7 +290,7 @@ class FlowGrpo:
         self.server, self.form, self.field, self.batch = server, form, field or FORMS[form], batch
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return the server's score of each sample, `[B]`; NaN where it has none.
+        """Return the server's score of each sample, `[B]`; NaN for samples without one.
 
         Raises:
             RunError: the samples are videos, or no request succeeded.
@@ -299,34 +299,32 @@ class FlowGrpo:
         where = self.server.address
 
         def score_part(samples: Tensor, part: slice) -> list[float]:
-            request = self._request(samples, [*map(str, prompts[part])], metadata[part])
+            request = self._build_request(samples, [*map(str, prompts[part])], metadata[part])
             body = pickle.dumps(request, protocol=4)
-            answer = self.server.post_bytes("", body, content_type="application/octet-stream")
+            reply = self.server.post_bytes("", body, content_type="application/octet-stream")
             try:
-                value = loads(answer)
+                value = unpickle(reply)
             except ForbiddenPickleError as error:
-                raise RunError(
-                    f"{where} answered with what is no pickle of numbers ({error}): {format_reply(answer)}"
-                ) from error
-            return scores(value, self.field, len(samples), where=where)
+                raise RunError(f"{where}: the reply is not a pickle of numbers ({error}): {format_reply(reply)}") from error
+            return read_scores(value, self.field, len(samples), where=where)
 
-        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
+        return score_in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
-    def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        files = [jpeg(sample) for sample in samples]
+    def _build_request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        files = [encode_jpeg(sample) for sample in samples]
         if self.form == "deqa":
             return {"images": files}
         if self.form == "unified":
             return {"images": files, "prompts": prompts}
         if self.form == "geneval":
-            # The server asks for the prompt and its kind in each record.
+            # The server requires the prompt and its kind in each record.
             records = [{"prompt": prompt, "tag": "", **record} for prompt, record in zip(prompts, metadata, strict=True)]
             return {"images": files, "meta_datas": records, "only_strict": False}
         return {"images": files, "prompts": prompts, "metadata": {}}
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    """Return a JSON object; an empty one for anything else, which has no score of a sample."""
+def _as_mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one for any other value."""
     return value if isinstance(value, dict) else {}
 
 
@@ -336,7 +334,7 @@ def _check_images(samples: Tensor) -> None:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON holds a value of a prompt's metadata; it holds no bytes of an image, for example."""
+    """Return whether a value of a prompt's metadata is JSON-serialisable; bytes of an image are not."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_json(inner) for name, inner in value.items())
     if isinstance(value, list | tuple):

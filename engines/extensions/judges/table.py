@@ -1,4 +1,4 @@
-"""The clients by name, and what makes one from the options of its server and its own."""
+"""Table of the clients by name, with factories that take the options of the server and of the client together."""
 
 import inspect
 import typing
@@ -22,27 +22,27 @@ CLIENTS: dict[str, type] = {
     "win_rate": WinRate,
     "votes": Votes,
 }
-HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
+HIDDEN = ("self", "server", "transport", "clock")  # arguments that are not options
 
 
-def maker(name: str) -> Callable[..., Any]:
-    """Return the function that makes a client, whose arguments are those of `HttpClient` and of the client's class."""
+def build_maker(name: str) -> Callable[..., Any]:
+    """Return a factory of a client, whose arguments are those of `HttpClient` and of the client's class."""
     kind = CLIENTS[name]
-    server, of_format = _parameters(HttpClient), _parameters(kind)
+    of_server, of_client = _list_parameters(HttpClient), _list_parameters(kind)
 
     def make(**values: Any) -> Any:
-        of_server = {key: value for key, value in values.items() if key in server}
-        return kind(HttpClient(**of_server), **{key: value for key, value in values.items() if key in of_format})
+        server = HttpClient(**{key: value for key, value in values.items() if key in of_server})
+        return kind(server, **{key: value for key, value in values.items() if key in of_client})
 
-    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**server, **of_format}.values()]
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**of_server, **of_client}.values()]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     hints = typing.get_type_hints(HttpClient.__init__) | typing.get_type_hints(kind.__init__)  # type: ignore[misc]
     make.__annotations__ = {key: hint for key, hint in hints.items() if key not in HIDDEN}
     return make
 
 
-def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+def _list_parameters(kind: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in inspect.signature(kind).parameters.items() if name not in HIDDEN}
 
 
-MAKERS = {name: maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`
+MAKERS = {name: build_maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`

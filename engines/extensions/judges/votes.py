@@ -1,10 +1,10 @@
-"""The reward that people give: groups of images are sent to `fluvial rewards vote`, whose votes become their scores.
+"""Reward by votes of people: groups of images are sent to `fluvial rewards vote`, and the votes become their scores.
 
 POST /groups   {"prompt", "images": [PNG as base64]}   ->  state of the group
 POST /votes    {"groups": [id]}                        ->  {"groups": {id: state, or null if unknown}}
 
-A state is {"group": id, "done", "wanted", "wins": [[number]]}: comparisons so far, those that are asked for, and how often
-each image was preferred to each other.
+A state is {"group": id, "done", "wanted", "wins": [[number]]}: comparisons so far, comparisons requested, and how often
+each image was preferred to each other one.
 """
 
 import os
@@ -19,35 +19,35 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.judges.batches import as_text, field, png
+from fluvial.engines.extensions.judges.batches import encode_png, read_field, to_base64
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.scoring.pairwise import bradley_terry
 
-EVERY = 1.0  # seconds between two questions for votes
-LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first line about the progress, and between two
+EVERY = 1.0  # polling interval of the server, in seconds
+LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first progress line, and between two
 
 
 class WaitingGroup(NamedTuple):
-    """A group that waits for votes."""
+    """Group that waits for votes."""
 
     body: dict[str, Any]
     scores: Future[list[float]]
 
 
 class Votes:
-    """The Bradley-Terry log-strengths of the images of a group, by the votes of people.
+    """Bradley-Terry log-strengths of the images of a group, by the votes of people.
 
-    A group is known by its prompt and its images. Earlier votes count, so that a run that is resumed, and
-    makes the same images again, asks for none of them twice. Images that are all equal have the score 0 without votes.
+    A group is identified by its prompt and its images. Earlier votes count, so a resumed run that generates the same images
+    requests none of them twice. Images that are all equal have the score 0 without votes.
 
     Args:
         server: server of `fluvial rewards vote`.
-        wait: seconds without a vote for any waiting group, after which those groups have no score and are left out of the
-            update. Votes they have got by then stay, and count if the same images are made again.
+        wait: seconds without a vote for any waiting group, after which these groups get no score and are dropped from the
+            update. Their votes stay, and count if the same images are generated again.
         prior: strength of the prior that draws scores to 0, see `bradley_terry`.
 
     Raises:
-        UsageError: an option is wrong.
+        UsageError: an option is invalid.
     """
 
     def __init__(self, server: HttpClient, *, wait: float = 3600.0, prior: float = 0.5, clock: Any = time) -> None:
@@ -58,71 +58,71 @@ class Votes:
         self.server, self.waits_for_people, self.prior, self.clock = server, wait, prior, clock
         self._waiting: dict[str, WaitingGroup] = {}  # by the id of the group
         self._lock = threading.Lock()
-        self._asking = False  # whether a thread asks for votes
+        self._polling = False  # whether a thread polls the server
 
     def __call__(self, images: Tensor, prompts: Sequence[str], group: int) -> "Future[list[float]]":
-        """Send a group, and return its scores to come.
+        """Send a group, and return a future of its scores.
 
         Raises:
-            RunError: the server cannot be reached, or refuses the group.
+            RunError: the server cannot be reached, or rejects the group.
             UsageError: the samples are videos.
         """
         if images.ndim != 4:
-            raise UsageError(f"it takes images, and these are videos {list(images.shape[1:])}")
+            raise UsageError(f"the reward votes takes images, got videos {list(images.shape[1:])}")
         body = {
             "prompt": prompts[0],
-            "images": [as_text(png(image, colour=False)) for image in images.detach().cpu().float()],
+            "images": [to_base64(encode_png(image, colour=False)) for image in images.detach().cpu().float()],
         }
-        state, asked = self.server.post("/groups", body), WaitingGroup(body, Future())
-        group_name = field(state, "group", str, where=self._where)
-        if not self._settle(state, asked):
+        state, waiting_group = self.server.post("/groups", body), WaitingGroup(body, Future())
+        name = read_field(state, "group", str, where=self._where)
+        if not self._settle(state, waiting_group):
             with self._lock:
-                self._waiting[group_name] = asked
-                if not self._asking:
-                    self._asking = True
-                    threading.Thread(target=self._ask, name="votes", daemon=True).start()
-        return asked.scores
+                self._waiting[name] = waiting_group
+                if not self._polling:
+                    self._polling = True
+                    threading.Thread(target=self._poll, name="votes", daemon=True).start()
+        return waiting_group.scores
 
     @property
     def _where(self) -> str:
         return f"the server of votes {self.server.address}"
 
-    def _counts(self, state: Any) -> tuple[int, int]:
-        """Return how many comparisons of a group there are, and how many are wanted."""
-        return field(state, "done", int, where=self._where), field(state, "wanted", int, where=self._where)
+    def _read_counts(self, state: Any) -> tuple[int, int]:
+        """Return the numbers of comparisons done and wanted of a group."""
+        return read_field(state, "done", int, where=self._where), read_field(state, "wanted", int, where=self._where)
 
-    def _settle(self, state: Any, asked: WaitingGroup) -> bool:
-        """Set the scores of a group if it has all its votes, and return whether it has."""
-        done, wanted = self._counts(state)
+    def _settle(self, state: Any, group: WaitingGroup) -> bool:
+        """Set the scores of a group that has all its votes, and return whether it has them."""
+        done, wanted = self._read_counts(state)
         if done < wanted:
             return False
-        count = len(asked.body["images"])
-        wins = torch.tensor(field(state, "wins", list[list[float]], where=self._where), dtype=torch.float64)
+        count = len(group.body["images"])
+        wins = torch.tensor(read_field(state, "wins", list[list[float]], where=self._where), dtype=torch.float64)
         if wins.shape != (count, count):
             raise RunError(f"{self._where}: wins has the shape {list(wins.shape)}, expected [{count}, {count}]")
-        asked.scores.set_result(bradley_terry(wins, prior=self.prior).tolist())
+        group.scores.set_result(bradley_terry(wins, prior=self.prior).tolist())
         return True
 
-    def _ask(self) -> None:
-        """Ask for votes until no group waits."""
+    def _poll(self) -> None:
+        """Poll the server until no group waits."""
         known, since = -1, self.clock.monotonic()
         printed = since + LINE_AFTER - LINE_EVERY
         while True:
             with self._lock:
                 waiting = dict(self._waiting)
                 if not waiting:
-                    self._asking = False
+                    self._polling = False
                     return
             try:
-                done, wanted, settled = self._votes(waiting)
-            except Exception as error:  # whatever the server answers: the groups are told
-                self._end(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
+                done, wanted, settled = self._read_votes(waiting)
+            except Exception as error:  # after any reply, the groups must not wait for ever
+                self._fail(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
                 continue
             now = self.clock.monotonic()
             if settled or done != known:
                 known, since = -1 if settled else done, now
             if now - since > self.waits_for_people:
-                self._end(waiting, RunError(f"{self._where}: no vote within `wait` {self.waits_for_people:g} s"))
+                self._fail(waiting, RunError(f"{self._where}: no vote within `wait` {self.waits_for_people:g} s"))
                 continue
             if now - printed > LINE_EVERY and os.environ.get("RANK", "0") == "0" and not settled:
                 printed = now
@@ -130,26 +130,26 @@ class Votes:
                 print(line, file=sys.stderr, flush=True)
             self.clock.sleep(EVERY)
 
-    def _votes(self, waiting: dict[str, WaitingGroup]) -> tuple[int, int, int]:
-        """Ask for the votes of groups, and return how many there are and are wanted, and how many groups have all."""
-        states = field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
+    def _read_votes(self, waiting: dict[str, WaitingGroup]) -> tuple[int, int, int]:
+        """Read the states of groups, and return the numbers of comparisons done and wanted, and of settled groups."""
+        states = read_field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
         done = wanted = settled = 0
-        for name, asked in waiting.items():
+        for name, group in waiting.items():
             state = states.get(name)
-            if state is None:  # a server that was started again has the votes, and not what is asked
-                state = self.server.post("/groups", asked.body)
-            there, asks = self._counts(state)
-            done, wanted = done + there, wanted + asks
-            if self._settle(state, asked):
+            if state is None:  # a restarted server has the votes but not the groups
+                state = self.server.post("/groups", group.body)
+            done_of_group, wanted_of_group = self._read_counts(state)
+            done, wanted = done + done_of_group, wanted + wanted_of_group
+            if self._settle(state, group):
                 settled += 1
                 with self._lock:
                     del self._waiting[name]
         return done, wanted, settled
 
-    def _end(self, waiting: dict[str, WaitingGroup], error: Exception) -> None:
-        """Give groups no score."""
-        for name, asked in waiting.items():
+    def _fail(self, waiting: dict[str, WaitingGroup], error: Exception) -> None:
+        """End the wait of groups with an error."""
+        for name, group in waiting.items():
             with self._lock:
                 self._waiting.pop(name, None)
-            if not asked.scores.done():
-                asked.scores.set_exception(error)
+            if not group.scores.done():
+                group.scores.set_exception(error)

@@ -1,4 +1,4 @@
-"""Checks of a plan: its bytes beside those of updates that run here."""
+"""Comparison of a plan with the bytes of updates that run on this machine."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,33 +13,33 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fluvial.engines.engine.engine import Engine, LossFn
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.plan.plan import PlanConfig, find_pass, plan
+from fluvial.engines.extensions.plan.plan import PlanConfig, build_pass_shape, plan
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.passes.storages import LiveStorages
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.lora import add_lora
-from fluvial.models.shapes import MODELS, blocks
+from fluvial.models.shapes import MODELS, list_blocks
 
 # The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
 EXCESS = 0.2
 
 
 class ComparedBytes(NamedTuple):
-    """Bytes of one kind."""
+    """Planned and measured bytes of one kind."""
 
     kind: str
     planned: int
     measured: int
-    most: int  # largest plan that agrees
+    most: int  # largest planned size that agrees
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan covers the measured bytes, and not much more."""
+        """Whether the plan covers the measured bytes without exceeding them by much."""
         return self.measured <= self.planned <= self.most
 
 
 class Loss(NamedTuple):
-    """Diagnostics of a loss that a plan is compared with: the loss itself."""
+    """Diagnostics of the loss of a comparison."""
 
     loss: Tensor
 
@@ -47,21 +47,21 @@ class Loss(NamedTuple):
 def check(name: str, config: PlanConfig, *, console: Console) -> None:
     """Run updates of a transformer with random weights, and print planned and measured bytes.
 
-    Parameters and optimizer state must agree to the byte. Gradients, and the peak that an update allocates for activations
-    and unsharded tensors, must be within the plan, which may exceed them by a fifth.
+    Parameters and optimizer state must agree to the byte. For gradients, and for the peak of activations and unsharded
+    tensors, the plan must cover the measured bytes and may exceed them by a fifth.
 
     Raises:
         UsageError: the transformer is too large for a CPU, or the number of ranks is not the plan's number of GPUs.
         RunError: plan and measurement do not agree.
     """
-    if name != "handwriting" and not is_accelerator(default_device()):
+    if name != "handwriting" and not is_accelerator(find_default_device()):
         raise UsageError(
-            f"`check` is set, which runs the transformer here, and {name} is too large for a CPU: use handwriting or a GPU"
+            f"`check` runs the transformer on this machine, and {name} is too large for a CPU: use handwriting or a GPU"
         )
     with init_world() as world:
         if world.size != config.gpus:
             raise UsageError(
-                f"`check` is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs"
+                f"`check` runs on {world.size} process(es), and the plan is for {config.gpus} GPUs: use as many processes"
             )
         compared = compare(build_case(name, config, world))
         if world.is_main:
@@ -72,7 +72,7 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
 
 
 class PlanCase(NamedTuple):
-    """A plan, its engine over a network with random weights, and what its updates take."""
+    """Plan, its engine over a network with random weights, and the arguments of its updates."""
 
     name: str
     config: PlanConfig
@@ -83,7 +83,7 @@ class PlanCase(NamedTuple):
 
 
 def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
-    """Return the engine of a plan with random weights, and random items; frozen weights are drawn in the compute dtype.
+    """Build the engine of a plan with random weights, and random items; frozen weights have the compute dtype.
 
     Args:
         name: name of a network that fits on the device.
@@ -103,15 +103,15 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
+    engine = Engine(module, list_blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    asked = find_pass(model, config.pipeline, config.steps, guided=config.guidance)
-    whole, larger = (model.inputs_of(samples, asked) for samples in (count, count + 1))
-    tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
+    shape = build_pass_shape(model, config.pipeline, config.steps, guided=config.guidance)
+    inputs, larger = (model.build_inputs(samples, shape) for samples in (count, count + 1))
+    tensors = {key: torch.rand(value.shape, device=device) for key, value in inputs.items() if isinstance(value, Tensor)}
     items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}
-    lists = {key: value for key, value in whole.items() if key not in tensors}  # an entry per sample, all alike
+    lists = {key: value for key, value in inputs.items() if key not in tensors}  # an equal entry per sample
 
     def loss_fn(batch: dict[str, Tensor]) -> tuple[Tensor, Loss]:
         each = {key: value[: len(batch["timestep"])] for key, value in lists.items()}
@@ -122,7 +122,7 @@ def build_case(name: str, config: PlanConfig, world: World) -> PlanCase:
 
 
 def compare(case: PlanCase) -> list[ComparedBytes]:
-    """Return planned and measured bytes of the updates of a case whose engine has taken none yet, on this rank."""
+    """Return planned and measured bytes on this rank, of a case whose engine has made no update yet."""
     name, config, engine, items, loss_fn, micro_batch = case
     device, count = engine.world.device, len(items["timestep"])
     # Devices are not compared, so the plan puts nothing on the host.
@@ -135,14 +135,14 @@ def compare(case: PlanCase) -> list[ComparedBytes]:
         for kind, size in measured._asdict().items()
         if kind != "peak"
     ]
-    copies = plan(name, config, device=device).update  # these depend on the offload: without it one rank may need none
+    copies = plan(name, config, device=device).update  # depends on the offload: without it one rank may need no copies
     gradients = planned.gradients + planned.unsharded_gradients
     allocated = copies.gathered + copies.communication + gradients + planned.activations
     return [*rows, ComparedBytes("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
 
 
 class MeasuredBytes(NamedTuple):
-    """Bytes that an engine holds on a rank, and the peak that an update allocates beyond them."""
+    """Bytes held by an engine on a rank, and the peak that an update allocates beyond them."""
 
     parameters: int
     buffers: int
@@ -153,16 +153,16 @@ class MeasuredBytes(NamedTuple):
 
 
 def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> MeasuredBytes:
-    """Take two updates, and return the bytes of the second.
+    """Make two updates, and return the bytes of the second.
 
     Args:
-        engine: engine that has taken no update yet.
-        items, weight, loss_fn, micro_batch: as for `Engine.update`, with the same number of items on every rank.
+        engine: engine that has made no update yet.
+        items, weight, loss_fn, micro_batch: as in `Engine.update`, with the same number of items on every rank.
     """
     gradients: list[int] = []
 
     def before_step(*_: Any) -> None:
-        gradients.append(_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
+        gradients.append(_count_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
 
     def update() -> None:
         count = weight.shape[0]
@@ -172,28 +172,30 @@ def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: L
     update()
     hook.remove()
     module = engine.module
-    moments = [part for state in engine.optimizer.state.values() for tensor in state.values() for part in _parts(tensor)]
-    held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
-    with LiveStorages(held) as live:
+    moments = [
+        part for state in engine.optimizer.state.values() for tensor in state.values() for part in _list_parts(tensor)
+    ]
+    existing = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
+    with LiveStorages(existing) as live:
         update()
     return MeasuredBytes(
-        parameters=_bytes(module.parameters()),
-        buffers=_bytes(module.buffers()),
-        moments=_bytes(moments),
-        average=_bytes(engine.average.values()),
+        parameters=_count_bytes(module.parameters()),
+        buffers=_count_bytes(module.buffers()),
+        moments=_count_bytes(moments),
+        average=_count_bytes(engine.average.values()),
         gradients=max(gradients),
         peak=live.peak,
     )
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold this rank's part of a tensor of the optimizer: several if it is quantised."""
+def _list_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of this rank's part of an optimizer state; a quantised state has several."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not is_traceable_wrapper_subclass(local):
         return [local]
     return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's parts of tensors."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The plan of a training run: its memory from the engine's accounting, and the settings that make it fit."""
+"""Plan of a training run: its memory by the engine's accounting, and the settings with which it fits."""
 
 import math
 from bisect import bisect_left
@@ -18,30 +18,30 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.extensions.plan import memory
-from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
+from fluvial.engines.extensions.plan.memory import Accounting, ActivationSpan, Phase
 from fluvial.engines.run.jobs.settings import PipelineConfig, parse_bytes
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.metrics import find_peaks
 from fluvial.models import LoraConfig, add_lora
-from fluvial.models.lora import lora_layers
-from fluvial.models.pipelines.base import DECODED
-from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, blocks, model_shape
+from fluvial.models.lora import find_lora_layers
+from fluvial.models.pipelines.base import DECODE_CHUNK
+from fluvial.models.shapes import MODELS, ModelShape, ModularShape, PassShape, find_model_shape, list_blocks
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCacheChoice
 
 GIB = 2**30
 GPU = torch.device("cuda")
 Train = Literal["full", "lora"]
-SIDE = 16  # pixels that the side of an image is a multiple of
+SIDE = 16  # the side of an image is a multiple of this number of pixels
 
 
 @dataclass(frozen=True)
 class ImageSize:
-    """Size of the images, which a run has by the same names; by default the model's.
+    """Size of the images, with the names that a run has; by default the model's.
 
     Args:
         height: Height of the images, in pixels; by default the width.
         width: Width of the images, in pixels; by default the height.
-        frames: Number of frames of a video; by default 81, of a modular pipeline 1.
+        frames: Number of frames of a video; by default 81, or 1 for a modular pipeline.
         call: Further arguments of a modular pipeline's call, as name=value.
     """
 
@@ -55,7 +55,7 @@ class ImageSize:
 
     @property
     def side(self) -> int | None:
-        """Side of a square with as many pixels, rounded up to a multiple of `SIDE`: memory depends on their number alone."""
+        """Side of a square with as many pixels, rounded up to a multiple of `SIDE`; memory depends on their number only."""
         height, width = self.height or self.width, self.width or self.height
         return math.ceil(math.sqrt(height * width) / SIDE) * SIDE if height and width else None
 
@@ -65,31 +65,31 @@ class PlanConfig:
     """Compute the memory of training a transformer on each GPU, without running it.
 
     Args:
-        gpus: Number of GPUs in all.
-        train: Weights that are trained: full (all of them) or lora.
+        gpus: Total number of GPUs.
+        train: Trained weights: full (all of them) or lora.
         micro_batch: Number of samples per forward pass; by default the model's.
         micro_batches: Number of micro-batches per update, on each GPU.
         reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
-        teachers: Number of teachers with weights of their own, each a frozen copy; adapters of the policy's module are none.
-        learners: Number of networks that learn: 2 with the fake of DMD2 and TDM. Each further one has adapters, or with full
-            fine-tuning weights, and moments of its own.
+        teachers: Number of teachers with their own weights, each a frozen copy; teachers that are adapters do not count.
+        learners: Number of networks that learn: 2 with the fake network of DMD2 and TDM. Each further one has its own
+            adapters, or weights with full fine-tuning, and moments.
         graphs: Number of forward passes whose activations a loss holds at once: 3 with the consistency loss of ac-dmd. They
-            are counted as one pass of so many times the samples, which is more than they take with checkpointing.
-        guidance: Put both halves of classifier-free guidance through each forward pass.
-        step_cache: What deterministic steps of a rollout take over from earlier ones, which it holds.
-        merged: Make rollouts with merged adapters, whose weights a rollout holds a second time.
+            count as one pass of that many times the samples, which overestimates them with checkpointing.
+        guidance: Compute both halves of classifier-free guidance in each forward pass.
+        step_cache: Outputs that deterministic steps of a rollout reuse from earlier steps; the rollout holds them.
+        merged: Generate rollouts with merged adapters, whose weights a rollout holds a second time.
         samples: Number of samples per rollout, on each GPU.
-        steps: Number of steps that are stored per sample.
-        schedule: Number of steps of a modular pipeline's schedule, by default as many as are stored.
-        fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
+        steps: Number of stored steps per sample.
+        schedule: Number of steps of a modular pipeline's schedule, by default that of the stored steps.
+        fit: Memory of a GPU, e.g. 24GiB, instead of memory_gib: print the settings that fit into it, and what each saves.
         memory_gib: Memory of a GPU, in GiB.
-        gpu: Name of the GPU as its driver has it, for the bandwidth at which blocks on the host are copied to it.
+        gpu: Name of the GPU as its driver reports it, for the bandwidth at which blocks are copied from the host.
         reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, text encoders,
-            reward, and in an update the weights of the VAE.
+            rewards, and in an update the weights of the VAE.
         table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
-        check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
-        pipeline: Size of the images; of several, that with the most pixels.
-        lora: Low-rank adapter, where that is what is trained.
+        check: Make an update on this machine and compare its memory with the plan's; a CPU runs the built-in model only.
+        pipeline: Size of the images; the one with the most pixels, if there are several.
+        lora: Low-rank adapter, with train=lora.
         optimizer: Optimizer, whose state is counted.
         engine: Sharding, precision, checkpointing and offload.
     """
@@ -132,32 +132,32 @@ class PlanConfig:
         if self.fit is not None:
             parse_bytes(self.fit, "fit")
         if bool(self.fit) + self.table + self.check > 1:
-            asked = [f"`{name}`" for name in ("fit", "table", "check") if getattr(self, name)]
-            raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")
+            both = [f"`{name}`" for name in ("fit", "table", "check") if getattr(self, name)]
+            raise UsageError(f"{' and '.join(both)} are both set: set one of them")
 
     @property
     def room(self) -> float:
-        """Bytes that a plan may take on a GPU, beside the reserve."""
+        """Bytes available to a plan on a GPU, without the reserve."""
         memory = self.memory_gib * GIB if self.fit is None else parse_bytes(self.fit, "fit")
         return memory - self.reserve_gib * GIB
 
     @property
     def room_in_words(self) -> str:
-        """The memory of a GPU, and what is kept free of it."""
+        """Memory of a GPU and the part kept free, as text."""
         return f"{self.fit or f'{self.memory_gib:g} GiB'} with {self.reserve_gib:g} GiB kept free"
 
 
 class MemoryPlan(NamedTuple):
-    """The memory of a configuration."""
+    """Memory of a configuration, by phase."""
 
     config: PlanConfig
     update: Accounting
     rollout: Accounting
-    decode: Accounting | None  # of a chunk of the rollout, beside its parameters as they are gathered; None without a VAE
+    decode: Accounting | None  # of a chunk of the rollout, beside the gathered parameters; None without a VAE
 
     @property
     def phases(self) -> dict[str, Accounting]:
-        """The phases by name."""
+        """Phases by name."""
         decode = {} if self.decode is None else {"decode": self.decode}
         return {"update": self.update, "rollout": self.rollout, **decode}
 
@@ -168,12 +168,12 @@ class MemoryPlan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether they fit beside the reserve."""
+        """Whether the largest phase fits beside the reserve."""
         return self.need <= self.config.room
 
     @property
     def copies_in_words(self) -> list[str]:
-        """Bytes and seconds that a pass copies of blocks on the host, in a line; no line without such blocks."""
+        """Line about the bytes and seconds of copying blocks from the host per pass; no line without such blocks."""
         if not self.update.copied:
             return []
         peaks = find_peaks(self.config.gpu)
@@ -181,71 +181,73 @@ class MemoryPlan(NamedTuple):
         for kind in (self.rollout, self.update):
             seconds = "" if peaks is None else f" ({kind.copied / peaks.link:.2f} s)"
             costs.append(f"{kind.copied / GIB:.2f} GiB{seconds}")
-        link = "a link that is not known" if peaks is None else f"{peaks.link / 1e9:g} GB/s"
+        link = "a link of unknown bandwidth" if peaks is None else f"{peaks.link / 1e9:g} GB/s"
         return [
             f"Blocks on the host: a pass of the rollout copies {costs[0]} to the GPU, a forward and backward pass of the "
-            f"update {costs[1]}, over {link} of {self.config.gpu}, beside the computation."
+            f"update {costs[1]}, over {link} of {self.config.gpu}, while the GPU computes."
         ]
 
 
-Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
+Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by flag
 
 
-def _engine(where: Callable[[PlanConfig], bool] = lambda config: True, **fields: Any) -> Callable[[PlanConfig], PlanConfig]:
-    """Return a change of settings of the engine, of the plans that `where` is true of."""
+def _change_engine(
+    where: Callable[[PlanConfig], bool] = lambda config: True, **fields: Any
+) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of engine settings for the plans accepted by `where`."""
     return lambda config: replace(config, engine=replace(config.engine, **fields)) if where(config) else config
 
 
 def _needs_whole(config: PlanConfig) -> bool:
-    """Return whether rollouts need all weights on the device, merged or as graphs know them."""
+    """Return whether rollouts need all weights on the device: merged ones, or those captured by CUDA graphs."""
     return config.merged or config.engine.compile == "reduce-overhead"
 
 
 def _has_base(config: PlanConfig) -> bool:
-    """Return whether there is a frozen base that lies on the device, is not merged and not quantised yet."""
+    """Return whether the frozen base is on the device, not merged and not quantised yet."""
     engine = config.engine
     return config.train == "lora" and engine.base == "auto" and engine.offload != "always" and not config.merged
 
 
 def _can_swap(config: PlanConfig) -> bool:
-    """Return whether frozen blocks can lie on the host: every rank computes with whole weights."""
+    """Return whether frozen blocks can be on the host: every rank computes with whole weights."""
     engine = config.engine
     whole = engine.comm == "keep" and engine.context_parallel == 1 and engine.replicas in ("auto", config.gpus)
     return whole and config.train == "lora" and engine.offload == "none" and not _needs_whole(config)
 
 
 def _keeps_blocks(config: PlanConfig) -> bool:
-    """Return whether the activations of blocks are not checkpointed yet."""
+    """Return whether blocks are not checkpointed as a whole yet."""
     return config.engine.checkpointing in ("none", "selective")
 
 
 def _can_round(config: PlanConfig) -> bool:
-    """Return whether trained weights may be in bfloat16: they are no adapters, and the optimizer can."""
+    """Return whether trained weights may be bfloat16: in full fine-tuning, with an elementwise optimizer."""
     return config.train == "full" and OPTIMIZERS[config.optimizer.name].elementwise
 
 
-# Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
-# rounded, the host's bandwidth, and last the number of trained parameters.
+# Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, rounded weights, the
+# host's bandwidth, and last the number of trained parameters.
 SWAP = "--engine.offload blocks"
 ENGINE_KNOBS: Knobs = {
-    "--engine.checkpointing block": _engine(_keeps_blocks, checkpointing="block"),
-    "--engine.checkpointing host": _engine(_keeps_blocks, checkpointing="host"),
+    "--engine.checkpointing block": _change_engine(_keeps_blocks, checkpointing="block"),
+    "--engine.checkpointing host": _change_engine(_keeps_blocks, checkpointing="host"),
     "--micro-batch 1": lambda config: config if config.micro_batch is None else replace(config, micro_batch=1),
-    "--engine.comm reshard": _engine(lambda config: not _needs_whole(config), comm="reshard"),
-    "--engine.grad-sync every": _engine(grad_sync="every"),
-    "--engine.masters bfloat16": _engine(_can_round, masters="bfloat16"),
-    "--engine.base int8": _engine(_has_base, base="int8"),
-    SWAP: _engine(_can_swap, offload="blocks"),
-    "--engine.base nf4": _engine(_has_base, base="nf4"),
+    "--engine.comm reshard": _change_engine(lambda config: not _needs_whole(config), comm="reshard"),
+    "--engine.grad-sync every": _change_engine(grad_sync="every"),
+    "--engine.masters bfloat16": _change_engine(_can_round, masters="bfloat16"),
+    "--engine.base int8": _change_engine(_has_base, base="int8"),
+    SWAP: _change_engine(_can_swap, offload="blocks"),
+    "--engine.base nf4": _change_engine(_has_base, base="nf4"),
     # A quantised base is not sharded.
-    "--engine.offload always": _engine(
+    "--engine.offload always": _change_engine(
         lambda config: (
             config.engine.base == "auto" and config.engine.offload in ("none", "phases") and not _needs_whole(config)
         ),
         offload="always",
     ),
 }
-KNOBS: Knobs = {  # adapters are held in float32
+KNOBS: Knobs = {  # adapters are float32
     **ENGINE_KNOBS,
     "--train lora": lambda config: replace(config, train="lora") if config.engine.masters == "float32" else config,
 }
@@ -255,12 +257,12 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     """Return the memory of training a transformer on each device.
 
     Args:
-        name: name of the transformer in the catalogue.
+        name: name of the transformer in the catalogue, or folder of a pipeline.
         config: plan.
         device: device of the computation, which decides engine.compute="auto".
 
     Raises:
-        UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
+        UsageError: the transformer is unknown, it has one resolution only, or its tokens cannot be split.
     """
     model = find_transformer(name)
     if config.pipeline.side is not None and model.resolution is None:
@@ -269,33 +271,33 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
     for option, value in () if modular else (("pipeline.call", config.pipeline.call), ("schedule", config.schedule)):
         if value:
             raise no_effect(option, f"with {name}, which is not a modular pipeline")
-    asked = find_pass(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
-    asked = asked._replace(compute=config.engine.compute_dtype(device))
-    if isinstance(model, ModelShape) and (asked.frames or 1) > 1 and not model.makes_videos:
-        raise UsageError("pipeline.frames", asked.frames, hint=f"{name} makes images alone; leave it out")
+    shape = build_pass_shape(model, config.pipeline, config.schedule or config.steps, guided=config.guidance)
+    shape = shape._replace(compute=config.engine.compute_dtype(device))
+    if isinstance(model, ModelShape) and (shape.frames or 1) > 1 and not model.makes_videos:
+        raise UsageError("pipeline.frames", shape.frames, hint=f"{name} makes only images; leave it out")
     if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
         degree = config.engine.context_parallel
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
     halves, batch = 2 if config.guidance and not modular else 1, config.micro_batch or model.micro_batch
-    computed = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
-    with computed():
-        latent, conditioning = model.stored(asked)
+    readable = partial(convert_errors, UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed")
+    with readable():
+        latent, conditioning = model.count_stored_bytes(shape)
     kept = batch * latent if isinstance(config.step_cache, GuidanceCache) else 0
     if isinstance(config.step_cache, FirstBlockCache):
         copies, itemsize = 2 + config.step_cache.order, config.engine.compute_dtype(device).itemsize
-        kept = copies * itemsize * _block_output(name, batch * halves, asked)
+        kept = copies * itemsize * _measure_block_output(name, batch * halves, shape)
     if config.merged:
-        weights = [layer.base_layer.weight.numel() for layer in lora_layers(module).values()]
+        weights = [layer.base_layer.weight.numel() for layer in find_lora_layers(module).values()]
         kept += config.engine.compute_dtype(device).itemsize * sum(weights)
 
-    def phase(kind: Phase) -> Accounting:
+    def account_phase(kind: Phase) -> Accounting:
         update = kind == "update"
-        with computed():
-            stretches = _activations(
+        with readable():
+            spans = _measure_activations(
                 name,
                 config.train,
                 config.lora,
-                # No other setting of the engine changes activations.
+                # Other settings of the engine do not change activations.
                 engine=EngineConfig(
                     checkpointing=config.engine.checkpointing if update else "none",
                     checkpointed=config.engine.checkpointed if update else None,
@@ -305,18 +307,18 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
                 ),
                 device=device,
                 samples=batch * halves * (config.graphs if update else 1),
-                asked=asked,
+                shape=shape,
                 grad=update,
             )
         return memory.account(
             module,
-            blocks(model, module),
+            list_blocks(model, module),
             optimizer=config.optimizer,
             engine=config.engine,
             device=device,
             ranks=config.gpus,
-            activations=stretches,
-            # The sample before and after each step, and its conditioning once, in float32; in a rollout what it keeps.
+            activations=spans,
+            # Per sample: the latents before and after each step, and the conditioning once, in float32. Plus caches.
             trajectory=config.samples * (2 * config.steps * latent + conditioning * halves) + (0 if update else kept),
             micro_batches=config.micro_batches,
             frozen=(config.reference and config.train == "full") + config.teachers,
@@ -324,42 +326,42 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
             phase=kind,
         )
 
-    rollout, decode = phase("rollout"), None
+    rollout, decode = account_phase("rollout"), None
     graphed = config.engine.compile == "reduce-overhead"
-    if graphed:  # sample, level, timestep, scale of guidance and conditioning at fixed addresses, and the velocity
+    if graphed:  # inputs at fixed addresses (latents, level, timestep, guidance scale, conditioning), and the velocity
         rollout = rollout._replace(graph=batch * (2 * latent + 4 * (1 + halves) + conditioning * halves))
     if model.decoder is not None:
-        # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
-        held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
-        images = min(batch, DECODED)
-        # The pool of a graph, which holds the activations of a pass, is no other computation's.
-        graph = held.graph + (held.activations if graphed else 0)
-        decode = held._replace(activations=_decoder(name, images, asked), graph=graph)
-    return MemoryPlan(config, phase("update"), rollout, decode)
+        # As in the rollout between two chunks: with comm="reshard" FSDP2 gathers a unit only for its pass.
+        idle = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
+        images = min(batch, DECODE_CHUNK)
+        # The pool of a graph holds the activations of a pass and is not shared with other computations.
+        graph = idle.graph + (idle.activations if graphed else 0)
+        decode = idle._replace(activations=_measure_decoder(name, images, shape), graph=graph)
+    return MemoryPlan(config, account_phase("update"), rollout, decode)
 
 
-def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, MemoryPlan]:
-    """Return the flags that make a configuration fit, and its plan with them. If none do, they are those that need least.
+def find_flags_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, MemoryPlan]:
+    """Return the flags with which a configuration fits, and its plan with them; if nothing fits, those that need least.
 
-    Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
+    Among the combinations that fit, the one whose most expensive setting is cheapest wins; ties go to the second, and so on.
     """
-    turned, planned = turns_to_fit(name, config, knobs)
+    turned, planned = search_knobs(name, config, knobs)
     return " ".join(flags for flags, _ in turned), planned
 
 
-Turned = list[tuple[str, PlanConfig]]  # flags of the settings that are turned, each with the configuration after it
+TurnedKnobs = list[tuple[str, PlanConfig]]  # flags of the changed settings, each with the configuration after it
 
 
-def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[Turned, MemoryPlan]:
-    """Return the flags one by one, and the plan with them; see `first_to_fit`.
+def search_knobs(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[TurnedKnobs, MemoryPlan]:
+    """Return the flags of `find_flags_to_fit` one by one, and the plan with them.
 
     Args:
         name: name of the transformer in the catalogue.
         config: plan.
-        knobs: settings that may be turned, the cheapest first.
+        knobs: settings that may be changed, cheapest first.
     """
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
-    least: tuple[Turned, MemoryPlan] | None = None
+    least: tuple[TurnedKnobs, MemoryPlan] | None = None
     for choice in product((False, True), repeat=len(left)):
         # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
@@ -367,7 +369,7 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[T
         for flags in turned:
             candidates.append(knobs[flags](candidates[-1]))
         if any(before == after for before, after in pairwise(candidates)):
-            continue  # a setting that has no effect beside another one
+            continue  # a setting has no effect beside another one
         steps, planned = [*zip(turned, candidates[1:], strict=True)], plan(name, candidates[-1])
         if planned.fits:
             return _swap_fewest(name, steps, planned)
@@ -377,8 +379,8 @@ def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[T
     return least
 
 
-def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned, MemoryPlan]:
-    """Return settings that fit with the fewest blocks on the host, if SWAP is among them."""
+def _swap_fewest(name: str, steps: TurnedKnobs, planned: MemoryPlan) -> tuple[TurnedKnobs, MemoryPlan]:
+    """Reduce the blocks on the host to the fewest that fit, if SWAP is among the settings."""
     if SWAP not in [flags for flags, _ in steps]:
         return steps, planned
 
@@ -388,7 +390,7 @@ def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned,
 
     config = planned.config
     number = bisect_left(
-        range(1, len(blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
+        range(1, len(list_blocks(find_transformer(name), build_on_meta(name, config.train, config.lora)))),
         True,
         key=lambda few: plan(name, swap(config, few)).fits,
     )
@@ -399,33 +401,34 @@ def _swap_fewest(name: str, steps: Turned, planned: MemoryPlan) -> tuple[Turned,
 
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
-    """Print the plan of a configuration, and the flags that make it fit if it does not."""
+    """Print the plan of a configuration; if it does not fit, also the flags with which it does."""
     planned = plan(name, config)
-    unit = unit_of(planned.need)
+    unit = choose_unit(planned.need)
     phases = planned.phases
     rows = {
-        kind.replace("_", " "): tuple(map(unit.of, sizes))
+        kind.replace("_", " "): tuple(map(unit.format, sizes))
         for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
         if any(sizes) and kind not in ("host", "copied")
     }
-    rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
+    rows["all"] = tuple(unit.format(phase.total) for phase in phases.values())
     if any(phase.host for phase in phases.values()):
-        rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
+        rows["on the host instead"] = tuple(unit.format(phase.host) for phase in phases.values())
     module = build_on_meta(name, "full", config.lora)
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     console.print(
-        f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False, soft_wrap=True
+        f"{name}: {_format_count(count)} parameters, {config.train}, on {_format_gpus(config.gpus)}",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
     room = config.room_in_words
     if planned.fits:
         line = f"It fits into {room}."
     else:
-        flags, mended = first_to_fit(name, config)
-        need = f"{unit.of(mended.need)} {unit.name}"
+        flags, planned = find_flags_to_fit(name, config)
+        need = f"{unit.format(planned.need)} {unit.name}"
         line = f"It does not fit into {room}. "
-        line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
-        planned = mended
+        line += f"With {flags} it does: {need}." if planned.fits else f"Nor does it with {flags or 'anything else'}: {need}."
     for each in (*planned.copies_in_words, line):
         console.print(each, highlight=False, soft_wrap=True)
 
@@ -437,41 +440,41 @@ def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
     degree = math.lcm(replicas, config.engine.context_parallel)
     sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
     settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
-    plans = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
-    unit = unit_of(max(best.need for _, best in plans))
+    plans = [find_flags_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
+    unit = choose_unit(max(best.need for _, best in plans))
     rows = {}
     for flags, best in plans:
-        says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
+        verdict = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'the given settings'}"
         phases = best.phases.values()
-        rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
-            says,
-            *(unit.of(phase.total) for phase in phases),
-            unit.of(max(phase.host for phase in phases)),
+        rows[f"{best.config.train}, {_format_gpus(best.config.gpus)}"] = (
+            verdict,
+            *(unit.format(phase.total) for phase in phases),
+            unit.format(max(phase.host for phase in phases)),
         )
     console.print(f"{name}: flags with which it fits into {config.room_in_words}", highlight=False)
     console.print(table(f"{unit.name} on each GPU", ("flags", *plans[0][1].phases, "host"), rows), highlight=False)
 
 
 class Unit(NamedTuple):
-    """A unit of memory, in bytes."""
+    """Unit of memory, in bytes."""
 
     name: str
     size: int
 
-    def of(self, size: int) -> str:
+    def format(self, size: int) -> str:
         """Return a number of bytes in this unit."""
         return f"{size / self.size:.2f}" if size else "-"
 
 
-def unit_of(largest: int) -> Unit:
-    """Return the unit that a largest number of bytes is shown in."""
+def choose_unit(largest: int) -> Unit:
+    """Return the unit for numbers of bytes up to `largest`."""
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 
 def find_transformer(name: str) -> ModelShape | ModularShape:
-    """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
+    """Return a transformer of the catalogue or of a pipeline's folder; UsageError if there is none."""
     with convert_errors(UsageError, ValueError, OSError, says=f"the memory of {name} cannot be computed"):
-        shape = model_shape(name)
+        shape = find_model_shape(name)
     if shape is None:
         raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
     return shape
@@ -479,7 +482,7 @@ def find_transformer(name: str) -> ModelShape | ModularShape:
 
 @cache
 def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
-    """Return the transformer on the meta device, with adapters if only they are trained."""
+    """Build the transformer on the meta device, with adapters for train=lora."""
     with torch.device("meta"):
         module = find_transformer(name).build()
     if train == "lora":
@@ -488,35 +491,35 @@ def build_on_meta(name: str, train: Train, lora: LoraConfig) -> nn.Module:
 
 
 @cache
-def _block_output(name: str, samples: int, asked: PassShape) -> int:
-    """Return the largest number of values that a block returns of some samples."""
+def _measure_block_output(name: str, samples: int, shape: PassShape) -> int:
+    """Return the largest number of values returned by a block."""
     model, module, sizes = find_transformer(name), build_on_meta(name, "full", LoraConfig()), [0]
 
     def note(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         sizes.append(sum(leaf.numel() for leaf in optree.tree_leaves(output) if isinstance(leaf, Tensor)))
 
-    handles = [block.register_forward_hook(note) for block in blocks(model, module)]
+    handles = [block.register_forward_hook(note) for block in list_blocks(model, module)]
     with torch.no_grad():
-        model.predict(module, samples, asked)
+        model.predict(module, samples, shape)
     for handle in handles:
         handle.remove()
     return max(sizes)
 
 
 @cache
-def _decoder(name: str, images: int, asked: PassShape) -> int:
-    """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
+def _measure_decoder(name: str, images: int, shape: PassShape) -> int:
+    """Return the bytes of a VAE and of its activations at the peak of decoding."""
     model = find_transformer(name)
     assert model.decoder is not None
-    vae, decode = model.decoder(images, asked.side, asked.frames, asked.compute)
-    held = [*vae.parameters(), *vae.buffers()]
-    with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
+    vae, decode = model.decoder(images, shape.side, shape.frames, shape.compute)
+    tensors = [*vae.parameters(), *vae.buffers()]
+    with torch.no_grad(), memory.LiveStorages(tensors, meta=True) as storages:
         decode()
-    return storages.peak + sum(tensor.nbytes for tensor in held)
+    return storages.peak + sum(tensor.nbytes for tensor in tensors)
 
 
 @cache
-def _activations(
+def _measure_activations(
     name: str,
     train: Train,
     lora: LoraConfig,
@@ -524,31 +527,31 @@ def _activations(
     engine: EngineConfig,
     device: torch.device,
     samples: int,
-    asked: PassShape,
+    shape: PassShape,
     grad: bool,
-) -> tuple[Stretch, ...]:
-    """Return the bytes of the activations. It takes seconds for a large transformer."""
+) -> tuple[ActivationSpan, ...]:
+    """Return the bytes of the activations; cached, because a large transformer takes seconds."""
     model, module = find_transformer(name), build_on_meta(name, train, lora)
-    forward = partial(model.predict, samples=samples, asked=asked)
-    return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+    forward = partial(model.predict, samples=samples, shape=shape)
+    return memory.measure_activations(module, list_blocks(model, module), forward, engine=engine, device=device, grad=grad)
 
 
-def size_of_run(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
-    """Return the size that a run is planned for."""
+def choose_size(model: ModelShape | ModularShape, config: PipelineConfig) -> ImageSize:
+    """Return the size of the images for which a run is planned."""
     height, width = config.size
     if isinstance(model, ModularShape):
         return ImageSize(height, width, config.frames, config.call)
     return ImageSize() if model.resolution is None else ImageSize(height, width, config.frames)
 
 
-def find_pass(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
-    """Return what a pass of a model is computed for."""
+def build_pass_shape(model: ModelShape | ModularShape, size: ImageSize, steps: int, *, guided: bool) -> PassShape:
+    """Return the shape of a pass of a model."""
     return PassShape(size.side or model.resolution or 0, size.frames, steps, size.call, guided)
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _gpus(number: int) -> str:
+def _format_gpus(number: int) -> str:
     return "1 GPU" if number == 1 else f"{number} GPUs"

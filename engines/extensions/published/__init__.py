@@ -1,1 +1,1 @@
-"""The field's published runs as data: one TOML file per project, every value read in the source that the run names."""
+"""Published runs of the field as data: one TOML file per project, with values read in the cited sources."""

@@ -1,4 +1,4 @@
-"""Published runs as data: overlays on a run's configuration, with the sources, deviations and notes of each."""
+"""Published runs: overlays on a run's configuration, each with its sources, deviations and notes."""
 
 import difflib
 import tomllib
@@ -13,15 +13,15 @@ from fluvial.engines.run.log.records import flatten
 from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
 
 DATA = files("fluvial.engines.extensions.published") / "data"
-COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
+COMMON = "common"  # file of the blocks that runs of several sources extend, and of the constants of every run of fluvial
 
-# hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
+# hardware: number of GPUs and its consequences. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
 Kind = Literal["hardware", "precision", "reward", "model", "method"]
 
 
 class Citation(NamedTuple):
-    """Where settings were read."""
+    """Source of settings: a file at a commit."""
 
     repo: str
     path: str
@@ -30,7 +30,7 @@ class Citation(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A setting that fluvial does not run as published, described by hand."""
+    """Setting that fluvial does not run as published, described by hand."""
 
     kind: Kind
     why: str
@@ -39,25 +39,25 @@ class Deviation(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value of the configuration."""
+    """Value of the configuration."""
 
     value: Any
-    source: Citation | None  # None: no source states it, the value is assumed
+    source: Citation | None  # None: no source states the value, it is assumed
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run, as an overlay on a run's configuration. Mappings have dotted names, e.g. `optimizer.lr`."""
+    """Published run, as an overlay on a run's configuration. Mappings have dotted names, e.g. `optimizer.lr`."""
 
     name: str  # project/model/task
     algorithm: str = ""  # as its authors write it
-    paper: str = ""  # arXiv id; empty if there is no paper
+    paper: str = ""  # arXiv id; empty without a paper
     gpus: int = 0  # of the launcher; 0 if not stated
     settings: Mapping[str, Setting] = field(default_factory=dict)  # values of the configuration
-    published: Mapping[str, Any] = field(default_factory=dict)  # what the source states in its own words or unit
+    published: Mapping[str, Any] = field(default_factory=dict)  # values in the words or unit of the source
     deviations: Mapping[str, Deviation] = field(default_factory=dict)  # settings that fluvial does not run as published
     unusual: tuple[str, ...] = ()  # behaviour of the source that no setting shows
-    headline: Mapping[str, Any] = field(default_factory=dict)  # published result, hours, and where they are stated
+    headline: Mapping[str, Any] = field(default_factory=dict)  # published result, hours, and their source
 
     @property
     def model(self) -> str:
@@ -66,34 +66,34 @@ class PublishedRun:
 
     @property
     def sources(self) -> list[Citation]:
-        """Where the settings were read."""
+        """Sources of the settings, each once."""
         return list(dict.fromkeys(setting.source for setting in self.settings.values() if setting.source is not None))
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """Settings that cannot be set of the run's method, and have the value that was published."""
+        """Settings that the method fixes at the published value, so that a configuration has no field for them."""
         if "method.name" not in self.settings:
             return {}
         from fluvial.engines.methods.losses import KLConfig
         from fluvial.engines.methods.table import method_type
         from fluvial.engines.scoring.advantages import AdvantageConfig
 
-        without = {"advantage": AdvantageConfig(), "kl": KLConfig()}  # what a method does that has no such settings
-        kind, values, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _names_of_run()
+        defaults = {"advantage": AdvantageConfig(), "kl": KLConfig()}  # behaviour of a method without these settings
+        kind, values, of_run = method_type(self.settings["method.name"].value), dict[str, Any](), _list_run_settings()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
             if (parents or [last])[0] in of_run or has_field(kind, name.split(".")):
                 continue
             owner: Any = kind
             for parent in parents:
-                owner = getattr(owner, parent, None) or without.get(parent)
+                owner = getattr(owner, parent, None) or defaults.get(parent)
             if getattr(owner, last, None) == setting.value:
                 values[name] = setting.value
         return values
 
-    def overlay(self) -> dict[str, Any]:
-        """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
-        record, fixed, names = dict[str, Any](), self.fixed, _names_of_run()
+    def build_overlay(self) -> dict[str, Any]:
+        """Return the settings nested as in a run's config.json, without those that the method fixes."""
+        record, fixed, names = dict[str, Any](), self.fixed, _list_run_settings()
         for name, setting in self.settings.items():
             if name in fixed:
                 continue
@@ -106,9 +106,9 @@ class PublishedRun:
 
 
 @cache
-def _names_of_run() -> frozenset[str]:
-    """Return the names of a run's settings that are not its method's."""
-    from fluvial.engines.run.config import TrainConfig  # imports torch, which the list of runs does without
+def _list_run_settings() -> frozenset[str]:
+    """Return the names of a run's settings outside of its method."""
+    from fluvial.engines.run.config import TrainConfig  # imports torch, which listing the runs does not need
 
     return frozenset(each.name for each in fields(TrainConfig))
 
@@ -118,21 +118,21 @@ def load_published() -> Mapping[str, PublishedRun]:
     """Return all published runs by name, source by source."""
     shared = _read(COMMON)["block"]
     names = sorted(entry.name for entry in DATA.iterdir() if entry.name.endswith(".toml"))
-    return {run.name: run for name in names for run in _runs(_read(name.removesuffix(".toml")), shared)}
+    return {run.name: run for name in names for run in _parse_runs(_read(name.removesuffix(".toml")), shared)}
 
 
 @cache
-def always() -> Mapping[str, Any]:
-    """Return what every run of fluvial has, whatever its configuration, by the names under which runs state it."""
-    always: dict[str, Any] = _read(COMMON)["always"]
-    return always
+def load_constants() -> Mapping[str, Any]:
+    """Return the settings that are the same in every run of fluvial, by the names that published runs have for them."""
+    constants: dict[str, Any] = _read(COMMON)["always"]
+    return constants
 
 
-def find(name: str) -> PublishedRun:
-    """Return a published run by its name.
+def find_run(name: str) -> PublishedRun:
+    """Return the published run of a name.
 
     Raises:
-        UsageError: no run has this name; the message gives the nearest one.
+        UsageError: no run has this name; the message suggests the nearest one.
     """
     runs = load_published()
     if name in runs:
@@ -146,24 +146,24 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:
+def _parse_runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:
     """Yield the runs of a file; each extends blocks of the file, and `shared` ones."""
     blocks = {**shared, **table.get("block", {})}
     for name, entry in table.get("run", {}).items():
         run, source = PublishedRun(name), None
-        for part in _chain(entry, blocks):
-            source = _source(part.get("source", {}), source)
+        for part in _expand_blocks(entry, blocks):
+            source = _inherit_source(part.get("source", {}), source)
             run = _extend(run, part, source)
-        yield _rename(run)
+        yield _rename_settings(run)
 
 
 def as_flag(name: str) -> str:
-    """Return the dotted name of a setting as its flag has it: those of the method without `method.`."""
+    """Return the dotted name of a setting's flag: settings of the method have no `method.` before them."""
     return name if name == "method.name" else name.removeprefix("method.")
 
 
-def _rename(run: PublishedRun) -> PublishedRun:
-    """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
+def _rename_settings(run: PublishedRun) -> PublishedRun:
+    """Return a run with the current names of its settings; the files have the names that were first recorded."""
     stated = run.settings.get("objective.name")
     method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
     settings = {as_flag(rename(name, method)): setting for name, setting in run.settings.items()}
@@ -176,27 +176,27 @@ def _rename(run: PublishedRun) -> PublishedRun:
     return replace(run, settings=settings, published=published, deviations=deviations)
 
 
-def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the blocks that an entry extends, the furthest first, and the entry."""
+def _expand_blocks(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the blocks that an entry extends, the most general first, and the entry."""
     for name in entry.get("extends", ()):
-        yield from _chain(blocks[name], blocks)
+        yield from _expand_blocks(blocks[name], blocks)
     yield entry
 
 
-def _source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
-    """Return the source of a block; one that names no repository has the inherited one with other parts."""
+def _inherit_source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
+    """Return the source of a block; without a repository it changes parts of the inherited source."""
     if "repo" in stated:
         return Citation(**stated)
     return None if inherited is None else inherited._replace(**stated)
 
 
 def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None) -> PublishedRun:
-    """Return a run with the values of a block in place of its own."""
+    """Return a run updated with the values of a block."""
     settings = dict(run.settings)
     for table, origin in (("assumed", None), ("settings", source)):
         for path, value in flatten(part.get(table, {})).items():
             if origin is None and path in settings and settings[path].source is not None:
-                continue  # what a source states is not assumed
+                continue  # a stated value goes before an assumed one
             union, _, last = path.rpartition(".")
             if last in ("kind", "name") and path in settings and settings[path].value != value:
                 # Another variant of a union has other fields.

@@ -1,1 +1,1 @@
-"""Sources of rollouts: what turns requests into samples. Everything above them (rewards, items, objectives) is the same."""
+"""Rollout sources outside the trainer's process: servers, and stored rollouts."""

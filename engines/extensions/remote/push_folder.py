@@ -1,4 +1,4 @@
-"""The folder in which a trainer leaves weights for servers: complete or not there, and removed with its trainer."""
+"""Folder for weights from a trainer to servers: each push is complete or absent, and dead trainers' folders are removed."""
 
 import fcntl
 import os
@@ -15,26 +15,26 @@ from fluvial.engines.extensions.wire.client import find_shared_folder
 PREFIX, LOCK = "push-", ".lock"
 
 
-class Pushed(NamedTuple):
-    """A push that lies in a folder, so that it can be sent again."""
+class StoredPush(NamedTuple):
+    """Push whose files are kept in a folder, so that it can be repeated."""
 
     version: int
     folder: Path
     networks: tuple[str, ...]
-    sums: Mapping[tuple[str, Any], str]  # checksum by network and a server's dtype, or `FILES`
-    is_adapter: bool = False  # whether the folder holds an adapter, and not all weights
+    sums: Mapping[tuple[str, Any], str]  # checksum by network and kind, see `PushSums`
+    is_adapter: bool = False  # whether the folder holds an adapter instead of all weights
 
 
 class PushFolder:
-    """A folder of one trainer below one that servers see.
+    """Subfolder of one trainer in a folder that servers see.
 
-    The trainer holds a lock on it, which the system takes back when the trainer dies; see `remove_left`.
+    The trainer locks it, and the system releases the lock when the trainer dies; see `remove_dead_folders`.
 
     Args:
         parent: folder that servers see; by default `find_shared_folder()`.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the folder cannot be written.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -43,27 +43,23 @@ class PushFolder:
             RunError, OSError, says=f"`rollout.servers.weights_folder` is {parent}, which cannot be written"
         ):
             parent.mkdir(parents=True, exist_ok=True)
-            remove_left(parent)
+            remove_dead_folders(parent)
             name = uuid.uuid4().hex[:16]
-            made = parent / f".{name}"  # gets its name when it is locked, so that nobody takes it for one that was left
-            made.mkdir()
-            self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            hidden = parent / f".{name}"  # renamed once it is locked, so that nobody removes it as a dead trainer's
+            hidden.mkdir()
+            self._lock = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self.path = made.rename(parent / f"{PREFIX}{name}")
+            self.path = hidden.rename(parent / f"{PREFIX}{name}")
 
     def finish(self, name: str) -> None:
-        """Give the folder `.name` the name `name`. What had the name before is removed.
-
-        Raises:
-            RunError: that is not possible.
-        """
+        """Rename the folder `.name` to `name`, in place of an earlier one; RunError if that fails."""
         final = self.path / name
         with convert_errors(RunError, OSError, says=f"weights cannot be written to {final}"):
             shutil.rmtree(final, ignore_errors=True)
             os.rename(self.path / f".{name}", final)
 
     def keep(self, name: str = "") -> None:
-        """Remove all folders but one; without a name, all."""
+        """Remove all folders except `name`."""
         for path in self.path.iterdir():
             if path.name not in (name, LOCK):
                 shutil.rmtree(path, ignore_errors=True)
@@ -75,8 +71,8 @@ class PushFolder:
             os.close(self._lock)
 
 
-def remove_left(parent: Path) -> None:
-    """Remove the folders of dead trainers: in shared memory they would take memory until the machine restarts."""
+def remove_dead_folders(parent: Path) -> None:
+    """Remove the folders of dead trainers, which would otherwise fill shared memory until the machine restarts."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             lock = os.open(folder / LOCK, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Builds the HTTP requests of a rollout, one per prompt."""
+"""HTTP requests of a rollout, one per prompt."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from fluvial.core.random import Key, bits, fold_in
 from fluvial.core.table import Record, Rows, plan
-from fluvial.engines.data.records import negatives
+from fluvial.engines.data.records import list_negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
@@ -20,44 +20,45 @@ from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
 from fluvial.models.replay.kinds import File
-from fluvial.models.replay.media import Source
+from fluvial.models.replay.media import MediaSource
 
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
 
 
 class RequestOrder(NamedTuple):
-    """Samples of one prompt, which one request asks for."""
+    """Samples of one prompt that are requested together."""
 
     prompt: str
-    negative: str | None  # where there is guidance
+    negative: str | None  # None without guidance
     ids: tuple[int, ...]
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
-    media: Mapping[str, Source] = MappingProxyType({})  # images of each argument of the pipeline's call
+    media: Mapping[str, MediaSource] = MappingProxyType({})  # images by argument of the pipeline's call
 
     @property
     def files(self) -> list[tuple[str, File]]:
-        """Each image with its argument; images of a list share one."""
+        """Pairs of argument and image; images of a list share an argument."""
         return [
             (name, file)
             for name, source in self.media.items()
             for file in (source if isinstance(source, tuple) else (source,))
         ]
 
-    def boundaries(self, last: set[int]) -> tuple[int, ...]:
-        """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
-        return tuple(sorted({boundary for row in self.recorded for step in row for boundary in (step, step + 1)} | last))
+    def list_boundaries(self, last: set[int]) -> tuple[int, ...]:
+        """Return the boundaries before and after the recorded steps of all samples, and those of `last`."""
+        steps = {step for recorded in self.recorded for step in recorded}
+        return tuple(sorted(steps | {step + 1 for step in steps} | last))
 
 
 @dataclass(frozen=True)
-class Asking:
-    """How samples are asked for, the same in all rollouts of a run.
+class RequestBuilder:
+    """Builder of requests, with the settings that all rollouts of a run share.
 
     Args:
-        kind: what the servers are.
+        kind: kind of the servers.
         eta: scale of the sampler's noise.
-        sizes: size in pixels, and number of frames, by the shape of a sample; none where the server knows one shape alone.
+        sizes: size in pixels, and number of frames, by the shape of a sample; empty if the server has only one shape.
     """
 
     kind: Kind
@@ -66,55 +67,66 @@ class Asking:
     prediction: Prediction
     sizes: Mapping[tuple[int, ...], tuple[Size, int]]
 
-    def orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[RequestOrder]:
-        """Return the orders of a rollout: consecutive samples of one prompt and one chunk; a repeated sample is left out.
+    def build_orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[RequestOrder]:
+        """Group the samples of a rollout into orders: consecutive samples of one prompt and chunk, without repeats.
 
         Args:
-            guided: whether they are given a negative prompt.
+            guided: whether requests have a negative prompt.
         """
         orders, known = list[RequestOrder](), set[int]()
         for start in range(0, len(requests.ids), micro_batch):
-            part = slice(start, start + micro_batch)
-            prompts, ids = requests.prompts[part], requests.ids[part]
-            opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            chunk = slice(start, start + micro_batch)
+            prompts, ids = requests.prompts[chunk], requests.ids[chunk]
+            opposed: Sequence[str | None] = (
+                list_negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            )
             # sglang 0.5.23 makes one sample of a prompt with images (configs/pipeline_configs/qwen_image.py asserts it).
-            apart = [row if self.kind == "sglang" and prompt.media else 0 for row, prompt in enumerate(prompts)]
-            inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, apart, strict=True)]
-            windows, recorded = self.steps(sampling, ids)
-            new = [row for row, number in enumerate(ids) if number not in known and number not in ids[:row]]
+            singles = [index if self.kind == "sglang" and prompt.media else 0 for index, prompt in enumerate(prompts)]
+            inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, singles, strict=True)]
+            windows, recorded = self.plan_steps(sampling, ids)
+            new = [index for index, sample_id in enumerate(ids) if sample_id not in known and sample_id not in ids[:index]]
             known.update(ids)
-            for (_, negative, _), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
-                rows = list(same)
-                prompt = prompts[rows[0]]
-                first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
-                steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
-                own_ids = tuple(ids[row] for row in rows)
-                orders.append(RequestOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
+            for (_, negative, _), same in groupby(new, key=lambda index, inputs=inputs: inputs[index]):  # type: ignore[misc]
+                indices = list(same)
+                prompt, initial = prompts[indices[0]], requests.initial_ids
+                orders.append(
+                    RequestOrder(
+                        prompt.text,
+                        negative,
+                        ids=tuple(ids[index] for index in indices),
+                        initial_ids=None if initial is None else tuple(initial[start + index] for index in indices),
+                        windows=tuple(windows[index] for index in indices),
+                        recorded=tuple(recorded[index] for index in indices),
+                        media=prompt.media,
+                    )
+                )
         return orders
 
-    def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the stochastic and the recorded steps of each sample of a chunk."""
+    def plan_steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """List the stochastic and the recorded steps of each sample of a chunk."""
         stochastic, levels = sampling.stochastic, sampling.schedule.levels
         if stochastic is None:
             return [()] * len(ids), [()] * len(ids)
-        window, still = stochastic.steps_of(ids), deterministic_step(self.prediction)
+        window, deterministic = stochastic.steps_of(ids), deterministic_step(self.prediction)
         record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
-        table = plan(levels, stochastic.transition, batch=len(ids), window=window, deterministic=still, record=record)
+        table = plan(
+            levels, stochastic.transition, batch=len(ids), window=window, deterministic=deterministic, record=record
+        )
 
-        def steps_of(rows: Rows) -> list[tuple[int, ...]]:
+        def list_steps(rows: Rows) -> list[tuple[int, ...]]:
             return [*rows] if len(rows) == len(ids) else [*rows] * len(ids)
 
-        return steps_of(table.stochastic), steps_of(table.recorded)
+        return list_steps(table.stochastic), list_steps(table.recorded)
 
-    def request(self, order: RequestOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
-        """Return the request of an order.
+    def build_request(self, order: RequestOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
+        """Build the request of an order.
 
         Args:
-            version: version of the weights that must make them.
+            version: version of the weights that must generate the samples.
         """
         stochastic, guidance, steps = sampling.stochastic, sampling.guidance, len(sampling.schedule.timesteps)
         size, frames = self.sizes.get(sampling.shape, (None, None))
-        keeps = stochastic is not None and stochastic.record and stochastic.keep_velocity
+        keeps_velocity = stochastic is not None and stochastic.record and stochastic.keep_velocity
         form = stochastic.form if stochastic is not None and stochastic.record else "unscaled"
         extra = NO_EXTRA
         windows = order.windows[0] if len(set(order.windows)) == 1 else None
@@ -136,7 +148,7 @@ class Asking:
                 reuse=sampling.reuse,
                 after=sampling.after,
                 prefix=None if sampling.prefix is None else (sampling.prefix.steps, sampling.prefix.group),
-                debug=(OUTPUTS,) if keeps else (),
+                debug=(OUTPUTS,) if keeps_velocity else (),
                 version=version,
                 media=tuple(name for name, _ in order.files) or None,
             )
@@ -144,56 +156,58 @@ class Asking:
         return RolloutRequest(
             prompt=order.prompt,
             negative_prompt=order.negative,
-            seed=None if self.kind == "fluvial" else seed_of(key, order),
+            seed=None if self.kind == "fluvial" else derive_seed(key, order),
             width=None if size is None else size.width,
             height=None if size is None else size.height,
             num_inference_steps=steps,
             num_outputs_per_prompt=len(order.ids),
             guidance_scale=guidance.scale,
             true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
-            image_path=tuple(_data_url(file) for _, file in order.files) or None,
+            image_path=tuple(_encode_data_url(file) for _, file in order.files) or None,
             num_frames=frames if frames is not None and frames > 1 else None,
-            # fluvial's server takes the sampler's own name
+            # no effect on fluvial's server, which gets the sampler by its own name
             rollout_sde_type=SDE_TYPES.get("ode" if stochastic is None else self.sampler, "sde"),
             rollout_noise_level=sampling.eta if stochastic is None else self.eta,
             rollout_log_prob_no_const=form == "unscaled",
-            rollout_debug_mode=keeps,
+            rollout_debug_mode=keeps_velocity,
             rollout_return_dit_trajectory=True,
             rollout_sde_step_indices=windows if stochastic is not None and windows else None,
-            rollout_return_step_indices=None if self.kind == "fluvial" else order.boundaries(last_boundary(sampling)),
+            rollout_return_step_indices=None
+            if self.kind == "fluvial"
+            else order.list_boundaries(find_final_boundary(sampling)),
             suppress_logs=True,
             extra_sampling_params=extra,
         )
 
 
-def _data_url(file: File) -> str:
-    """Return a file as a data URL; servers look at its bytes, not at the type."""
-    read = file if isinstance(file, bytes) else file.read_bytes()
-    return f"data:image/png;base64,{base64.b64encode(read).decode('ascii')}"
+def _encode_data_url(file: File) -> str:
+    """Encode a file as a data URL; servers look at its bytes, not at the type."""
+    content = file if isinstance(file, bytes) else file.read_bytes()
+    return f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def last_boundary(sampling: Sampling) -> set[int]:
-    """Return the boundary of the final latents, where they are needed."""
+def find_final_boundary(sampling: Sampling) -> set[int]:
+    """Return the boundary of the final latents if they are needed."""
     return {len(sampling.schedule.timesteps)} if sampling.final else set()
 
 
-def seed_of(key: Key, order: RequestOrder) -> int:
-    """Return the seed of an order for a server that draws noise from seeds: of sample i it uses seed + i."""
+def derive_seed(key: Key, order: RequestOrder) -> int:
+    """Derive the seed of an order, for servers that draw the noise of sample i from seed + i."""
     low, high = bits(fold_in(key, order.ids[0]), (2,)).tolist()
-    return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes
+    return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator accepts
 
 
 def check_sglang(sampling: ReadingConfig, prediction: Prediction, *, autocast: bool) -> None:
-    """Raise UsageError for samples that sglang does not make, and fluvial's own server does."""
+    """Raise UsageError for sampling settings that only fluvial's server supports."""
     window = sampling.window
-    unchanged = {
+    required = {
         "sampling.shared_noise": (sampling.shared_noise, False),
         "sampling.window.share_prefix": (window.share_prefix, False),
         "sampling.window.tail": (window.tail, Tail()),
         "sampling.window.draw": (window.draw, "rollout"),
         "rollout.autocast": (autocast, False),
     }
-    problem = next((f"{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
+    problem = next((f"{name} is {value}" for name, (value, default) in required.items() if value != default), None)
     if window.is_tree:
         problem = f"sampling.window is {window.kind}"
     if sampling.groups.kind == "scouted":
@@ -202,19 +216,19 @@ def check_sglang(sampling: ReadingConfig, prediction: Prediction, *, autocast: b
         problem = f"sampling.sampler is {sampling.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
     if prediction != "velocity":
         problem = f"the model predicts {prediction}"
-    _refuse(problem)
+    _raise_problem(problem)
 
 
 def check_sglang_steps(steps: StochasticSteps | None) -> None:
-    """Raise UsageError for log-probabilities that sglang does not compute, and fluvial's own server does."""
+    """Raise UsageError for log-probabilities that only fluvial's server computes."""
     if steps is None or not steps.record:
         return
     problem = None if steps.reduction == "mean" else f"reduction is {steps.reduction}"
     if steps.form == "no_const":
-        problem = "form is no_const, the density without constants, which rollout_log_prob_no_const is not"
-    _refuse(problem)
+        problem = "form is no_const, the density without constants, unlike rollout_log_prob_no_const"
+    _raise_problem(problem)
 
 
-def _refuse(problem: str | None) -> None:
+def _raise_problem(problem: str | None) -> None:
     if problem is not None:
-        raise UsageError(f"{problem}; sglang cannot do this: leave it, or let fluvial serve make the samples")
+        raise UsageError(f"{problem}; sglang does not support this: change it, or sample with fluvial serve")

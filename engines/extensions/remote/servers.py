@@ -1,4 +1,4 @@
-"""Several servers: which one a request goes to, and what becomes of it when one fails."""
+"""Pool of rollout servers, with load balancing, failover and probes of servers that failed."""
 
 import threading
 import time
@@ -6,22 +6,22 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.wire.client import START, HttpClient, Reply, is_success, retry_after
+from fluvial.engines.extensions.wire.client import START, HttpClient, Reply, is_success, read_retry_after
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.sampling.config import ServersConfig
 
 T = TypeVar("T")
 
 READY = "/health_generate"
-FIRST_PROBE, LAST_PROBE = 0.5, 15.0  # seconds until a server that failed is asked whether it is back; each is twice the last
+FIRST_PROBE, LAST_PROBE = 0.5, 15.0  # seconds until a failed server is probed; doubles from one probe to the next
 PROBE_TIMEOUT = 10.0  # seconds
-TRIES = 4  # servers that may fail at one request before the request is given up
-BUSY = 0.5  # seconds that a server is left alone which has too much to do and does not say for how long
-ELSEWHERE = (408, 409, 429)  # statuses below 500 of a server that others may do better than
+TRIES = 4  # failures of a request, on any servers, before it is given up
+BUSY = 0.5  # pause of a server that answered 429 without Retry-After, in seconds
+ELSEWHERE = (408, 409, 429)  # statuses below 500 with which the request goes to another server
 
 
 class Server:
-    """A server, and what is known of it."""
+    """Server, with its clients and its state."""
 
     def __init__(self, url: str, config: ServersConfig) -> None:
         admin = config.admin_env or config.key_env
@@ -36,8 +36,8 @@ class Server:
         self.control = HttpClient(url, timeout=config.timeout, patience=min(START, config.patience), key_env=admin)
         self.probe = HttpClient(url, timeout=min(PROBE_TIMEOUT, config.timeout), patience=0.0, key_env=config.key_env)
         self.in_flight = 0
-        self.problem = ""  # why no requests go to it; empty where they do
-        self.is_ready = True  # whether it can be given weights: it said so when it was asked last
+        self.problem = ""  # why it gets no requests; empty if it does
+        self.is_ready = True  # whether weights can be pushed to it, as of the last probe
         self.busy_until, self.probe_at, self.probe_delay = 0.0, 0.0, FIRST_PROBE
 
     @property
@@ -47,15 +47,15 @@ class Server:
 
 
 class ServerPool:
-    """Servers with the same capabilities. A request goes to the one with the fewest, and to another one if that fails.
+    """Interchangeable servers. A request goes to the server with the fewest requests, and to another one if that fails.
 
-    A server that does not answer leaves, and comes back when it says that it is ready and `revive` has nothing against it.
+    A server that does not answer is suspended until it is ready again and `revive` succeeds.
 
     Args:
-        revive: function that makes a server which has come back as the others are; it returns why that is not possible.
+        revive: function that brings a server that has come back to the state of the others; returns the problem, or None.
 
     Raises:
-        UsageError: an address is not one, or is there twice.
+        UsageError: an address is invalid, or named twice.
     """
 
     def __init__(
@@ -65,31 +65,31 @@ class ServerPool:
         if len({server.address for server in self.servers}) < len(self.servers):
             raise UsageError(f"`rollout.source` names a server twice: {', '.join(urls)}")
         self.in_flight, self.patience, self.revive = config.in_flight, config.patience, revive
-        self._news, self._closed = threading.Condition(), False
+        self._changed, self._closed = threading.Condition(), False
         self._last_good = 0.0
-        self._watch: threading.Thread | None = None
-        self._pushes = 0  # times that weights were given
+        self._prober: threading.Thread | None = None
+        self._pushes = 0  # number of pushes of weights
 
     @property
     def live(self) -> list[Server]:
-        """The servers that requests go to."""
-        with self._news:
+        """Servers that get requests."""
+        with self._changed:
             return [server for server in self.servers if not server.problem]
 
     @property
     def ready(self) -> list[Server]:
-        """The servers that weights can be given to: those that requests go to, and those that are back without weights."""
-        with self._news:
+        """Servers that weights can be pushed to: live ones, and those that are back without weights."""
+        with self._changed:
             return [server for server in self.servers if server.is_ready]
 
     def ask(self, path: str, body: bytes, read: Callable[[Reply, str], T]) -> T:
-        """Return what `read` makes of the first reply that can be used; from any number of threads.
+        """Return the result of `read` for the first usable reply. Thread-safe.
 
         Args:
-            read: function of a reply and the server's address that raises WireError for a reply that cannot be used.
+            read: function of a reply and the server's address; raises WireError for a reply that cannot be used.
 
         Raises:
-            RunError: the request is wrong, `TRIES` servers failed at it, or no server answers for `patience` seconds.
+            RunError: the request is wrong, failed `TRIES` times, or no server answers for `patience` seconds.
         """
         failures, since, avoid = 0, None, None
         while True:
@@ -103,7 +103,7 @@ class ServerPool:
                 reply, problem = server.client.attempt(path, body)
                 if reply is not None and is_success(reply):
                     answer = read(reply, server.address)
-                    with self._news:
+                    with self._changed:
                         self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
                     return answer
             except WireError as error:
@@ -111,122 +111,122 @@ class ServerPool:
             except RunError as error:  # too large
                 problem = str(error)
             finally:
-                with self._news:
+                with self._changed:
                     server.in_flight -= 1
-                    self._news.notify_all()
+                    self._changed.notify_all()
             status = 0 if reply is None else reply.status
             if 300 <= status < 500 and status not in ELSEWHERE:
                 raise RunError(problem)
             failures += status != 429
             if failures >= TRIES:
                 raise RunError(f"{problem}; {failures} tries failed")
-            with self._news:  # it is left alone for a while, or until it is back
+            with self._changed:
                 if status == 429:
-                    server.busy_until = time.monotonic() + max(retry_after(reply), BUSY)
+                    server.busy_until = time.monotonic() + max(read_retry_after(reply), BUSY)
                 else:
-                    self._leave(server, problem)
+                    self._suspend(server, problem)
             since, avoid = time.monotonic() if since is None else since, server
             self._check_patience(since)
 
     def wait(self, since: float) -> None:
-        """Wait until a server can be given weights.
+        """Wait until weights can be pushed to a server.
 
         Args:
-            since: time of the monotonic clock when waiting began.
+            since: start of the waiting time, of the monotonic clock.
 
         Raises:
-            RunError: none could for `patience` seconds.
+            RunError: no server was ready for `patience` seconds.
         """
         self._check_patience(since)
         while not self.ready:
             self._check_patience(since)
-            with self._news:
-                self._news.wait(0.05)
+            with self._changed:
+                self._changed.wait(0.05)
 
     def keep(self, addresses: Collection[str], reasons: dict[str, str] | None = None) -> None:
-        """Send requests to the servers with these addresses alone, which have the current weights."""
-        with self._news:
+        """Send requests only to the servers with these addresses, which have the current weights."""
+        with self._changed:
             self._pushes += 1
             for server in self.servers:
                 if server.address in addresses:
                     server.problem, server.is_ready, server.probe_delay = "", True, FIRST_PROBE
                 else:
                     reason = (reasons or {}).get(server.address, server.problem)
-                    self._leave(server, reason or f"{server.address} was not given the current weights")
-            self._news.notify_all()
+                    self._suspend(server, reason or f"{server.address} did not get the current weights")
+            self._changed.notify_all()
 
     def drop(self, server: Server, problem: str) -> None:
-        """Send no requests to a server until it is back."""
-        with self._news:
-            self._leave(server, problem)
+        """Send no requests to a server until a probe succeeds."""
+        with self._changed:
+            self._suspend(server, problem)
 
     def remove(self, addresses: Collection[str]) -> bool:
-        """Send no requests to servers any more; return whether one is left."""
-        with self._news:
+        """Remove servers for good; return whether one is left."""
+        with self._changed:
             self.servers = [server for server in self.servers if server.address not in addresses]
             return bool(self.servers)
 
     def close(self) -> None:
-        """End the thread that asks whether servers are back."""
-        with self._news:
+        """End the thread of the probes."""
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def _take(self, avoid: Server | None) -> Server | None:
-        """Return a server and count a request to it; None after a moment in which there was none."""
-        with self._news:
+        """Return a free server and count a request to it; None after a short wait without one."""
+        with self._changed:
             now = time.monotonic()
             ready = [server for server in self.servers if not server.problem and server.busy_until <= now]
             free = [server for server in ready if server.in_flight < self.in_flight]
             if not free:
-                self._news.wait(0.05)
+                self._changed.wait(0.05)
                 return None
             server = min(free, key=lambda each: (each is avoid, each.in_flight))
             server.in_flight += 1
             return server
 
-    def _leave(self, server: Server, problem: str) -> None:
-        """Send no requests to a server until a probe succeeds; with the lock."""
+    def _suspend(self, server: Server, problem: str) -> None:
+        """Send no requests to a server until a probe succeeds; the caller holds the lock."""
         server.is_ready = False
         if not server.problem:
             server.probe_at = time.monotonic() + server.probe_delay
         server.problem = problem
-        if self._watch is None and not self._closed:
-            self._watch = threading.Thread(target=self._probe_for_ever, name="fluvial probes of servers", daemon=True)
-            self._watch.start()
+        if self._prober is None and not self._closed:
+            self._prober = threading.Thread(target=self._probe_until_closed, name="fluvial probes of servers", daemon=True)
+            self._prober.start()
 
     def _check_patience(self, since: float) -> None:
-        """Raise RunError if no server has answered for too long, except where requests are in flight."""
-        with self._news:
+        """Raise RunError if no server has answered for too long and no request is in flight."""
+        with self._changed:
             last = max(since, self._last_good)
             if time.monotonic() - last <= self.patience or any(server.in_flight for server in self.servers):
                 return
             problems = {server.problem or f"{server.address} is busy" for server in self.servers}
             raise RunError(f"no server has answered for {time.monotonic() - last:.0f} s: {'; '.join(sorted(problems))}")
 
-    def _probe_for_ever(self) -> None:
+    def _probe_until_closed(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._closed, timeout=0.05)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, timeout=0.05)
                 if self._closed:
                     return
                 now, pushes = time.monotonic(), self._pushes
                 due = [server for server in self.servers if server.problem and server.probe_at <= now]
             for server in due:
                 problem = self._probe(server)
-                with self._news:
-                    if self._pushes != pushes:  # what was found is of the weights before
+                with self._changed:
+                    if self._pushes != pushes:  # the result is about earlier weights
                         break
                     if problem is None:
                         server.problem, server.busy_until, server.is_ready = "", 0.0, True
-                        self._news.notify_all()
+                        self._changed.notify_all()
                     else:
                         server.problem = problem
                         server.probe_delay = min(2 * server.probe_delay, LAST_PROBE)
                         server.probe_at = time.monotonic() + server.probe_delay
 
     def _probe(self, server: Server) -> str | None:
-        """Return why a server is not back, None if it is."""
+        """Return why a server is not back; None if it is."""
         try:
             reply, problem = server.probe.attempt(READY)
             server.is_ready = is_success(reply)

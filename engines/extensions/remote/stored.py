@@ -1,7 +1,7 @@
-"""Rollouts on disk: a source that keeps what another makes, and one that replays what was kept.
+"""Rollouts on disk: a source that stores the rollouts of another one, and a source that replays them.
 
-A rollout is a pair of files per rank, named by the words of its key: tensors (`.safetensors`), then an index (`.json`) that
-holds their size and SHA-256. The index is written last, so a rollout is complete or not there.
+A rollout is a pair of files per rank, named by its key: tensors (`.safetensors`), and an index (`.json`) with their size and
+SHA-256. The index is written last, so a rollout is complete or absent.
 """
 
 import hashlib
@@ -35,15 +35,15 @@ from fluvial.engines.sampling.source import Holder, RolloutSource
 from fluvial.models import DiffusionModel
 
 FORMAT: Literal[1] = 1
-FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final", "images")  # tensors of a chunk; velocity where recorded
+FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final", "images")  # tensors of a chunk; velocity if recorded
 
 
-class Storing(RolloutSource):
-    """Source that keeps the rollouts of another in a folder, whole ones alone.
+class StoringSource(RolloutSource):
+    """Source that stores the complete rollouts of another one in a folder.
 
     Args:
-        world: process group; one rank of those with the same samples writes.
-        resume: whether the run goes on, so that its rollouts may be there already.
+        world: process group; one of the ranks with the same samples writes.
+        resume: whether the run continues, so that its rollouts may exist already.
 
     Raises:
         UsageError: the folder cannot be written, or holds rollouts of another run.
@@ -61,9 +61,9 @@ class Storing(RolloutSource):
         chunks = list[Chunk]()
         for chunk in self.source.generate(requests, sampling, micro_batch=micro_batch):
             yield chunk
-            chunks.append(_on_host(chunk))
+            chunks.append(_move_to_host(chunk))
         if self.world.rank % self.world.sequence == 0:
-            write(self.folder, requests, sampling, chunks, part=self.world.data_rank)
+            write_rollout(self.folder, requests, sampling, chunks, part=self.world.data_rank)
 
     def push(self, engine: Holder, version: int) -> None:
         self.source.push(engine, version)
@@ -84,17 +84,17 @@ class Storing(RolloutSource):
         self.source.close()
 
 
-class Replayed(RolloutSource):
-    """Source that takes its samples from a folder of stored rollouts.
+class ReplaySource(RolloutSource):
+    """Source that replays a folder of stored rollouts.
 
-    A rollout is found by its key, and so by the seed of the run and its number of updates. The weights that made it may be
-    others than the trainer's: its log-probabilities are those of the policy that made it.
+    A rollout is identified by its key, which follows from the run's seed and number of updates. Its log-probabilities are
+    those of the policy that sampled it, which may differ from the trainer's.
 
     Args:
         model: adapter of the architecture, which encodes the prompts.
 
     Raises:
-        UsageError: there are none.
+        UsageError: the folder holds no rollouts.
     """
 
     def __init__(self, folder: Path, model: DiffusionModel) -> None:
@@ -109,94 +109,93 @@ class Replayed(RolloutSource):
         """Yield the stored samples with the requested ids, see `RolloutSource`.
 
         Raises:
-            RunError: they are not there, are damaged, or were made in another way than the run asks for.
+            RunError: they are missing or damaged, or were sampled with other settings than the run's.
         """
         device = sampling.schedule.timesteps.device
-        rows, opened = self._rows(requests, sampling), lru_cache(maxsize=4)(_open)
+        locations, open_tensors = self._locate_samples(requests, sampling), lru_cache(maxsize=4)(_open_tensors)
         for start in range(0, len(requests.ids), micro_batch):
             part = slice(start, start + micro_batch)
-            stored = [rows[number] for number in requests.ids[part]]
-            if [row.chunk.windows[row.row] for row in stored] != _windows(requests, sampling, part):
+            stored = [locations[sample_id] for sample_id in requests.ids[part]]
+            if [each.chunk.windows[each.row] for each in stored] != _list_windows(requests, sampling, part):
                 raise RunError(
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
                     "window of the run that stored them, and its `engine.micro_batch` where the window is drawn per call"
                 )
-            tensors = {name: _stack(name, stored, opened) for name in FIELDS}
+            tensors = {name: _stack_samples(name, stored, open_tensors) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(stored))
             cond = sampling.encode(self.model, requests.prompts[part])
-            placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-            images = placed.pop("images")
+            on_device = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+            images = on_device.pop("images")
             assert images is not None
-            trajectory = Trajectory(**placed, debug=None)  # type: ignore[arg-type]  # only velocity may be None
-            yield Chunk(requests.prompts[part], cond, trajectory, images, min(row.chunk.version for row in stored))
+            trajectory = Trajectory(**on_device, debug=None)  # type: ignore[arg-type]  # only velocity may be None
+            yield Chunk(requests.prompts[part], cond, trajectory, images, min(each.chunk.version for each in stored))
 
-    def _rows(self, requests: Requests, sampling: Sampling) -> dict[int, "_StoredSample"]:
-        """Return where the requested samples are, by id."""
-        name, samples_read = name_of(requests.key), dict[int, _StoredSample]()
+    def _locate_samples(self, requests: Requests, sampling: Sampling) -> dict[int, "_StoredSample"]:
+        """Return the location of the requested samples, by id."""
+        name, locations = format_key(requests.key), dict[int, _StoredSample]()
         for path in sorted(self.folder.glob(f"{name}-*.json")):
-            index = _index(path)
-            if wrong := _difference(index.sampling, _describe_sampling(sampling)):
-                raise RunError(f"{path} was sampled in another way than this run asks for: its {wrong}")
-            for number, chunk in enumerate(index.chunks):
+            rollout = _read_index(path)
+            if difference := _find_difference(rollout.sampling, _describe_sampling(sampling)):
+                raise RunError(f"{path} was sampled with other settings than this run's: its {difference}")
+            for number, chunk in enumerate(rollout.chunks):
                 for row, sample_id in enumerate(chunk.ids):
-                    samples_read.setdefault(sample_id, _StoredSample(path.with_suffix(".safetensors"), index, number, row))
-        if not samples_read:
+                    location = _StoredSample(path.with_suffix(".safetensors"), rollout, number, row)
+                    locations.setdefault(sample_id, location)
+        if not locations:
             raise RunError(
                 f"`rollout.source` is replayed:{self.folder}, which has no rollout of key {name}: use the seed, the "
                 "prompts and the updates per rollout of the run that stored them, and no more updates"
             )
-        for number, prompt in zip(requests.ids, requests.prompts, strict=True):
-            if number not in samples_read:
-                raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            kept, place = samples_read[number].chunk, samples_read[number].row
-            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (kept.prompts[place], prompt.text)}
-            if kept.negatives is not None:
-                pairs["negative prompt"] = kept.negatives[place], prompt.negative
-            for kind, (stored, asked) in pairs.items():
-                if stored != asked:
+        for sample_id, prompt in zip(requests.ids, requests.prompts, strict=True):
+            if sample_id not in locations:
+                raise RunError(f"{self.folder}: rollout {name} has no sample {sample_id}: its run had smaller rollouts")
+            chunk, row = locations[sample_id].chunk, locations[sample_id].row
+            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (chunk.prompts[row], prompt.text)}
+            if chunk.negatives is not None:
+                pairs["negative prompt"] = chunk.negatives[row], prompt.negative
+            for kind, (stored, requested) in pairs.items():
+                if stored != requested:
                     raise RunError(
-                        f"{self.folder}: sample {number} of rollout {name} is of the {kind} {stored!r}, expected "
-                        f"{asked!r}: use the prompts of the run that stored it"
+                        f"{self.folder}: sample {sample_id} of rollout {name} has the {kind} {stored!r}, expected "
+                        f"{requested!r}: use the prompts of the run that stored it"
                     )
-        return samples_read
+        return locations
 
 
-def name_of(key: Key) -> str:
-    """Return the name of the rollout of a key."""
+def format_key(key: Key) -> str:
+    """Format a key as the name of its rollout."""
     return f"{int(key.high):08x}{int(key.low):08x}"
 
 
-def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence[Chunk], *, part: int) -> None:
+def write_rollout(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence[Chunk], *, part: int) -> None:
     """Write this rank's part of a rollout.
 
     Args:
         chunks: all chunks of this rank, on the host.
-        part: number of this rank among those with other samples.
+        part: index of this rank's part: its data-parallel rank.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the folder cannot be written.
     """
-    tensors, listed, start = dict[str, Tensor](), list[StoredChunk](), 0
+    tensors, stored_chunks, start = dict[str, Tensor](), list[StoredChunk](), 0
     for number, chunk in enumerate(chunks):
-        tensors_of_chunk = {**chunk.trajectory._asdict(), "images": chunk.images}
-        tensors |= {
-            f"{number}.{name}": tensors_of_chunk[name].contiguous() for name in FIELDS if tensors_of_chunk[name] is not None
-        }
-        written = slice(start, start + len(chunk.prompts))
-        prompts, windows = texts(chunk.prompts), _windows(requests, sampling, written)
+        fields = {**chunk.trajectory._asdict(), "images": chunk.images}
+        tensors |= {f"{number}.{name}": fields[name].contiguous() for name in FIELDS if fields[name] is not None}
+        samples = slice(start, start + len(chunk.prompts))
+        prompts, windows = texts(chunk.prompts), _list_windows(requests, sampling, samples)
         negatives = [prompt.negative for prompt in chunk.prompts]
-        listed.append(StoredChunk(chunk.version, list(requests.ids[written]), prompts, windows, negatives))
+        stored_chunks.append(StoredChunk(chunk.version, list(requests.ids[samples]), prompts, windows, negatives))
         start += len(prompts)
-    stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
+    stem, partial = f"{format_key(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
     file, index = folder / f"{stem}.safetensors", folder / f"{stem}.json"
     try:
         save_tensors(tensors, Path(f"{file}{partial}"))
-        size, digest = os.path.getsize(f"{file}{partial}"), _digest(Path(f"{file}{partial}"))
-        text = msgspec.json.encode(StoredRollout(size, digest, _describe_sampling(sampling), listed))
+        size, digest = os.path.getsize(f"{file}{partial}"), _hash_file(Path(f"{file}{partial}"))
+        text = msgspec.json.encode(StoredRollout(size, digest, _describe_sampling(sampling), stored_chunks))
         Path(f"{index}{partial}").write_bytes(msgspec.json.format(text, indent=1))
         for path in (file, index):
             sync(Path(f"{path}{partial}"))
-        index.unlink(missing_ok=True)  # of the same rollout, made before the run was resumed
+        index.unlink(missing_ok=True)  # of the same rollout, sampled before the run was resumed
         for path in (file, index):
             os.replace(f"{path}{partial}", path)
         sync(folder)
@@ -206,28 +205,30 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def open_replayed(rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
+def open_replayed(
+    rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any
+) -> ReplaySource:
     """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`; UsageError if it holds none."""
-    return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
+    return ReplaySource(Path(rollout.source.removeprefix(REPLAYED)), model)
 
 
 class StoredChunk(Struct, frozen=True):
-    """A chunk of a stored rollout: for each sample its id, prompt, stochastic steps and own negative prompt."""
+    """Chunk of a stored rollout: id, prompt, stochastic steps and negative prompt of each sample."""
 
     version: int
     ids: list[int]
     prompts: list[str]
     windows: list[list[int]]
-    negatives: list[str | None] | None = None  # not written before; None of a prompt without one of its own
+    negatives: list[str | None] | None = None  # None in older files; an item is None if the prompt has no negative one
 
     def __post_init__(self) -> None:
         lists = (self.prompts, self.windows, *(() if self.negatives is None else (self.negatives,)))
         if any(len(each) != len(self.ids) for each in lists):
-            raise ValueError("ids, prompts, windows and negatives are not as many")
+            raise ValueError("ids, prompts, windows and negatives differ in length")
 
 
 class StoredRollout(Struct, frozen=True):
-    """Index of the tensors of a rollout, with their size and SHA-256."""
+    """Index of a rollout, with the size and SHA-256 of its tensors."""
 
     bytes: int
     sha256: str
@@ -237,60 +238,62 @@ class StoredRollout(Struct, frozen=True):
 
 
 class _StoredSample(NamedTuple):
-    """Place of a stored sample."""
+    """Location of a stored sample."""
 
     path: Path  # of the tensors
     rollout: StoredRollout
-    number: int  # of the chunk
-    row: int
+    number: int  # index of the chunk
+    row: int  # row of the chunk's tensors
 
     @property
     def chunk(self) -> StoredChunk:
         return self.rollout.chunks[self.number]
 
 
-def _stack(name: str, samples: Sequence[_StoredSample], opened: Callable[[Path, int, str], Any]) -> Tensor | None:
-    """Return a tensor of some samples; None where it was not recorded."""
+def _stack_samples(
+    name: str, samples: Sequence[_StoredSample], open_tensors: Callable[[Path, int, str], Any]
+) -> Tensor | None:
+    """Stack one tensor of some samples; None if it was not recorded."""
     parts = []
     for path, rollout, chunk, row in samples:
-        file = opened(path, rollout.bytes, rollout.sha256)
+        file = open_tensors(path, rollout.bytes, rollout.sha256)
         if f"{chunk}.{name}" not in file.keys():  # noqa: SIM118
             if name == "velocity":
                 return None
             raise RunError(f"{path} has no tensor {chunk}.{name}")
-        whole = file.get_slice(f"{chunk}.{name}")
-        shape = whole.get_shape()
+        tensor = file.get_slice(f"{chunk}.{name}")
+        shape = tensor.get_shape()
         if not shape or row >= shape[0]:
             raise RunError(f"{path}: {chunk}.{name} has shape {shape}, and no row {row}")
-        parts.append(whole[row])
+        parts.append(tensor[row])
     if len({(part.shape, part.dtype) for part in parts}) > 1:
         raise RunError(f"{path.parent}: {name} of samples of one rollout have different shapes")
     return torch.stack(parts)
 
 
-def _open(path: Path, size: int, digest: str) -> Any:
-    """Return a file of safetensors that is as its index says."""
+def _open_tensors(path: Path, size: int, digest: str) -> Any:
+    """Open a safetensors file, and check its size and SHA-256."""
     with convert_errors(RunError, OSError, SafetensorError, says=f"{path} cannot be read"):
         if path.stat().st_size != size:
             raise RunError(f"{path} has {path.stat().st_size} bytes, expected {size}: it is damaged, copy it again")
-        if _digest(path) != digest:
+        if _hash_file(path) != digest:
             raise RunError(f"{path} is damaged: its SHA-256 is not that of its index; copy it again")
         return safe_open(path, framework="pt")
 
 
-def _on_host(chunk: Chunk) -> Chunk:
-    """Return what is kept of a chunk, on the host."""
+def _move_to_host(chunk: Chunk) -> Chunk:
+    """Move a chunk to the host, without its conditioning."""
     trajectory = optree.tree_map(lambda tensor: tensor.cpu(), chunk.trajectory)
     return chunk._replace(cond=None, trajectory=trajectory, images=chunk.images.cpu())
 
 
 def _describe_sampling(sampling: Sampling) -> dict[str, Any]:
-    """Return what the update of a rollout must know of its sampling, as JSON values."""
+    """Return the sampling settings that an update of the rollout depends on, as JSON values."""
     levels, guidance, stochastic = sampling.schedule.levels, sampling.guidance, sampling.stochastic
     recorded: dict[str, Any] = {}
     if stochastic is not None and stochastic.record:
         table = step_coefficients(stochastic.transition, levels)
-        columns = {f"coefficient {name}": _numbers(value) for name, value in table._asdict().items()}
+        columns = {f"coefficient {name}": _to_json_numbers(value) for name, value in table._asdict().items()}
         recorded = {"form": stochastic.form, "reduction": stochastic.reduction, **columns}
     return {
         "shape": list(sampling.shape),
@@ -302,41 +305,40 @@ def _describe_sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _numbers(tensor: Tensor) -> list[Any]:
-    """Return numbers as JSON values; what is not finite is a text, because NaN is not equal to itself."""
+def _to_json_numbers(tensor: Tensor) -> list[Any]:
+    """Convert numbers to JSON, non-finite ones to texts, because NaN is not equal to itself."""
     return [value if math.isfinite(value) else str(value) for value in tensor.tolist()]
 
 
-def _windows(requests: Requests, sampling: Sampling, part: slice) -> list[list[int]]:
-    """Return the stochastic steps of each sample of a chunk, none where there are none."""
+def _list_windows(requests: Requests, sampling: Sampling, part: slice) -> list[list[int]]:
+    """List the stochastic steps of each sample of a chunk."""
     ids = requests.ids[part]
     steps = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
     return steps.tolist() if isinstance(steps, Tensor) else [sorted(steps)] * len(ids)
 
 
-def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str | None:
-    """Return what of the sampling differs, in words; None if nothing does."""
-    for name in {**asked, **stored}:
-        if stored.get(name) != asked.get(name):
-            return f"{name} is {_format_value(stored.get(name))}, expected {_format_value(asked.get(name))}"
+def _find_difference(stored: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """Describe the first difference of sampling settings; None if they are equal."""
+    for name in {**expected, **stored}:
+        if stored.get(name) != expected.get(name):
+            return f"{name} is {_format_value(stored.get(name))}, expected {_format_value(expected.get(name))}"
     return None
 
 
 def _format_value(value: Any) -> str:
-    """Return a value for a message, cut short."""
+    """Format a value for a message, in at most 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _index(path: Path) -> StoredRollout:
-    """Return the index of a file of a rollout."""
+def _read_index(path: Path) -> StoredRollout:
     try:
         return msgspec.json.decode(path.read_bytes(), type=StoredRollout)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RunError(
-            f"{path} is no index of format {FORMAT}, it is damaged or of another version of fluvial: {error}"
+            f"{path} is not an index of format {FORMAT}; it is damaged, or of another version of fluvial: {error}"
         ) from error
 
 
@@ -361,7 +363,7 @@ def _check_shapes(folder: Path, tensors: dict[str, Tensor | None], sampling: Sam
         raise RunError(f"{folder}: a stored rollout has steps that are not steps of the schedule")
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Charts of a run: lines and bars as SVG inside a page, and lines as a PNG."""
+"""Charts: lines and bars as SVG within a page, and lines as a PNG."""
 
 import io
 import math
@@ -25,11 +25,11 @@ class LineChart(NamedTuple):
     """Lines over the same axes.
 
     Args:
-        title: what is shown.
+        title: title of the chart.
         lines: points (x, y) by label, ordered by x; points that are not finite are left out.
-        unit: unit of y, or what one number of it is.
-        xlabel: what x counts.
-        y: range of y: `free` fits it to the points, `from_zero` begins at 0, for sizes, and `share` is within 0 and 100 %.
+        unit: unit of y, or the meaning of a value.
+        xlabel: label of the x axis.
+        y: range of y: `free` fits the points, `from_zero` begins at 0, `share` is within 0 and 100 %.
     """
 
     title: str
@@ -40,45 +40,45 @@ class LineChart(NamedTuple):
 
     @property
     def finite(self) -> dict[str, list[tuple[float, float]]]:
-        """Finite points of each line that has some, at most 300 of them."""
+        """Finite points of each line that has any, at most 300 per line."""
         finite = {label: [point for point in line if all(map(math.isfinite, point))] for label, line in self.lines.items()}
         return {label: thin(points) for label, points in finite.items() if points}
 
 
-def line_chart(chart: LineChart) -> str:
-    """Return a figure of lines as HTML, or nothing where no line has a finite point."""
+def draw_lines(chart: LineChart) -> str:
+    """Return a figure of lines as HTML; empty if no line has a finite point."""
     finite = chart.finite
     if not finite:
         return ""
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     _draw(axes, chart, finite)
-    return as_svg(figure, chart.title, chart.unit, [*finite])
+    return to_svg(figure, chart.title, chart.unit, [*finite])
 
 
-def bar_chart(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
-    """Return a figure of bars side by side: shares by position, by label; nothing where there are none."""
+def draw_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
+    """Return a figure of grouped bars as HTML, fractions by position, by label; empty without a bar above 0."""
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
     if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""
-    figure, axes = _figure()
+    figure, axes = _make_figure()
     width = 0.8 / len(bars)
     for number, heights in enumerate(bars.values()):
-        places = [place - 0.4 + (number + 0.5) * width for place in range(len(positions))]
-        axes.bar(places, [heights.get(position, 0.0) for position in positions], width)
+        centres = [tick - 0.4 + (number + 0.5) * width for tick in range(len(positions))]
+        axes.bar(centres, [heights.get(position, 0.0) for position in positions], width)
     axes.set_xticks(range(len(positions)), positions, fontsize=8)
-    _finish(axes, xlabel, "share")
-    return as_svg(figure, title, "share of the samples", [*bars])
+    _finish_axes(axes, xlabel, "share")
+    return to_svg(figure, title, "share of the samples", [*bars])
 
 
-def curve(path: Path, title: str, points: Points, unit: str = "") -> None:
-    """Draw one line over updates as a PNG; a card's is drawn so (`fluvial.curves`)."""
-    curves(path, [LineChart(title, {"": points}, unit)])
+def draw_curve(path: Path, title: str, points: Points, unit: str = "") -> None:
+    """Draw one line over updates as a PNG; entry point of the model card's curve (`fluvial.curves`)."""
+    draw_curves(path, [LineChart(title, {"": points}, unit)])
 
 
-def curves(path: Path, charts: Sequence[LineChart]) -> None:
-    """Write a PNG of line charts, two per row, about 1,000 pixels wide, so that it is readable within a page of text.
+def draw_curves(path: Path, charts: Sequence[LineChart]) -> None:
+    """Write a PNG of line charts, two per row, about 1,000 pixels wide, to be readable within a page of text.
 
-    Charts without points are left out if there are others.
+    Charts without points are left out, unless no chart has points.
     """
     from matplotlib.figure import Figure
 
@@ -98,15 +98,15 @@ def curves(path: Path, charts: Sequence[LineChart]) -> None:
 
 
 def thin(points: Points) -> list[tuple[float, float]]:
-    """Return at most 300 points: the means of as many stretches of equal length, where there are more."""
+    """Return at most 300 points; more are averaged over 300 parts of equal length."""
     if len(points) <= MOST_POINTS:
         return list(points)
     edges = [i * len(points) // MOST_POINTS for i in range(MOST_POINTS + 1)]
-    stretches = [points[start:stop] for start, stop in pairwise(edges)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in stretches]
+    parts = [points[start:stop] for start, stop in pairwise(edges)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
-def _figure() -> "tuple[Figure, Axes]":
+def _make_figure() -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 2.6))
@@ -120,18 +120,18 @@ def _figure() -> "tuple[Figure, Axes]":
 
 
 def _draw(axes: "Axes", chart: LineChart, lines: Mapping[str, Points]) -> None:
-    """Draw lines; few points are marked, so that a single evaluation is seen."""
+    """Draw lines; few points get markers, so that a single evaluation is visible."""
     from matplotlib.ticker import MaxNLocator
 
     for label, points in lines.items():
         marker = "o" if len(points) < 30 else None
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker, markersize=4)
-    _finish(axes, chart.xlabel, chart.y)
+    _finish_axes(axes, chart.xlabel, chart.y)
     if all(float(x).is_integer() for line in lines.values() for x, _ in line):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _finish(axes: "Axes", xlabel: str, y: str) -> None:
+def _finish_axes(axes: "Axes", xlabel: str, y: str) -> None:
     """Set the axes' range, numbers and label."""
     least, most = axes.dataLim.intervaly
     if y == "share":
@@ -146,10 +146,10 @@ def _finish(axes: "Axes", xlabel: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def as_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
-    """Return a figure with its title, unit and legend as HTML; its text is text, and the same chart is the same bytes.
+def to_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
+    """Return a figure with its title, unit and legend as HTML. Text stays text, and equal charts give equal bytes.
 
-    The legend is left out where the only label is empty.
+    The legend is left out if the only label is empty.
     """
     from matplotlib import rc_context
 
@@ -159,12 +159,12 @@ def as_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] =
     svg = written.getvalue().partition("<svg")[2]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<style .*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # names of parts, which other charts of the page have as well
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # other charts of the page have the same ids
     name = escape(title)
     caption = f"{name} <em>{escape(unit)}</em>" if unit else name
     keys = "".join(
-        f'<span><i style="background:{COLOURS[place % len(COLOURS)]}"></i>{escape(label)}</span>'
-        for place, label in enumerate(labels)
+        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(label)}</span>'
+        for number, label in enumerate(labels)
     )
     legend = f'<div class="legend">{keys}</div>' if [*labels] not in ([], [""]) else ""
     return f'<figure><figcaption>{caption}</figcaption>{legend}<svg role="img" aria-label="{name}" {svg.strip()}</figure>'

@@ -12,11 +12,11 @@ from typing import Any
 from fluvial.engines.run.log.trackers import TrackedRun, TrackedSamples
 
 PROJECT = "fluvial"
-HISTOGRAM = "/histogram/"  # in the name of a bin: what it is of, and its lower edge; the first is `below`
+HISTOGRAM = "/histogram/"  # in the name of a bin, between the metric and the lower edge; that of the first is `below`
 
 
 class TensorBoard:
-    """Writes event files to the folder `tensorboard` of the run."""
+    """Tracker that writes event files to the folder `tensorboard` of the run."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -26,12 +26,12 @@ class TensorBoard:
             self.writer.add_text("config", f"    {json.dumps(run.config, indent=1)}".replace("\n", "\n    "), 0)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Write a point of each number."""
+        """Write a point per number."""
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
 
     def log_images(self, samples: TrackedSamples, step: int) -> None:
-        """Write the sheet, which has the captions that TensorBoard lacks."""
+        """Write the sheet, which shows the captions; TensorBoard has none."""
         import numpy as np
 
         self.writer.add_image(f"samples/{samples.name}", np.asarray(samples.sheet), step, dataformats="HWC")
@@ -42,11 +42,11 @@ class TensorBoard:
 
 
 class PackageTracker:
-    """Logs to a package: numbers by update, and images with their captions.
+    """Tracker that logs numbers and captioned images to a package.
 
     Args:
-        target: what has the functions log and finish, the package or a run of it.
-        image: the package's class of images.
+        target: object with the functions log and finish: the package or a run of it.
+        image: class of the package for images.
     """
 
     def __init__(self, target: Any, image: Callable[..., Any]) -> None:
@@ -67,42 +67,42 @@ class PackageTracker:
 
 
 class Wandb(PackageTracker):
-    """Logs to Weights & Biases; offline, below the run folder, unless there is a login or WANDB_MODE says otherwise."""
+    """Tracker for Weights & Biases; offline, in the run folder, unless there is a login or WANDB_MODE is set."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        known = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or has_login("api.wandb.ai")
-        made = wandb.init(
+        has_mode = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or has_login("api.wandb.ai")
+        wandb_run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.folder.name,
             id=run.id,
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            mode=None if known else "offline",
+            mode=None if has_mode else "offline",
             settings=wandb.Settings(console="off"),
         )
-        # A resumed run logs updates again that came after its checkpoint, and wandb's own step only grows.
-        made.define_metric("update")
-        made.define_metric("*", step_metric="update")
-        super().__init__(made, wandb.Image)
+        # A resumed run repeats the updates after its checkpoint, and wandb's own step can only grow.
+        wandb_run.define_metric("update")
+        wandb_run.define_metric("*", step_metric="update")
+        super().__init__(wandb_run, wandb.Image)
         self.histogram = wandb.Histogram
 
     def log(self, numbers: Mapping[str, Any], step: int) -> None:
-        """Log numbers over updates, and histograms as such."""
+        """Log numbers over updates, with the bins of a histogram as one histogram."""
         plain = {name: number for name, number in numbers.items() if HISTOGRAM not in name}
-        shown = {name: self.histogram(np_histogram=bins) for name, bins in read_histograms(numbers).items()}
-        self.target.log({**plain, **shown, "update": step})
+        histograms = {name: self.histogram(np_histogram=bins) for name, bins in read_histograms(numbers).items()}
+        self.target.log({**plain, **histograms, "update": step})
 
 
 class Trackio(PackageTracker):
-    """Logs to Trackio, which keeps runs on this machine unless TRACKIO_SPACE_ID names a Space."""
+    """Tracker for Trackio, which keeps runs on this machine unless TRACKIO_SPACE_ID names a Space."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        # Trackio continues a run by its name.
+        # Trackio resumes a run by its name.
         trackio.init(
             project=PROJECT,
             name=f"{run.folder.name}-{run.id[:8]}",
@@ -113,19 +113,19 @@ class Trackio(PackageTracker):
         super().__init__(trackio, trackio.Image)
 
     def log_images(self, samples: TrackedSamples, step: int) -> None:
-        """Log each image alone, as Trackio has no lists of them."""
+        """Log each image alone, because Trackio has no lists of images."""
         for i, (image, caption) in enumerate(zip(samples.images, samples.captions, strict=True)):
             self.log({f"samples/{samples.name}/{i}": self.image(image, caption=caption)}, step)
 
 
 class SwanLab(PackageTracker):
-    """Logs to SwanLab; offline, below the run folder, unless there is a login or SWANLAB_MODE says otherwise."""
+    """Tracker for SwanLab; offline, in the run folder, unless there is a login or SWANLAB_MODE is set."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
         login = Path.home() / ".swanlab" / ".netrc"
-        known = os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY") or login.is_file()
+        has_mode = os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY") or login.is_file()
         folder = run.folder / "swanlab"
         folder.mkdir(exist_ok=True)
         swanlab.init(
@@ -133,7 +133,7 @@ class SwanLab(PackageTracker):
             name=run.folder.name,
             config=dict(run.config),
             log_dir=str(folder),
-            mode=None if known else "offline",
+            mode=None if has_mode else "offline",
             id=run.id,
             resume="allow",
         )
@@ -141,7 +141,7 @@ class SwanLab(PackageTracker):
 
 
 class Mlflow:
-    """Logs to MLflow: to the server of MLFLOW_TRACKING_URI, else to a database in the run folder."""
+    """Tracker for MLflow: the server of MLFLOW_TRACKING_URI, else a database in the run folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
@@ -153,18 +153,18 @@ class Mlflow:
             if mlflow.get_experiment_by_name(PROJECT) is None:
                 mlflow.create_experiment(PROJECT, artifact_location=(folder / "mlflow").as_uri())
         mlflow.set_experiment(PROJECT)
-        # MLflow makes the ids of runs itself.
-        known_runs = mlflow.search_runs(filter_string=f"tags.{PROJECT} = '{run.id}'", output_format="list")
-        known = {"run_id": known_runs[0].info.run_id} if known_runs else {"run_name": run.folder.name}
-        mlflow.start_run(**known, tags={PROJECT: run.id})
+        # MLflow chooses the ids of runs, so ours is a tag.
+        earlier = mlflow.search_runs(filter_string=f"tags.{PROJECT} = '{run.id}'", output_format="list")
+        options = {"run_id": earlier[0].info.run_id} if earlier else {"run_name": run.folder.name}
+        mlflow.start_run(**options, tags={PROJECT: run.id})
         mlflow.log_dict(dict(run.config), "config.json")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Log numbers over updates; characters that MLflow does not take in names become underscores."""
+        """Log numbers over updates; characters that MLflow rejects in names become underscores."""
         self.mlflow.log_metrics({re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}, step=step)
 
     def log_images(self, samples: TrackedSamples, step: int) -> None:
-        """Log the sheet, which has the captions that MLflow lacks."""
+        """Log the sheet, which shows the captions; MLflow has none."""
         self.mlflow.log_image(samples.sheet, key=f"samples/{samples.name}", step=step)
 
     def finish(self) -> None:
@@ -173,14 +173,18 @@ class Mlflow:
 
 
 def read_histograms(numbers: Mapping[str, float]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the heights and the edges of each histogram among numbers; outer bins, which have no end, get the width 1."""
+    """Return the heights and the edges of each histogram among numbers; the outer bins, which are open, get width 1."""
     histograms = dict[str, dict[float, float]]()
     for name, height in numbers.items():
-        of, is_bin, edge = name.partition(HISTOGRAM)
+        metric, is_bin, edge = name.partition(HISTOGRAM)
         if is_bin:
-            histograms.setdefault(f"{of}{HISTOGRAM}".rstrip("/"), {})[-math.inf if edge == "below" else float(edge)] = height
-    every = {name: (sorted(bins)[1:], [bins[edge] for edge in sorted(bins)]) for name, bins in histograms.items()}
-    return {name: (heights, [edges[0] - 1, *edges, edges[-1] + 1]) for name, (edges, heights) in every.items()}
+            bins = histograms.setdefault(f"{metric}{HISTOGRAM}".rstrip("/"), {})
+            bins[-math.inf if edge == "below" else float(edge)] = height
+    results = {}
+    for name, bins in histograms.items():
+        edges = sorted(bins)[1:]
+        results[name] = [bins[edge] for edge in sorted(bins)], [edges[0] - 1, *edges, edges[-1] + 1]
+    return results
 
 
 def has_login(host: str) -> bool:

@@ -1,6 +1,6 @@
-"""One thread that works through what many requests ask for, in common batches.
+"""Dynamic batching: a thread that processes the items of many requests in common batches.
 
-Items are taken in the order of their requests. A batch holds items that are alike, of one request or of several.
+Items are processed in the order of their requests. A batch holds items of the same kind, of one request or of several.
 """
 
 import math
@@ -15,11 +15,11 @@ from fluvial.engines.extensions.servers.asgi import RequestError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-LONGEST_RETRY = 60  # seconds that a client is asked to wait at most
+LONGEST_RETRY = 60  # largest Retry-After, in seconds
 
 
 class _Request(Generic[Item, Result]):
-    """The items of a request, and the results so far by their place."""
+    """Items of a request, with the results so far by index."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items, self.results = items, dict[int, Result]()
@@ -27,15 +27,15 @@ class _Request(Generic[Item, Result]):
 
 
 class Batcher(Generic[Item, Result]):
-    """Makes one result per item on a thread of its own.
+    """Thread that computes one result per item.
 
     Args:
-        make: function that returns the results of a batch. Where it raises, it is called per request, so that a request
-            fails alone, with the exception.
-        alike: function of an item; a batch holds items with the same value.
+        make: function that returns the results of a batch. If it raises, it is called per request, so that only the faulty
+            request fails, with the exception.
+        alike: key of an item; a batch holds items with the same key.
         size: largest number of items per batch.
-        linger: seconds that a batch which is not full waits for more requests.
-        most_waiting: largest number of items that wait; a request beyond it is answered with 429.
+        linger: seconds that an incomplete batch waits for more requests.
+        most_waiting: largest number of waiting items; a request beyond it is answered with 429.
     """
 
     def __init__(
@@ -49,82 +49,82 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         self.make, self.alike = make, alike
         self.size, self.linger, self.most_waiting = size, linger, most_waiting
-        self.begun, self.batches, self.rows = 0, 0, 0  # items that batches took; batches made, and items in them
-        self._seconds = 0.0  # of a batch, on average
-        self._queue: list[tuple[_Request[Item, Result], int]] = []  # requests and places of their items
-        self._news = threading.Condition()
+        self.begun, self.batches, self.rows = 0, 0, 0  # items in begun batches; finished batches, and items in them
+        self._seconds = 0.0  # moving average of the time per batch
+        self._queue: list[tuple[_Request[Item, Result], int]] = []  # requests, with indices of their items
+        self._changed = threading.Condition()
         self._closed = False
-        # A daemon: a batch that hangs does not keep the server alive.
+        # A daemon, so that a batch that hangs does not keep the server alive.
         self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
         """Number of items that wait for a batch."""
-        with self._news:
+        with self._changed:
             return len(self._drop_unwanted())
 
     def submit(self, items: Sequence[Item]) -> "Future[list[Result]]":
-        """Return the future results of a request. Items of a cancelled future are dropped, unless their batch has begun.
+        """Queue the items of a request, and return their future results. Cancelling the future drops waiting items.
 
         Raises:
             RequestError: too many items wait.
         """
         request = _Request[Item, Result](items)
-        with self._news:
+        with self._changed:
             waiting = len(self._drop_unwanted())
             if waiting and waiting + len(items) > self.most_waiting:
                 wait = min(max(math.ceil(waiting / self.size * self._seconds), 1), LONGEST_RETRY)
                 raise RequestError(f"{waiting} samples are waiting: try again in {wait} s", 429, retry_after=wait)
-            self._queue += [(request, place) for place in range(len(items))]
-            self._news.notify_all()
+            self._queue += [(request, index) for index in range(len(items))]
+            self._changed.notify_all()
         return request.future
 
     def close(self, *, wait: float = 0.0) -> None:
-        """End the thread after the batch that it makes, and wait up to `wait` seconds for it."""
-        with self._news:
+        """End the thread after its current batch, and wait up to `wait` seconds for it."""
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
         self._thread.join(wait)
 
     def _serve(self) -> None:
-        while (parts := self._next()) is not None:
+        while (parts := self._wait_for_batch()) is not None:
             if parts:
                 self._make(parts)
 
     def _drop_unwanted(self) -> list[tuple[_Request[Item, Result], int]]:
-        """Drop the items of requests that are over: the client has gone, or another item has failed."""
+        """Drop the items of finished requests: the client has disconnected, or another item has failed. Return the queue."""
         self._queue = [part for part in self._queue if not part[0].future.done()]
         return self._queue
 
-    def _next(self) -> list[tuple[_Request[Item, Result], int]] | None:
-        """Wait for items, and return those of the next batch; None at the end."""
-        with self._news:
-            self._news.wait_for(lambda: self._queue or self._closed)
+    def _wait_for_batch(self) -> list[tuple[_Request[Item, Result], int]] | None:
+        """Wait for items, and return the next batch; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
             if self._closed:
                 return None
             until = time.monotonic() + self.linger
-            while (wait := until - time.monotonic()) > 0 and not self._closed and len(self._alike()) < self.size:
-                self._news.wait(wait)
-            parts = self._alike()[: self.size]
-            taken = set(parts)
-            self._queue = [part for part in self._queue if part not in taken]
+            while (wait := until - time.monotonic()) > 0 and not self._closed and len(self._find_alike()) < self.size:
+                self._changed.wait(wait)
+            parts = self._find_alike()[: self.size]
+            batch = set(parts)
+            self._queue = [part for part in self._queue if part not in batch]
             self.begun += len(parts)
             return parts
 
-    def _alike(self) -> list[tuple[_Request[Item, Result], int]]:
-        """Return the waiting items that are alike the first."""
-        kinds = [self.alike(request.items[place]) for request, place in self._drop_unwanted()]
+    def _find_alike(self) -> list[tuple[_Request[Item, Result], int]]:
+        """Return the waiting items with the key of the first one."""
+        kinds = [self.alike(request.items[index]) for request, index in self._drop_unwanted()]
         return [part for part, kind in zip(self._queue, kinds, strict=True) if kind == kinds[0]]
 
     def _make(self, parts: Sequence[tuple[_Request[Item, Result], int]]) -> None:
         start = time.monotonic()
         try:
-            results = self.make([request.items[place] for request, place in parts])
-        except Exception as error:  # also of the device, such as out of memory: the server goes on
+            results = self.make([request.items[index] for request, index in parts])
+        except Exception as error:  # also errors of the device, such as out of memory: the server continues
             requests = list(dict.fromkeys(request for request, _ in parts))
             if len(requests) == 1:
-                with suppress(InvalidStateError):  # cancelled at this moment
+                with suppress(InvalidStateError):  # cancelled meanwhile
                     requests[0].future.set_exception(error)
                 return
             for each in requests:
@@ -132,8 +132,8 @@ class Batcher(Generic[Item, Result]):
             return
         self.batches, self.rows = self.batches + 1, self.rows + len(parts)
         self._seconds += 0.2 * (time.monotonic() - start - self._seconds)
-        for (request, place), result in zip(parts, results, strict=True):
-            request.results[place] = result
+        for (request, index), result in zip(parts, results, strict=True):
+            request.results[index] = result
             if len(request.results) == len(request.items):
                 with suppress(InvalidStateError):
-                    request.future.set_result([request.results[number] for number in range(len(request.items))])
+                    request.future.set_result([request.results[each] for each in range(len(request.items))])

@@ -1,4 +1,4 @@
-"""Requests of Flow-Factory and of UniRL as images, prompts and metadata: sizes are known before anything is decoded."""
+"""Request formats of Flow-Factory and UniRL. Image sizes are checked before anything is decoded."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ FILES = ("PNG", "JPEG", "WEBP")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScoringLimits:
     """Largest request.
 
     Args:
@@ -32,21 +32,21 @@ class Limits:
 
 
 class SampleToScore(NamedTuple):
-    """A sample to score."""
+    """Sample to score."""
 
-    image: Tensor  # [3, H, W] uint8; of a video [3, F, H, W]
-    prompt: Prompt  # with its metadata, and the image that it is conditioned on
+    image: Tensor  # [3, H, W] uint8; [3, F, H, W] for a video
+    prompt: Prompt  # with its metadata and conditioning image
 
 
 class ScoreRequest(NamedTuple):
-    """A sample of UniRL's format with the rewards that are asked for."""
+    """Sample of UniRL's format with the requested rewards."""
 
     sample: SampleToScore
     rewards: tuple[str, ...]
 
 
-class Compute(Struct, frozen=True):
-    """A request of Flow-Factory to /compute; images and frames as base64."""
+class ComputeBody(Struct, frozen=True):
+    """Body of Flow-Factory's request to /compute; images and frames are base64."""
 
     prompt: Annotated[list[str], Meta(min_length=1)]
     image: list[str] | None = None
@@ -56,7 +56,7 @@ class Compute(Struct, frozen=True):
 
 
 class Turn(Struct, frozen=True):
-    """A turn of a history; only that of the last one is scored."""
+    """Turn of a history; only the last one is scored."""
 
     text: str | None = None
     image_b64: str | None = None
@@ -65,33 +65,33 @@ class Turn(Struct, frozen=True):
 
 
 class History(Struct, frozen=True):
-    """A sample of UniRL's format."""
+    """Sample of UniRL's format."""
 
     history: Annotated[list[Turn], Meta(min_length=1)]
     required_rewards: Annotated[list[str], Meta(min_length=1)]
     metadata: dict[str, Any] | None = None
 
 
-class Score(Struct, frozen=True):
-    """A request of UniRL to /score."""
+class ScoreBody(Struct, frozen=True):
+    """Body of UniRL's request to /score."""
 
     requests: list[History]
 
 
-def flow_factory(body: Compute, limits: Limits) -> list[SampleToScore]:
-    """Return the samples of a request to /compute.
+def read_flow_factory(body: ComputeBody, limits: ScoringLimits) -> list[SampleToScore]:
+    """Read the samples of a request to /compute.
 
     Raises:
-        RequestError: its fields do not go together, or its images have too many pixels.
+        RequestError: fields contradict each other, or the images have too many pixels.
     """
     if body.condition_videos:
-        raise RequestError("condition_videos is set, and no reward here takes any")
+        raise RequestError("condition_videos is set, which no reward takes: leave it out")
     if bool(body.image) == bool(body.video):
-        raise RequestError("the body has image and video, or none of them, expected one of them")
+        raise RequestError("the body has both or neither of image and video, expected one of them")
     name, files = ("image", [[file] for file in body.image]) if body.image else ("video", body.video or [])
     conditions = body.condition_images or [[]] * len(files)
     if not len(files) == len(body.prompt) == len(conditions):
-        raise RequestError(f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected as many of each")
+        raise RequestError(f"the body has {len(body.prompt)} prompts and {len(files)} of {name}, expected equal numbers")
     decoder = _Decoder(limits.most_pixels)
     samples = []
     for number, (text, frames, condition_files) in enumerate(zip(body.prompt, files, conditions, strict=True)):
@@ -104,8 +104,8 @@ def flow_factory(body: Compute, limits: Limits) -> list[SampleToScore]:
     return samples
 
 
-def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
-    """Return the samples of a request to /score; of each history the last turn, as UniRL's rewards take it.
+def read_unirl(body: ScoreBody, limits: ScoringLimits) -> list[ScoreRequest]:
+    """Read the samples of a request to /score: the last turn of each history, as in UniRL's rewards.
 
     Raises:
         RequestError: a sample has no image or no text, or the images have too many pixels.
@@ -124,19 +124,19 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
     return requests
 
 
-def batch_of(samples: Sequence[SampleToScore]) -> tuple[Tensor, list[Prompt]]:
-    """Return samples of one shape as a reward takes them: images `[B, 3, H, W]` in [0, 1], or videos, and prompts."""
+def stack_samples(samples: Sequence[SampleToScore]) -> tuple[Tensor, list[Prompt]]:
+    """Stack samples of one shape: images `[B, 3, H, W]` in [0, 1], or videos, and prompts."""
     return torch.stack([sample.image for sample in samples]).float() / 255, [sample.prompt for sample in samples]
 
 
 class _Decoder:
-    """Decodes the images of one request, as long as they have few enough pixels."""
+    """Decoder of the images of one request, with a limit of their pixels."""
 
     def __init__(self, most_pixels: int) -> None:
         self.most = self.left = most_pixels
 
     def decode_image(self, text: str, where: str) -> Tensor:
-        """Return an image `[3, H, W]` of uint8."""
+        """Decode an image to `[3, H, W]` uint8."""
         data = self.check(text, where)
         try:
             array = np.array(read_image(data, formats=FILES).convert("RGB"))
@@ -145,7 +145,7 @@ class _Decoder:
         return torch.from_numpy(array).permute(2, 0, 1)
 
     def check(self, text: str, where: str) -> bytes:
-        """Return the file of an image whose header says that it is small enough."""
+        """Decode base64 to an image file, and check the size in its header."""
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
@@ -154,7 +154,7 @@ class _Decoder:
             with open_image(data, formats=FILES) as image:
                 self.left -= image.width * image.height
         except ValueError as error:
-            raise RequestError(f"{where} is no image file, expected one of {', '.join(FILES)}") from error
+            raise RequestError(f"{where} is not an image file, expected one of {', '.join(FILES)}") from error
         if self.left < 0:
             raise RequestError(f"the images have more than {self.most / 1e6:g} megapixels: send fewer at once", 413)
         return data

@@ -1,6 +1,6 @@
-"""Fake tensors: a shape, a dtype, a device and a storage of a size, and results of operations on them.
+"""Fake tensors: a shape, a dtype, a device and a storage size, and the results of operations on them.
 
-Few numbers that follow from the host's, as lengths, masks and steps, have values (`follow`).
+Small tensors that follow from host values, such as lengths, masks and steps, have values (`propagate_values`).
 """
 
 import threading
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from fluvial.models.flops import FORMULAS
 
-# The shape of these results does not follow from shapes, or they change the shape of an argument.
+# The shapes of these results do not follow from shapes, or the operations change the shape of an argument.
 UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors in several threads: what PyTorch keeps in the mode is kept per thread.
+    """Mode of fake tensors for several threads: the state that PyTorch keeps in the mode is kept per thread.
 
-    PyTorch's own cache of results is off: `Results` is faster, and a view that it makes of an emptied storage fills that.
+    PyTorch's own cache of results is off: `ResultCache` is faster, and PyTorch's refills an emptied storage by a view of it.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -32,7 +32,7 @@ class FakeMode(FakeTensorMode):
 
     @property
     def in_kernel_invocation(self) -> bool:
-        """Whether a kernel of this thread is running, to which fake tensors say that they are on meta."""
+        """Whether this thread runs a kernel, for which fake tensors report the device meta."""
         return getattr(self._local, "in_kernel", False)
 
     @in_kernel_invocation.setter
@@ -53,9 +53,9 @@ class FakeMode(FakeTensorMode):
 
 
 class FakeResult(NamedTuple):
-    """A tensor that an operation returns."""
+    """Tensor returned by an operation."""
 
-    argument: int | None  # number of the tensor among the arguments that is returned or viewed
+    argument: int | None  # index of the returned or viewed tensor among the arguments
     is_view: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,31 +65,31 @@ class FakeResult(NamedTuple):
 
 
 class OperationResult(NamedTuple):
-    """Results and floating-point operations of an operation whose arguments have certain shapes."""
+    """Results and floating-point operations of an operation for certain shapes of its arguments."""
 
     results: tuple[FakeResult, ...]
-    structure: Any  # of what it returns
+    structure: Any  # pytree structure of the result
     flops: int
 
 
-class Results:
-    """Results of operations on fake tensors. Arguments of shapes that were seen before take a quarter of the time.
+class ResultCache:
+    """Cache of operations on fake tensors, by the shapes of their arguments; a hit takes a quarter of the time.
 
     Args:
-        mode: computes the results of shapes that are new.
+        mode: mode that computes the results for new shapes.
     """
 
     def __init__(self, mode: FakeMode) -> None:
         self.mode = mode
         self._known: dict[Hashable, OperationResult | None] = {}
 
-    def of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Return what an operation returns, and its floating-point operations.
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Return the result of an operation and its floating-point operations.
 
-        Host tensors among the arguments count by their shapes.
+        Of host tensors among the arguments only the shapes count.
 
         Raises:
-            RuntimeError: the arguments do not go together, e.g. because of their shapes or devices.
+            RuntimeError: the arguments do not fit together, e.g. because of their shapes or devices.
         """
         leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -99,33 +99,33 @@ class Results:
         except TypeError:  # an argument has no hash
             return self._compute(func, args, kwargs)
         if known is not None:
-            return self._again(known, tensors), known.flops
+            return self._rebuild(known, tensors), known.flops
         out, flops = self._compute(func, args, kwargs)
         if key not in self._known:
-            self._known[key] = _what_it_does(func, tensors, out, flops)
+            self._known[key] = _describe_result(func, tensors, out, flops)
         return out, flops
 
     def _compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
-        args, kwargs = optree.tree_map(self._fake, (args, kwargs), none_is_leaf=True)
+        args, kwargs = optree.tree_map(self._to_fake, (args, kwargs), none_is_leaf=True)
         with self.mode:
             out = func(*args, **kwargs)
         formula = FORMULAS.get(func.overloadpacket)
         return out, 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
-    def _fake(self, leaf: Any) -> Any:
+    def _to_fake(self, leaf: Any) -> Any:
         """Return a host tensor without its values."""
         if isinstance(leaf, FakeTensor) or not isinstance(leaf, Tensor):
             return leaf
         with self.mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
-    def _again(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
-        """Return results like those before."""
-        made = list[Tensor]()
+    def _rebuild(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
+        """Build the results of a known operation."""
+        results = list[Tensor]()
         with torch._C._DisableTorchDispatch():
             for result in known.results:
                 if result.argument is not None and not result.is_view:
-                    made.append(tensors[result.argument])
+                    results.append(tensors[result.argument])
                     continue
                 empty = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
                 if result.argument is not None:
@@ -134,26 +134,27 @@ class Results:
                     empty.set_(storage, result.offset, result.shape, result.stride)
                     if storage.nbytes() != size:  # FSDP2 has emptied it
                         storage.resize_(size)
-                made.append(FakeTensor(self.mode, empty, result.device))
-        return optree.tree_unflatten(known.structure, made)
+                results.append(FakeTensor(self.mode, empty, result.device))
+        return optree.tree_unflatten(known.structure, results)
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
-    """Return what of an argument decides the results."""
+    """Return the properties of an argument on which the results depend."""
     if isinstance(leaf, Tensor):
         device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
         return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, device
     return type(leaf), leaf
 
 
-def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
-    """Return what an operation did, None if shapes do not decide it."""
+def _describe_result(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
+    """Return the effect of an operation; None if it does not depend on shapes only."""
     results, structure = optree.tree_flatten(out)
-    every = [*tensors, *results]
+    all_tensors = [*tensors, *results]
     if UNLIKE.intersection(func.tags) or not all(isinstance(each, FakeTensor) for each in results):
         return None
     if any(
-        each.is_complex() or each.layout != torch.strided or getattr(each, "constant", None) is not None for each in every
+        each.is_complex() or each.layout != torch.strided or getattr(each, "constant", None) is not None
+        for each in all_tensors
     ):
         return None
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
@@ -171,22 +172,22 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
 
 
 aten = torch.ops.aten
-FEW = 2**16  # numbers of a tensor, at most
-# Floating-point values only as long as they are moved, cut and joined: rewards that are gathered.
+FEW = 2**16  # largest number of elements of a tensor with values
+# Floating-point tensors keep values only while they are moved, cut and joined, as rewards are when they are gathered.
 NAMES = "cat stack view unsqueeze squeeze detach clone slice select expand alias _unsafe_view t transpose unbind split"
 MOVES = {getattr(aten, name) for name in NAMES.split(" ")}
 UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
-def value_of(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor on the host, if they are known and few."""
+def read_value(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor on the host if they are known and few, else None."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "fluvial_value", None)
     return tensor.detach() if tensor.numel() <= FEW and tensor.device.type == "cpu" else None
 
 
-def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
-    """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
+def propagate_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
+    """Set the values of an operation's results if they follow from known ones, and remove outdated ones."""
     values = _compute_values(func, args, kwargs, results)
     if values is not None:
         for result, value in zip(results, values, strict=True):
@@ -197,7 +198,7 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTen
 
 
 def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
-    """Return the values of the results, None if they are not known."""
+    """Return the values of the results, or None if they are unknown."""
     packet = func.overloadpacket
     if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -207,7 +208,7 @@ def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: lis
     known = []
     for leaf in tree_iter((args, kwargs)):
         if isinstance(leaf, Tensor):
-            value = value_of(leaf)
+            value = read_value(leaf)
             if value is None:
                 return None
             known.append(value)

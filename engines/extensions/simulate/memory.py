@@ -1,4 +1,4 @@
-"""The ledger of a simulated device's memory: each storage from its first operation until it is freed, with who made it."""
+"""Ledger of a simulated device's memory: each storage from its creation until it is freed, by line of the program."""
 
 import weakref
 from array import array
@@ -9,31 +9,30 @@ from types import SimpleNamespace
 
 import torch
 
-POINTS = 600  # of a curve
+POINTS = 600  # largest number of points of a curve
 
 
 class Ledger:
-    """Bytes of the live storages of a device, requested ones without an allocator's rounding, over all operations.
+    """Bytes of the live storages of a device over all operations, without the rounding of an allocator.
 
-    A storage counts once, however many tensors view it. Its size is looked at again where the program resizes it, as FSDP2
-    does to free parameters.
+    A storage counts once, however many tensors view it. Resizing it changes its bytes; FSDP2 frees parameters so.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self.peak_entry = 0  # number of entries up to the peak
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: size, line
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: ref, size, line
         self._lines: dict[str, int] = {}
         self._inner: list[SimpleNamespace] = []
         self._line_of, self._change = array("l"), array("q")  # of each entry
 
     @property
     def entries(self) -> int:
-        """Number of entries: changes of the memory."""
+        """Number of changes of the memory so far."""
         return len(self._change)
 
     def add(self, storage: torch.UntypedStorage, line: str) -> None:
-        """Add a storage that an operation returned, unless it is known."""
+        """Add a storage returned by an operation, unless it is known."""
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is not None:
@@ -45,12 +44,12 @@ class Ledger:
         self._enter(number, size)
 
     def is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage is counted already."""
+        """Return whether a storage already counts with its current size."""
         known = self._storages.get(storage._cdata)
         return known is not None and known[1] == storage.nbytes()
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Take in the size of a storage that was resized."""
+        """Enter the new size of a resized storage."""
         known = self._storages.get(storage._cdata)
         if known is not None:
             reference, before, number = known
@@ -58,17 +57,17 @@ class Ledger:
             self._enter(number, storage.nbytes() - before)
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is held now."""
+        """Start a new peak at the current bytes."""
         self.peak, self.peak_entry = self.now, self.entries
 
-    def spike(self, size: int, line: str) -> None:
-        """Enter bytes that are freed at once."""
+    def add_spike(self, size: int, line: str) -> None:
+        """Enter bytes that are freed immediately."""
         number = self._lines.setdefault(line, len(self._lines))
         self._enter(number, size)
         self._enter(number, -size)
 
     @contextmanager
-    def inner_peak(self) -> Iterator[SimpleNamespace]:
+    def track_peak(self) -> Iterator[SimpleNamespace]:
         """Yield an object whose `peak` is the largest number of bytes within the context."""
         inner = SimpleNamespace(peak=self.now)
         self._inner.append(inner)
@@ -78,17 +77,17 @@ class Ledger:
             self._inner.remove(inner)
 
     def find_holders(self, entry: int) -> dict[str, int]:
-        """Return the bytes that each line of the program held after so many entries, the largest first."""
+        """Return the bytes held by each line of the program after `entry` entries, largest first."""
         sums: Counter[int] = Counter()
         for number, change in zip(self._line_of[:entry], self._change[:entry], strict=True):
             sums[number] += change
         names = list(self._lines)
         return {names[number]: size for number, size in sums.most_common() if size > 0}
 
-    def curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
-        """Return the bytes that each line holds over the entries, and those of all others, at up to `POINTS` entries.
+    def sample_curves(self, lines: list[str]) -> tuple[list[int], dict[str, list[int]]]:
+        """Return up to `POINTS` entries, and the bytes held at them by each of the lines and by all others.
 
-        Between two points the largest moment counts, so that no peak is lost.
+        Each point is the largest moment of its interval, so no peak is lost.
         """
         numbers = {self._lines[line]: line for line in lines}
         sums, rest, total = dict.fromkeys(lines, 0), 0, 0

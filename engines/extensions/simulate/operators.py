@@ -1,4 +1,4 @@
-"""Operations of the simulated device: attention by the kernel that PyTorch would choose on CUDA, and autocast as on CUDA."""
+"""Operators of the simulated device: attention by the kernel that PyTorch chooses on CUDA, and autocast as on CUDA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-LARGEST_HEAD = 256  # of FlashAttention
+LARGEST_HEAD = 256  # largest head dimension of FlashAttention
 KEY = "AutocastPrivateUse1"
 # aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32, as far as diffusion models use them.
 LOWER = """
@@ -20,23 +20,23 @@ acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan p
 softplus layer_norm native_layer_norm group_norm norm.Scalar cosine_similarity mse_loss l1_loss nll_loss cumprod cumsum dist
 renorm logsumexp
 """
-_library: list[Library] = []  # kept alive, because its kernels go with it
+_library: list[Library] = []  # kept alive, because a freed library unregisters its kernels
 
 
 def register() -> None:
-    """Register kernels of attention, with and without gradient, and of autocast, which cast and call the operation again."""
+    """Register the kernels of attention and of autocast; the latter cast the arguments and call the operation again."""
     everything, library = Library("_", "IMPL"), Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
-        library.impl("scaled_dot_product_attention", attention, key)
-    everything.fallback(torch.library.fallthrough_kernel, KEY)  # the others are left as they are
+        library.impl("scaled_dot_product_attention", run_attention, key)
+    everything.fallback(torch.library.fallthrough_kernel, KEY)  # all other operations are not cast
     for name in LOWER.split():
-        library.impl(name, _cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
+        library.impl(name, _make_cast(name, lambda: torch.get_autocast_dtype("simulated")), KEY)
     for name in FLOAT32.split():
-        library.impl(name, _cast(name, lambda: torch.float32), KEY)
+        library.impl(name, _make_cast(name, lambda: torch.float32), KEY)
     _library.extend((everything, library))
 
 
-def attention(
+def run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -49,7 +49,7 @@ def attention(
 ) -> Tensor:
     """Return attention by FlashAttention in half precision without a mask, else by the memory-efficient kernel.
 
-    Neither keeps the scores. Arguments that neither takes go to the plain formula, as on CUDA. The arguments are those of
+    Neither stores the scores. Arguments that neither accepts go to the plain formula, as on CUDA. The arguments are those of
     `torch.nn.functional.scaled_dot_product_attention`.
     """
     if enable_gqa:
@@ -59,27 +59,27 @@ def attention(
         return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     scale = heads**-0.5 if scale is None else scale
     multiple = 8 if half else 4
-    if padding := -heads % multiple:  # the kernels take heads of a multiple of 16 bytes, so PyTorch pads them
+    if padding := -heads % multiple:  # the kernels require a multiple of 16 bytes, so PyTorch pads the heads
         query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
     if half and attn_mask is None and heads <= LARGEST_HEAD:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     else:
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        bias = None if attn_mask is None else _to_bias(attn_mask, query, key)
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         kernel = aten._scaled_dot_product_efficient_attention
         out = kernel(query, key, value, bias, needs, dropout_p, is_causal, scale=scale)[0]
     return out[..., :heads] if padding else out
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as what is added to the scores, which are `[..., queries, keys]`."""
+def _to_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a mask as a bias of the scores, `[..., queries, keys]`."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    """Return a kernel that casts floating-point tensors on the device, and calls an operation."""
+def _make_cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
+    """Return a kernel that casts floating-point tensors on the device and calls an operation."""
     packet, _, overload = name.partition(".")
     function = getattr(getattr(aten, packet), overload or "default")
 

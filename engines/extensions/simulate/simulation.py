@@ -1,4 +1,4 @@
-"""A simulated world: rank 0 of any number of ranks on the simulated device, with the threads that the program starts."""
+"""Simulated world: rank 0 of any number of ranks on the simulated device, with the threads of the program."""
 
 import contextlib
 import re
@@ -22,26 +22,26 @@ from fluvial.engines.extensions.simulate.mode import SimulatedMode
 
 
 class Phase(NamedTuple):
-    """The memory of a phase, its visits taken together."""
+    """Memory of a phase over all its visits."""
 
     before: int  # bytes at the beginning of the first visit
     peak: int
     after: int  # bytes at the end of the last visit
     peak_entry: int  # entry of the ledger at the peak
-    spans: tuple[tuple[int, int], ...]  # entries of the ledger between which it ran
+    spans: tuple[tuple[int, int], ...]  # first and last entry of the ledger per visit
 
 
 class Phases:
-    """The phases of a program under a mode. A phase within another takes its operations out of it."""
+    """Phases of a program under a mode. The operations of a nested phase do not count for the outer one."""
 
     def __init__(self, mode: SimulatedMode) -> None:
         self.mode = mode
         self.by_name: dict[str, Phase] = {}
-        self._start = 0  # entry at which the present phase began
+        self._start = 0  # entry at which the current phase began
 
     @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Count what happens in the context for a phase."""
+    def enter(self, name: str) -> Iterator[None]:
+        """Count the operations in the context for a phase."""
         outer = self.mode.phase
         if outer == name:
             yield
@@ -75,7 +75,7 @@ class Phases:
 
 
 class _Store(FakeStore):
-    """The store of the ranks: what rank 0 has set, the others have set, too, under their own numbers."""
+    """Store of the ranks: every key that rank 0 sets counts as set by the others, under their own numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,26 +93,26 @@ class _Store(FakeStore):
 
 
 class Simulation(NamedTuple):
-    """A simulation under way."""
+    """Running simulation."""
 
     world: World  # rank 0 of the simulated ranks
-    mode: SimulatedMode  # all that was noted
-    phases: Phases  # their peaks
+    mode: SimulatedMode  # counters of all costs
+    phases: Phases
 
 
 @contextlib.contextmanager
 def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Iterator[Simulation]:
-    """Run what is in the context on a simulated accelerator, as rank 0 of a number of ranks.
+    """Run the context on a simulated accelerator, as rank 0 of a number of ranks.
 
-    All ranks are taken to do what rank 0 does. A value that is read from the device is 0.
+    All ranks are assumed to do what rank 0 does. Values read from the device are 0.
 
     Args:
         ranks: number of ranks.
-        accelerator: the GPU.
+        accelerator: simulated GPU.
     """
     accelerator, mode = accelerator or Accelerator(), SimulatedMode()
     active = ActiveDevice(accelerator, mode.ledger, lambda: mode.note("synchronisation", "synchronize"))
-    store = _Store()  # as long as it has a name, its methods are found
+    store = _Store()  # referenced here, because torch holds only the C++ part, without the methods of the subclass
     with simulate_device(active) as device, _patch_torch(mode):
         dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
         try:
@@ -125,25 +125,25 @@ def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Itera
 
 @contextlib.contextmanager
 def _explain_late_device() -> Iterator[None]:
-    """Say why autograd does not know the device, where it was registered too late."""
+    """Explain the error of autograd if the device was registered too late."""
     try:
         yield
     except RuntimeError as error:
         if "device_ready_queues_" not in str(error):
             raise
         raise UsageError(
-            "a backward pass has run in this process before its first simulation, so that autograd does not know the "
+            "a backward pass has run in this process before its first simulation, so autograd does not know the "
             "simulated device: simulate in a new process, or call engines.extensions.simulate.device.register first"
         ) from error
 
 
 @contextlib.contextmanager
 def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
-    """Run threads under the mode, and tell the ledger of resized storages, which are no operations."""
+    """Run threads under the mode, and note resized storages, which are not dispatched as operations."""
     start, resize = threading.Thread.start, torch.UntypedStorage.resize_
 
     def start_under_mode(thread: threading.Thread) -> None:
-        thread.run = partial(_under, mode, thread.run)  # type: ignore[method-assign]
+        thread.run = partial(_run_under, mode, thread.run)  # type: ignore[method-assign]
         start(thread)
 
     def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
@@ -160,7 +160,7 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         with torch._C._DisableTorchDispatch():
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
 
-    def reduce_tensor(tensor: Any, _: Any) -> Any:  # images that ranks show each other
+    def reduce_tensor(tensor: Any, _: Any) -> Any:  # ranks send each other images as pickles
         return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
 
     with (
@@ -170,17 +170,17 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         patch.object(FakeTensor, "numpy", to_numpy),
         patch.object(FakeTensor, "__reduce_ex__", reduce_tensor),
         patch.object(FakeTensor, "record_stream", lambda *_: None),
-        patch.object(torch.Tensor, "data", property(*_data())),
+        patch.object(torch.Tensor, "data", property(*_make_data_accessors())),
         patch.object(torch.accelerator, "current_stream", lambda *_: DeviceStream()),
-        # Of the fake backend, which has none, PyTorch warns.
+        # PyTorch warns that the fake backend has no hooks.
         patch.object(dist.ProcessGroup, "_has_hooks", lambda _: False),
-        patch.object(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
+        patch.object(torch.utils, "swap_tensors", _make_swap(torch.utils.swap_tensors)),
     ):
         yield
 
 
-def _swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return `torch.utils.swap_tensors` for fake tensors, to which fake modes keep weak references that it refuses."""
+def _make_swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return a `torch.utils.swap_tensors` that accepts fake tensors, to which fake modes hold weak references."""
 
     def swap(first: Any, second: Any) -> None:
         if not isinstance(first, FakeTensor) and not isinstance(second, FakeTensor):
@@ -193,8 +193,8 @@ def _swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return swap
 
 
-def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]:
-    """Return how `Tensor.data` is read, and written: also with a tensor of another device, which PyTorch allows on CUDA."""
+def _make_data_accessors() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]:
+    """Return getter and setter of `Tensor.data`; the setter accepts a tensor of another device, as PyTorch does on CUDA."""
     plain = torch._C.TensorBase.data
 
     def write(tensor: Tensor, value: Tensor) -> None:
@@ -202,15 +202,15 @@ def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None
         if alike and torch._has_compatible_shallow_copy_type(tensor, value):
             plain.__set__(tensor, value)  # type: ignore[attr-defined]
             return
-        made: Tensor = value.detach()
+        new: Tensor = value.detach()
         if isinstance(tensor, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.__dict__.update({**tensor.__dict__, **made.__dict__})  # its own device
-        torch.utils.swap_tensors(tensor, made)
+            new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+        new.__dict__.update({**tensor.__dict__, **new.__dict__})  # the new device wins
+        torch.utils.swap_tensors(tensor, new)
 
     return plain.__get__, write  # type: ignore[attr-defined]
 
 
-def _under(mode: SimulatedMode, run: Callable[[], None]) -> None:
+def _run_under(mode: SimulatedMode, run: Callable[[], None]) -> None:
     with mode:
         run()

@@ -1,4 +1,4 @@
-"""The plug-in for verl: its workers train diffusion models with fluvial's engine (backend "fluvial").
+"""Plug-in for verl, whose workers then train diffusion models with fluvial's engine (backend "fluvial").
 
-`plugin` is the only module that imports verl, which a user of verl has installed.
+Only `plugin` imports verl, which a user of verl has installed.
 """

@@ -1,4 +1,4 @@
-"""LoRA as verl's model config describes it: which layers, from which weights, in which dtype."""
+"""LoRA of verl's model config: adapted layers, weights and dtype."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +16,19 @@ ALL = "all-linear"  # PEFT's name of all linear layers
 
 
 class Targets(NamedTuple):
-    """Layers that are adapted, as PEFT chooses them."""
+    """Selection of adapted layers, as in PEFT."""
 
-    modules: str | tuple[str, ...] = ()  # suffixes of names; a text is a regular expression of whole names, or ALL
-    excluded: str | tuple[str, ...] = ()  # layers that are left out, in the same way
-    parameters: tuple[str, ...] = ()  # suffixes of the names of weights, whose layers are adapted too
+    modules: str | tuple[str, ...] = ()  # suffixes of names; a text is a regular expression of full names, or ALL
+    excluded: str | tuple[str, ...] = ()  # excluded layers, in the same form
+    parameters: tuple[str, ...] = ()  # suffixes of the names of weights whose layers are adapted too
 
 
 def find_layers(module: nn.Module, targets: Targets) -> tuple[str, ...]:
-    """Return suffixes of the names of the linear layers that are adapted.
+    """Return suffixes of the names of the adapted linear layers.
 
     Raises:
-        UsageError: there are none, something else than a linear layer is named, or a layer that is left out cannot be told
-            from one that is not by the end of its name.
+        UsageError: no layer is left, a target is not a linear layer, or the name of an excluded layer ends with that of an
+            adapted one.
     """
     if isinstance(targets.modules, tuple) and not targets.excluded and not targets.parameters:
         return targets.modules
@@ -37,10 +37,11 @@ def find_layers(module: nn.Module, targets: Targets) -> tuple[str, ...]:
 
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    every, listed = targets.modules == ALL, targets.modules if isinstance(targets.modules, str) else [*targets.modules]
+    is_all = targets.modules == ALL
+    modules = targets.modules if isinstance(targets.modules, str) else [*targets.modules]
     excluded = targets.excluded if isinstance(targets.excluded, str) else [*targets.excluded]
-    config = peft.LoraConfig(target_modules=".*" if every else listed, exclude_modules=excluded or None)
-    names = [name for name in (linear if every else layers) if name and check_target_module_exists(config, name)]
+    config = peft.LoraConfig(target_modules=".*" if is_all else modules, exclude_modules=excluded or None)
+    names = [name for name in (linear if is_all else layers) if name and check_target_module_exists(config, name)]
     for each in targets.parameters:
         parameters = [name for name, _ in module.named_parameters() if f".{name}".endswith(f".{each}")]
         if not parameters:
@@ -54,25 +55,25 @@ def find_layers(module: nn.Module, targets: Targets) -> tuple[str, ...]:
     chosen = {*names}
     for name in linear:
         if name not in chosen and (like := next((one for one in chosen if name.endswith(f".{one}")), None)):
-            raise UsageError(f"model.exclude_modules leaves out {name}, whose name ends as that of {like}: leave out both")
+            raise UsageError(f"model.exclude_modules excludes {name}, whose name ends with {like}: exclude both")
     return tuple(sorted(chosen))
 
 
 def add_adapters(
     module: nn.Module, lora: LoraConfig, targets: Targets, *, adapters: Sequence[str], dtype: str, seed: int
 ) -> None:
-    """Add named adapters to a network, in place, `default` from the weights of a file if there is one.
+    """Add adapters to a network, in place, initialised from a file if `lora` names one.
 
     Args:
         module: the network.
-        lora: rank, scale, and the file.
-        targets: layers, if there is no file.
-        adapters: their names, `default` first.
-        dtype: dtype that the trained adapter is held in.
-        seed: seed of its first values.
+        lora: rank, scale, and optional file of weights.
+        targets: adapted layers; no effect with a file.
+        adapters: names of the adapters, `default` first.
+        dtype: dtype of the trained adapter's parameters.
+        seed: seed of the initial values.
 
     Raises:
-        UsageError, ValueError: the layers or the file do not fit the network, or the file is no LoRA.
+        UsageError, ValueError: the layers or the file do not fit the network, or the file is not a LoRA.
     """
     adapter = None if lora.weights is None else read_lora(lora.weights, module)
     if adapter is None:

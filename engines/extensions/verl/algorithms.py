@@ -1,4 +1,4 @@
-"""Batches of each of verl-omni's model types as items, outputs of the model, and what the loss function reads.
+"""Algorithms of verl-omni's model types: items of a batch, and outputs of the model for the loss function.
 
 | model type | items | outputs |
 |---|---|---|
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.verl.batch import Fields, ItemBatch, step_by_step
+from fluvial.engines.extensions.verl.batch import BatchFields, ItemBatch, flatten_steps
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.settings import Settings
 from fluvial.engines.sampling.samplers import SAMPLERS
@@ -25,7 +25,7 @@ from fluvial.models import Cond
 from fluvial.models.lora import use_adapter
 
 OLD = "old"  # adapter of DiffusionNFT's old policy
-NUMBERS = ("old_log_probs", "advantages")  # of recorded steps
+NUMBERS = ("old_log_probs", "advantages")  # required numbers of recorded steps
 PER_STEP = (
     "ref_log_prob",
     "ref_prev_sample_mean",
@@ -38,17 +38,22 @@ Tensors = dict[str, Tensor]
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of a model type: reads a batch, and computes its loss."""
+    """Algorithm of a model type.
 
-    name: str  # model type
-    batch: Callable[
-        [Denoiser, Fields, bool], ItemBatch
-    ]  # items of a batch; the last argument: whether a loss reads the batch
-    outputs: Callable[[Denoiser, nn.Module, Tensors, Cond], Tensors]  # outputs of a micro-batch, `[b, ...]`
-    adapter: str | None = None  # adapter that training compares with
+    Args:
+        name: model type.
+        read_batch: returns the items of a batch; its last argument is whether a loss is computed.
+        compute_outputs: returns the outputs of a micro-batch, `[b, ...]`.
+        adapter: adapter that training compares with.
+    """
+
+    name: str
+    read_batch: Callable[[Denoiser, BatchFields, bool], ItemBatch]
+    compute_outputs: Callable[[Denoiser, nn.Module, Tensors, Cond], Tensors]
+    adapter: str | None = None
 
     def check(self, settings: Settings) -> None:
-        """Raise UsageError if a run in training lacks the adapter."""
+        """Raise UsageError if a training run lacks the adapter."""
         trained = settings.optimizer is not None
         if trained and self.adapter is not None and (settings.lora is None or self.adapter not in settings.adapters):
             raise UsageError(
@@ -57,42 +62,41 @@ class Algorithm(NamedTuple):
             )
 
 
-def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
-    """Return the recorded steps of rollouts, for Flow-GRPO, DanceGRPO, Flow-DPPO, GRPO-Guard and distillation."""
-    shape, samples = denoiser.shape(fields), fields.samples
-    timesteps = fields.tensor("all_timesteps", (samples, None), what="one timestep per sample and step")
+def read_recorded_steps(denoiser: Denoiser, fields: BatchFields, loss: bool) -> ItemBatch:
+    """Read the recorded steps of rollouts, for Flow-GRPO, DanceGRPO, Flow-DPPO, GRPO-Guard and distillation."""
+    shape, samples = denoiser.read_shape(fields), fields.samples
+    timesteps = fields.read_tensor("all_timesteps", (samples, None), what="one timestep per sample and step")
     count = timesteps.shape[1]
-    places = step_by_step(denoiser.steps(timesteps, shape))
-    if fields.has("all_next_latents"):
-        x = denoiser.latents(fields, "all_latents", shape, samples, count)
-        x_next = denoiser.latents(fields, "all_next_latents", shape, samples, count)
+    steps = flatten_steps(denoiser.find_steps(timesteps, shape))
+    if fields.has_tensor("all_next_latents"):
+        x = denoiser.read_latents(fields, "all_latents", shape, samples, count)
+        x_next = denoiser.read_latents(fields, "all_next_latents", shape, samples, count)
     else:
-        latents = denoiser.latents(fields, "all_latents", shape, samples, count + 1)
+        latents = denoiser.read_latents(fields, "all_latents", shape, samples, count + 1)
         x, x_next = latents[:, :-1], latents[:, 1:]
     schedule, device = denoiser.schedule(shape), x.device
     items = {
-        "x": step_by_step(x),
-        "x_next": step_by_step(x_next),
-        "level": schedule.levels[places].to(device),
-        "level_next": schedule.levels[places + 1].to(device),
-        "timestep": schedule.timesteps[places].to(device),
+        "x": flatten_steps(x),
+        "x_next": flatten_steps(x_next),
+        "level": schedule.levels[steps].to(device),
+        "level_next": schedule.levels[steps + 1].to(device),
+        "timestep": schedule.timesteps[steps].to(device),
         "sample": torch.arange(samples, device=device).repeat(count),
     }
     numbers = {}
     if loss:
-        numbers = {name: fields.by_item(name, count, exact=True) for name in NUMBERS}
-        numbers.update({name: fields.by_item(name, count) for name in PER_STEP if fields.has(name)})
-    return ItemBatch(samples, count, items, denoiser.cond(fields), numbers)
+        numbers = {name: fields.read_items(name, count, exact=True) for name in NUMBERS}
+        numbers.update({name: fields.read_items(name, count) for name in PER_STEP if fields.has_tensor(name)})
+    return ItemBatch(samples, count, items, denoiser.build_cond(fields), numbers)
 
 
-def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+def compute_step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
     """Return log_probs `[b]`, prev_sample_mean, std_dev_t `[b, 1, ...]` and sqrt_dt `[b]`.
 
-    std_dev_t has verl-omni's unit: for "sde" it is a rate, the standard deviation of the step over sqrt_dt, and for the
-    other samplers the standard deviation of the step.
+    std_dev_t has verl-omni's unit: the standard deviation of the step, for "sde" divided by sqrt_dt.
     """
     settings, x, level, level_next = denoiser.settings, items["x"], items["level"], items["level_next"]
-    transition = denoiser.sampler(tuple(x.shape[1:]))(level, level_next)
+    transition = denoiser.bind_sampler(tuple(x.shape[1:]))(level, level_next)
     v = denoiser.predict(module, items, cond)
     log_prob, _ = step_log_prob(transition, x, v, items["x_next"], form=settings.form)
     mean = denoiser.pack(gaussian.mean(transition, x, v))
@@ -102,29 +106,29 @@ def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Co
     return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
 
 
-def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
-    """Return clean samples with noise on them, for DiffusionNFT.
+def read_noised_steps(denoiser: Denoiser, fields: BatchFields, loss: bool) -> ItemBatch:
+    """Add noise to clean samples, for DiffusionNFT.
 
-    Without `forward_noise` the noise is drawn here, with torch's generator.
+    Without `forward_noise` in the batch, the noise is drawn with torch's default generator.
     """
-    shape, samples = denoiser.shape(fields), fields.samples
-    timesteps = fields.tensor("train_timesteps", (samples, None), what="one timestep per sample and step")
+    shape, samples = denoiser.read_shape(fields), fields.samples
+    timesteps = fields.read_tensor("train_timesteps", (samples, None), what="one timestep per sample and step")
     count = timesteps.shape[1]
-    x0 = denoiser.latents(fields, "latents_clean", shape, samples)
+    x0 = denoiser.read_latents(fields, "latents_clean", shape, samples)
     clean = x0.repeat(count, *[1] * (x0.ndim - 1))
-    if fields.has("forward_noise"):
-        layout = denoiser.layout(shape)
-        each = fields.tensor("forward_noise").ndim == 2 + len(layout)
-        noise = denoiser.latents(fields, "forward_noise", shape, samples, *[count] * each)
-        noise = step_by_step(noise) if each else noise.repeat(count, *[1] * (noise.ndim - 1))
+    if fields.has_tensor("forward_noise"):
+        layout = denoiser.pack_shape(shape)
+        per_step = fields.read_tensor("forward_noise").ndim == 2 + len(layout)
+        noise = denoiser.read_latents(fields, "forward_noise", shape, samples, *[count] * per_step)
+        noise = flatten_steps(noise) if per_step else noise.repeat(count, *[1] * (noise.ndim - 1))
     else:
         noise = torch.randn_like(clean)
-    items = denoiser.add_noise(fields, clean, noise, step_by_step(timesteps))
-    numbers = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
-    return ItemBatch(samples, count, items, denoiser.cond(fields), numbers)
+    items = denoiser.add_noise(fields, clean, noise, flatten_steps(timesteps))
+    numbers = {"reward_prob": fields.read_items("reward_prob", count)} if loss else {}
+    return ItemBatch(samples, count, items, denoiser.build_cond(fields), numbers)
 
 
-def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+def compute_nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
     """Return old_prediction, forward_prediction, ref_forward_prediction, x0, xt and t_expanded."""
     with torch.no_grad():
         with use_adapter(module, OLD):
@@ -142,44 +146,46 @@ def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Con
     return {**packed, "t_expanded": per_sample(items["level"], packed["xt"])}
 
 
-def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> ItemBatch:
-    """Return pairs of clean samples with the same noise on both, for Diffusion-DPO.
+def read_noised_pairs(denoiser: Denoiser, fields: BatchFields, loss: bool) -> ItemBatch:
+    """Add noise to pairs of clean samples, the same to both, for Diffusion-DPO.
 
-    Samples 2 k and 2 k + 1 are a pair, the chosen one first. Without `noise` and `timesteps` these are drawn here, with
-    torch's generator, the same for both samples of a pair: the timestep is one of the scheduler's, logit-normal.
+    Samples 2 k and 2 k + 1 are a pair, the chosen one first. Without `noise` and `timesteps` in the batch, they are drawn
+    per pair with torch's default generator: the timestep is one of the scheduler's, logit-normal.
     """
-    shape, samples = denoiser.shape(fields), fields.samples
+    shape, samples = denoiser.read_shape(fields), fields.samples
     if samples % 2:
         raise UsageError(f"the batch has {samples} samples, expected pairs: chosen, rejected, chosen, ...")
-    x0 = denoiser.latents(fields, "latents_clean", shape, samples)
-    if fields.has("noise") != fields.has("timesteps"):
-        there, missing = ("noise", "timesteps") if fields.has("noise") else ("timesteps", "noise")
-        raise UsageError(f"the batch has {there} and no {missing}, expected both or neither")
-    if fields.has("noise"):
-        noise = denoiser.latents(fields, "noise", shape, samples)
-        timesteps = fields.tensor("timesteps", (samples,), what="one timestep per sample").float()
+    x0 = denoiser.read_latents(fields, "latents_clean", shape, samples)
+    if fields.has_tensor("noise") != fields.has_tensor("timesteps"):
+        present, missing = ("noise", "timesteps") if fields.has_tensor("noise") else ("timesteps", "noise")
+        raise UsageError(f"the batch has {present} and no {missing}, expected both or neither")
+    if fields.has_tensor("noise"):
+        noise = denoiser.read_latents(fields, "noise", shape, samples)
+        timesteps = fields.read_tensor("timesteps", (samples,), what="one timestep per sample").float()
         for name, value in (("noise", noise), ("timesteps", timesteps)):
             if not torch.equal(value[0::2], value[1::2]):
                 raise UsageError(f"{name} differs between the two samples of a pair, expected the same")
     else:
         noise = torch.randn_like(x0[0::2]).repeat_interleave(2, 0)
-        known = denoiser.timesteps(shape)
-        drawn = torch.sigmoid(torch.randn(samples // 2))
-        timesteps = known[(drawn * len(known)).long()].repeat_interleave(2).to(x0.device)
+        known = denoiser.list_timesteps(shape)
+        position = torch.sigmoid(torch.randn(samples // 2))
+        timesteps = known[(position * len(known)).long()].repeat_interleave(2).to(x0.device)
     items = denoiser.add_noise(fields, x0, noise, timesteps)
     numbers, uid = {}, None
     if loss:
-        numbers["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")
-        layout = 1 + len(denoiser.layout(shape))
+        numbers["sample_level_rewards"] = fields.read_tensor(
+            "sample_level_rewards", (samples,), what="one reward per sample"
+        )
+        layout = 1 + len(denoiser.pack_shape(shape))
         for name in PER_SAMPLE:
-            if fields.has(name):
-                value = fields.tensor(name, (samples,))
+            if fields.has_tensor(name):
+                value = fields.read_tensor(name, (samples,))
                 numbers[name] = value[:, 0] if value.ndim == layout + 1 and value.shape[1] == 1 else value
-        uid = fields.plain("uid")
-    return ItemBatch(samples, 1, items, denoiser.cond(fields), numbers, None if uid is None else list(uid), width=2)
+        uid = fields.read_plain("uid")
+    return ItemBatch(samples, 1, items, denoiser.build_cond(fields), numbers, None if uid is None else list(uid), width=2)
 
 
-def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+def compute_pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
     """Return noise_pred, noise, latent and timesteps `[b]`."""
     pack = denoiser.pack
     return {
@@ -191,7 +197,7 @@ def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Co
 
 
 ALGORITHMS = (
-    Algorithm("diffusion_model", recorded_steps, step_outputs),
-    Algorithm("diffusion_nft_model", noised_steps, nft_outputs, OLD),
-    Algorithm("diffusion_dpo_model", noised_pairs, pair_outputs),
+    Algorithm("diffusion_model", read_recorded_steps, compute_step_outputs),
+    Algorithm("diffusion_nft_model", read_noised_steps, compute_nft_outputs, OLD),
+    Algorithm("diffusion_dpo_model", read_noised_pairs, compute_pair_outputs),
 )

@@ -1,4 +1,4 @@
-"""A batch of verl: its fields, read and checked, and the flat set of items that it becomes."""
+"""Batches of verl: checked access to the fields, and the flat set of items."""
 
 import io
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from fluvial.models import Cond
 
 
 class ItemBatch(NamedTuple):
-    """N = B T items, step by step: item t B + i is sample i at step t."""
+    """N = B T items, in the order of the steps: item t B + i is sample i at step t."""
 
     samples: int  # B
     steps: int  # T
-    items: dict[str, Tensor]  # [N, ...], what a forward pass takes: x, level, timestep, sample (its row of `cond`) and more
+    items: dict[str, Tensor]  # [N, ...], inputs of a forward pass: x, level, timestep, sample (row of `cond`) and more
     cond: Cond  # conditioning of each sample, a pytree of tensors `[B, ...]`
     numbers: dict[str, Tensor]  # [N, ...], fields that the loss function reads
-    uid: list[Any] | None = None  # [N], the prompt's group of each item
-    width: int = 1  # number of neighbouring items that belong together
+    uid: list[Any] | None = None  # [N], group of each item
+    width: int = 1  # number of adjacent items that must stay in one micro-batch
 
     @property
     def size(self) -> int:
@@ -31,16 +31,16 @@ class ItemBatch(NamedTuple):
         return self.samples * self.steps
 
 
-class Fields:
-    """The fields of verl's TensorDict of B samples, with errors of one line."""
+class BatchFields:
+    """Fields of verl's TensorDict of B samples, with errors of one line."""
 
     def __init__(self, data: Any) -> None:
         self.data, self.samples = data, len(data)
         if not self.samples:
             raise UsageError("the batch has no samples, expected at least one")
 
-    def plain(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field that is no tensor, or the default."""
+    def read_plain(self, name: str, default: Any = None) -> Any:
+        """Return the value of a non-tensor field, or the default."""
         from tensordict.tensorclass import NonTensorData, NonTensorStack  # takes seconds to import
 
         value = self.data.get(name, None)
@@ -49,22 +49,22 @@ class Fields:
         value = value.data if isinstance(value, NonTensorData) else value
         return default if value is None else value
 
-    def has(self, name: str) -> bool:
-        """Return whether there is a tensor of that name."""
+    def has_tensor(self, name: str) -> bool:
+        """Return whether a field is a tensor."""
         return isinstance(self.data.get(name, None), Tensor)
 
-    def tensor(self, name: str, expected: Sequence[int | None] = (), *, what: str = "") -> Tensor:
-        """Return a tensor as it is. UsageError if there is none, or it has another shape.
+    def read_tensor(self, name: str, expected: Sequence[int | None] = (), *, what: str = "") -> Tensor:
+        """Return a tensor; UsageError if it is missing or has another shape.
 
         Args:
             name: name of the field.
-            expected: its first dimensions; None is any size.
-            what: what these are, for the message.
+            expected: its first dimensions; None is any size. Of a jagged tensor only the first one is checked.
+            what: description of these dimensions, for the message.
         """
         value = self.data.get(name, None)
         if not isinstance(value, Tensor):
-            held = ", ".join(sorted(str(key) for key in self.data.keys() if self.has(str(key))))  # noqa: SIM118
-            raise UsageError(f"the batch has no tensor {name}: it holds {held or 'none'}")
+            names = ", ".join(sorted(str(key) for key in self.data.keys() if self.has_tensor(str(key))))  # noqa: SIM118
+            raise UsageError(f"the batch has no tensor {name}: it holds {names or 'none'}")
         shape = tuple(value.shape[: len(expected)]) if not value.is_nested else (value.shape[0],)
         known = tuple(expected) if not value.is_nested else tuple(expected[:1])
         if len(shape) < len(known) or any(size not in (None, width) for size, width in zip(known, shape, strict=True)):
@@ -72,19 +72,21 @@ class Fields:
             raise UsageError(f"{name} has shape {list(value.shape)}, expected [{wanted}, ...]{what and f': {what}'}")
         return value
 
-    def prompts(self, argument: str) -> list[Prompt]:
-        """Return the prompt of each sample, of `raw_prompt` and `raw_negative_prompt`: a text, or messages of a chat.
+    def read_prompts(self, argument: str) -> list[Prompt]:
+        """Return the prompt of each sample, from `raw_prompt` and `raw_negative_prompt`: texts, or chat messages.
 
         Args:
-            argument: argument of a pipeline's call that the images of the messages are.
+            argument: argument of the pipeline's call for the images of the messages.
 
         Raises:
-            UsageError: there are none, or an image is neither a file, nor bytes, nor an image of PIL.
+            UsageError: the prompts are missing, or an image is not a path, bytes or a PIL image.
         """
-        texts, opposed = (self.plain(f"raw_{name}") for name in ("prompt", "negative_prompt"))
+        texts, opposed = (self.read_plain(f"raw_{name}") for name in ("prompt", "negative_prompt"))
         if not isinstance(texts, list) or len(texts) != self.samples:
-            held = type(texts).__name__ if not isinstance(texts, list) else f"{len(texts)} values"
-            raise UsageError(f"raw_prompt is {held}, expected one prompt per sample, which this model encodes itself")
+            kind = type(texts).__name__ if not isinstance(texts, list) else f"{len(texts)} values"
+            raise UsageError(f"raw_prompt is {kind}, expected one prompt per sample, which this model encodes itself")
+        if opposed and len(opposed) != self.samples:
+            raise UsageError(f"raw_negative_prompt has {len(opposed)} values, expected one per sample, {self.samples}")
         prompts = []
         for prompt, negative in zip(texts, opposed or [None] * self.samples, strict=True):
             text, images = read_messages(prompt)
@@ -92,40 +94,43 @@ class Fields:
             prompts.append(Prompt(text, None if negative is None else read_messages(negative)[0], media=media))
         return prompts
 
-    def by_item(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
-        """Return a field `[B, T, ...]` as one value per item, `[T B, ...]`; with `exact` that is a finite number.
+    def read_items(self, name: str, steps: int, *, exact: bool = False) -> Tensor:
+        """Return a field `[B, T, ...]` as one value per item, `[T B, ...]`.
+
+        Args:
+            exact: require `[B, T]` finite numbers.
 
         Raises:
-            UsageError: there is none, it has another shape, or a number is not finite.
+            UsageError: the field is missing or has another shape, or a number is not finite.
         """
-        value = self.tensor(name, (self.samples, steps), what="one value per sample and step")
+        value = self.read_tensor(name, (self.samples, steps), what="one value per sample and step")
         if exact and value.ndim != 2:
             raise UsageError(f"{name} has shape {list(value.shape)}, expected [{self.samples}, {steps}]")
         if exact and not bool(torch.isfinite(value).all()):
             raise UsageError(f"{name} holds a number that is not finite")
-        return step_by_step(value)
+        return flatten_steps(value)
 
-    def dense(self, name: str, *, masked: bool) -> Tensor:
-        """Return a tensor `[B, L, ...]` whose rows may have different lengths (jagged), padded with zeros.
+    def read_padded(self, name: str, *, masked: bool) -> Tensor:
+        """Return a tensor `[B, L, ...]`; a jagged one is padded with zeros.
 
         Raises:
-            UsageError: rows have different lengths, and the network does not mask padding.
+            UsageError: rows have different lengths, and the network does not mask padding (`masked`).
         """
-        value = self.tensor(name, (self.samples,), what="one row per sample")
+        value = self.read_tensor(name, (self.samples,), what="one row per sample")
         if not value.is_nested:
             return value
-        lengths = lengths_of(value)
+        lengths = list_lengths(value)
         if not masked and len(set(lengths)) > 1:
             raise UsageError(
                 f"{name} has rows of {min(lengths)} to {max(lengths)} tokens, and the model attends to padding: pass the "
                 "embeddings as the rollout had them, with their padding"
             )
-        # `to_padded_tensor` pads to a cached length, and to the sum of the lengths where there is none.
+        # `to_padded_tensor` would pad to a cached length, or without one to the sum of the lengths.
         return pad_sequence(list(value.unbind()), batch_first=True)
 
 
 def read_messages(content: Any) -> tuple[str, list[Path | bytes]]:
-    """Return the text and the images of a prompt: of a text as it is, of a chat those of its user's messages."""
+    """Return the text and the images of a prompt; of a chat those of the user's messages."""
     if isinstance(content, str):
         return content, []
     contents = [message["content"] for message in content if message["role"] == "user"]
@@ -150,16 +155,16 @@ def _read_image(image: Any) -> Path | bytes:
     return image if isinstance(image, bytes) else Path(image.removeprefix("file://"))
 
 
-def lengths_of(value: Tensor) -> list[int]:
+def list_lengths(value: Tensor) -> list[int]:
     """Return the length of each row of a tensor, jagged or not."""
     return [len(row) for row in value.unbind()]
 
 
-def step_by_step(value: Tensor) -> Tensor:
-    """Return values `[B, T, ...]` as `[T B, ...]`, those of the first step first."""
+def flatten_steps(value: Tensor) -> Tensor:
+    """Flatten values `[B, T, ...]` to `[T B, ...]`, the first step first."""
     return value.transpose(0, 1).flatten(0, 1)
 
 
-def by_sample(value: Tensor, batch: ItemBatch) -> Tensor:
-    """Return values of items, `[T B, ...]`, as `[B, T, ...]`."""
+def unflatten_steps(value: Tensor, batch: ItemBatch) -> Tensor:
+    """Reshape values of items, `[T B, ...]`, to `[B, T, ...]`."""
     return value.unflatten(0, (batch.steps, batch.samples)).transpose(0, 1)

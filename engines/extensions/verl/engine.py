@@ -1,6 +1,6 @@
-"""The engine of verl's workers: what verl's `BaseEngine` asks for, over fluvial's own engine.
+"""Engine for verl's workers: verl's `BaseEngine` interface over fluvial's engine.
 
-Nothing here imports verl: `plugin` joins these classes with verl's.
+This module does not import verl; `plugin` combines its class with verl's.
 """
 
 import shutil
@@ -20,17 +20,17 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.export.model_folder import base_tensors, export, write_lora
+from fluvial.engines.export.model_folder import export, list_base_tensors, write_lora
 from fluvial.engines.extensions.verl.adapters import add_adapters
 from fluvial.engines.extensions.verl.algorithms import Algorithm
-from fluvial.engines.extensions.verl.batch import Fields
+from fluvial.engines.extensions.verl.batch import BatchFields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
 from fluvial.engines.extensions.verl.passes import BatchPasses, LossFunction
-from fluvial.engines.extensions.verl.settings import Settings, lr_factor, read_settings
+from fluvial.engines.extensions.verl.settings import Settings, build_lr_factor, read_settings
 from fluvial.engines.gathered import gather, gather_weights
 from fluvial.engines.offload import HostOffload
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.models.device import default_device, deterministic, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator, use_deterministic_algorithms
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
@@ -38,9 +38,9 @@ PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 
 
 class VerlEngine:
-    """A diffusion model in training, as verl's workers drive it.
+    """Diffusion model with the interface of verl's engines.
 
-    verl's process group must be open. Every rank calls every method.
+    verl's process group must be initialised. Every rank must call every method.
 
     Args:
         model_config, engine_config, optimizer_config, checkpoint_config: see `settings.read_settings`.
@@ -50,12 +50,11 @@ class VerlEngine:
     """
 
     algorithm: ClassVar[Algorithm]
-    # Of verl: the context that moves an engine between host and device, and the function that gathers metrics.
+    # verl's context that moves an engine between host and device, and its function that gathers metrics.
     context: ClassVar[Callable[..., AbstractContextManager[None]]]
     append: ClassVar[Callable[[dict[str, Any], dict[str, Any]], None]]
-    hooks: ClassVar[
-        Callable[[Any], Any]
-    ]  # verl-omni's adapter for a model config, or None; its hooks choose what is trained
+    # Returns verl-omni's adapter for a model config, or None. Its hooks choose the trained parameters.
+    hooks: ClassVar[Callable[[Any], Any]]
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.model_config, self.engine_config = model_config, engine_config
@@ -73,8 +72,8 @@ class VerlEngine:
         self.sharded: ShardedModule | None = None
         self.engine: Engine | None = None
         self.rounds = 0  # number of calls of `lr_scheduler_step`
-        self._saved: list[Path] = []  # folders of the checkpoints that this engine wrote
-        self._away: set[str] = set()  # what lies on the host
+        self._saved: list[Path] = []  # folders of this engine's checkpoints
+        self._on_host: set[str] = set()  # offloaded parts
 
     def initialize(self) -> None:
         """Build the network, its adapters, the optimizer and the schedule, sharded over the ranks."""
@@ -103,9 +102,9 @@ class VerlEngine:
                 module, blocks, settings.optimizer, self.world, sharding=settings.engine, weights=model.weights
             )
             self.sharded = self.engine.sharded
-            factor, self.rounds = lr_factor(self.optimizer_config), 0
-            self.engine.lr_factor = lambda updates: factor(self.rounds)  # verl counts its rounds, not updates
-        self._gradients, self._away = HostOffload(self.world.device), set()
+            factor, self.rounds = build_lr_factor(self.optimizer_config), 0
+            self.engine.lr_factor = lambda updates: factor(self.rounds)  # verl's schedule counts rounds, not updates
+        self._gradients, self._on_host = HostOffload(self.world.device), set()
         self.to("cpu", settings.offloads_parameters, settings.offloads_optimizer, settings.offloads_parameters)
 
     @property
@@ -120,33 +119,33 @@ class VerlEngine:
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Whether the parameters lie on the host between the phases."""
+        """Whether the parameters are on the host between phases."""
         return self.settings.offloads_parameters
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Whether the optimizer state lies on the host between the phases."""
+        """Whether the optimizer state is on the host between phases."""
         return self.settings.offloads_optimizer
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return whether this rank's outputs are collected: the first of those that share a sample."""
+        """Return whether this rank's outputs are collected, which is true for the first of the ranks that share a sample."""
         return self.world.rank % self.world.sequence == 0
 
     def get_data_parallel_size(self) -> int:
-        """Return the number of ranks, or of groups of ranks that share samples."""
+        """Return the number of data-parallel ranks; ranks that share samples count as one."""
         return self.world.data_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank, or of its group."""
+        """Return the data-parallel index of this rank."""
         return self.world.data_rank
 
     def get_data_parallel_group(self) -> Any:
-        """Return the process group of the ranks that have other samples than this one."""
+        """Return the data-parallel process group of this rank."""
         return self._group
 
     @contextmanager
     def train_mode(self, **options: Any) -> Iterator[None]:
-        """Hold the engine on the device inside the context; gradients are cleared at its end."""
+        """Keep the engine on the device in the context; gradients are cleared at its end."""
         with type(self).context(self, "train", **options):
             try:
                 yield
@@ -171,21 +170,21 @@ class VerlEngine:
             data: TensorDict of B samples in verl-omni's field names. `micro_batch_size_per_gpu` is the number of items
                 (pairs of sample and step) per forward pass.
             loss_function: function of (model_output, data, dp_group), which returns a loss divided by
-                `data["gradient_accumulation_steps"]`, and metrics. It may be None if `forward_only`.
-            forward_only: whether no gradient is computed. The network is then in evaluation mode.
+                `data["gradient_accumulation_steps"]`, and metrics. It may be None with `forward_only`.
+            forward_only: skip the backward pass; the network is in evaluation mode.
 
         Raises:
-            UsageError: a field is missing or has a wrong shape, or the loss function returns something else.
+            UsageError: a field is missing or has a wrong shape, or the loss function's result has another form.
         """
         if loss_function is None and not forward_only:
             raise UsageError("loss_function is None, expected a function, or forward_only")
-        fields = Fields(data)
+        fields = BatchFields(data)
         denoiser = self.denoiser.fit(fields)
-        size = fields.plain("micro_batch_size_per_gpu", self.settings.micro_batches[forward_only])
+        size = fields.read_plain("micro_batch_size_per_gpu", self.settings.micro_batches[forward_only])
         if size is None:
             raise UsageError("micro_batch_size_per_gpu is not set, neither in the batch nor in the engine config")
         passes = BatchPasses(
-            self.algorithm.batch(denoiser, fields, loss_function is not None),
+            self.algorithm.read_batch(denoiser, fields, loss_function is not None),
             self.algorithm,
             denoiser,
             self.world,
@@ -194,7 +193,7 @@ class VerlEngine:
             group=self._group,
             append=type(self).append,
         )
-        with deterministic(self.settings.engine.deterministic):
+        with use_deterministic_algorithms(self.settings.engine.deterministic):
             if forward_only:
                 return passes.infer(self._require_sharded())
             return passes.train(self._require_engine("a backward pass"), self._configure)
@@ -204,7 +203,7 @@ class VerlEngine:
         return self._require_engine("optimizer_step").step().grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one, and return the learning rate of the next updates."""
+        """Advance the schedule by one round, and return the learning rate of the next updates."""
         engine = self._require_engine("lr_scheduler_step")
         self.rounds += 1
         return engine.config.lr * engine.lr_factor(engine.updates)
@@ -213,8 +212,8 @@ class VerlEngine:
         """Move parameters, optimizer state and gradients to the host or to the engine's device.
 
         Args:
-            device: "cpu", or the type of the engine's device. An engine that computes on the CPU stays where it is.
-            model, optimizer, grad: what is moved.
+            device: "cpu", or the type of the engine's device. No effect if the engine computes on the CPU.
+            model, optimizer, grad: parts to move.
         """
         if grad and not model:
             raise UsageError("to(grad=True, model=False): gradients move with the parameters, set both")
@@ -223,85 +222,85 @@ class VerlEngine:
                 raise UsageError(f"to({device!r}): expected 'cpu' or {here!r}")
             self.move(device == "cpu", model=model, optimizer=optimizer, grad=grad)
 
-    def move(self, away: bool, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move parameters, optimizer state or gradients to the host (`away`) or back; what is there already stays."""
+    def move(self, to_host: bool, *, model: bool, optimizer: bool, grad: bool) -> None:
+        """Move parameters, optimizer state or gradients to the host or back, except those that are there already."""
         sharded, engine = self._require_sharded(), self.engine
         parts = {PARAMETERS: model, OPTIMIZER: optimizer and engine is not None, GRADIENTS: grad and engine is not None}
-        for part, wanted in parts.items():
-            if not wanted or (part in self._away) == away:
+        for part, is_wanted in parts.items():
+            if not is_wanted or (part in self._on_host) == to_host:
                 continue
             if part == PARAMETERS:
-                (sharded.offload if away else sharded.onload)()
-            elif part == GRADIENTS and away:
+                (sharded.offload if to_host else sharded.onload)()
+            elif part == GRADIENTS and to_host:
                 self._gradients.offload(local(p.grad).detach() for p in self.module.parameters() if p.grad is not None)
             elif part == GRADIENTS:
                 self._gradients.onload()
             elif engine is not None:
-                if away:
+                if to_host:
                     engine.offload(parameters=False)
                 else:
                     engine.host.onload()
-            (self._away.add if away else self._away.discard)(part)
+            (self._on_host.add if to_host else self._on_host.discard)(part)
 
     @contextmanager
     def _onload(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Hold the parameters, and the optimizer state, on the device inside the context."""
-        away = set(self._away)
+        """Keep the parameters, and optionally the optimizer state, on the device in the context."""
+        before = set(self._on_host)
         self.move(False, model=True, optimizer=optimizer, grad=False)
         try:
             yield
         finally:
-            self.move(True, model=PARAMETERS in away, optimizer=OPTIMIZER in away, grad=False)
+            self.move(True, model=PARAMETERS in before, optimizer=OPTIMIZER in before, grad=False)
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, adapter_name: str | None = None, **options: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
-        """Return the weights for a rollout engine, (name, full tensor) one at a time, and the settings of the adapter.
+        """Return the weights for a rollout engine, (name, full tensor) one at a time, and the adapter's PEFT config.
 
-        Without LoRA, or if adapters are merged, these are all weights and None. With LoRA they are the base weights until
-        `base_sync_done`, and from then on the adapter alone, in float32. Every rank must take all of them. Base weights are
-        on the device of the parameters; adapters and merged weights are on the CPU, so that they stay valid while the
+        Without LoRA, or with merged adapters, these are all weights and None. With LoRA they are the base weights until
+        `base_sync_done`, and then only the adapter, in float32. Every rank must consume the whole iterator. Base weights are
+        on the device of the parameters. Adapters and merged weights are on the CPU, so that they stay valid when the
         parameters are moved to the host.
 
         Args:
-            layered_summon: no effect: at most one tensor is gathered at a time in any case.
+            layered_summon: no effect, because tensors are always gathered one at a time.
             base_sync_done: whether the rollout engine has the base weights.
             adapter_name: adapter to send, by default `default`; `reference` is the base model.
-            options: what other engines take.
+            options: arguments of other engines.
         """
         settings, module = self.settings, self.module
         adapter = None if settings.lora is None else (adapter_name or "default")
         if adapter not in (None, REFERENCE, *settings.adapters):
             raise UsageError(f"adapter_name is {adapter!r}, expected one of {', '.join(settings.adapters)}")
         adapter = None if adapter == REFERENCE else adapter
-        dtype, full_name = DTYPES[settings.sent], self.denoiser.network_name
+        dtype, full_name = DTYPES[settings.sent], self.denoiser.add_network_prefix
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def iterate_tensors() -> Iterator[tuple[str, Tensor]]:
             with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
                     for name, tensor in gather_weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
                         yield full_name(name), tensor
                     return
-                for name, tensor in base_tensors(module).items():
+                for name, tensor in list_base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
                     yield full_name(name), gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
-            return tensors(), None
+            return iterate_tensors(), None
         configs: Any = module.peft_config
         peft: dict[str, Any] = configs[adapter].to_dict()
-        return tensors(), {**peft, "target_modules": sorted(peft["target_modules"])}
+        return iterate_tensors(), {**peft, "target_modules": sorted(peft["target_modules"])}
 
     def use_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Return a context with one adapter active; `reference` is the base model. UsageError if there is none."""
+        """Return a context with one adapter active; `reference` is the base model. UsageError if it does not exist."""
         if name == REFERENCE:
             return self.disable_adapter()
         self._check_adapters(name)
         return use_adapter(self.module, name)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context without adapters, in which the network is the base model."""
+        """Return a context without adapters, for the base model."""
         return use_adapter(self.module, None)
 
     def copy_adapter(self, source: str = "default", target: str = "old") -> None:
@@ -326,17 +325,17 @@ class VerlEngine:
         max_ckpt_to_keep: int | None = None,
         **options: Any,
     ) -> None:
-        """Write weights, adapters, optimizer state and schedule to a folder; it appears when it is whole.
+        """Write weights, adapters, optimizer state and schedule to a folder, which becomes visible once it is complete.
 
-        With `hf_model` among `checkpoint.save_contents` the folder also holds the weights as diffusers reads them:
-        `lora_adapter`, or `huggingface` for full fine-tuning.
+        With `hf_model` in `checkpoint.save_contents` the folder also holds the weights in diffusers' format: `lora_adapter`,
+        or `huggingface` for full fine-tuning.
 
         Args:
             local_path: folder of this checkpoint.
-            hdfs_path: None, because fluvial copies nothing.
+            hdfs_path: must be None, because fluvial does not copy checkpoints.
             global_step: verl's step, which names the checkpoint within the folder.
             max_ckpt_to_keep: number of this engine's checkpoints to keep; None keeps all.
-            options: what other engines take.
+            options: arguments of other engines.
         """
         engine, settings, world, path = self._require_engine("save_checkpoint"), self.settings, self.world, Path(local_path)
         _check_remote(hdfs_path)
@@ -358,9 +357,9 @@ class VerlEngine:
 
         Args:
             local_path: folder that `save_checkpoint` wrote; None loads nothing.
-            hdfs_path: None, as for `save_checkpoint`.
-            del_local_after_load: whether the folder is removed afterwards.
-            options: what other engines take.
+            hdfs_path: must be None.
+            del_local_after_load: whether to remove the folder afterwards.
+            options: arguments of other engines.
 
         Raises:
             UsageError: the folder holds no checkpoint.
@@ -413,14 +412,10 @@ def _check_remote(path: str | None) -> None:
 
 
 def _join_world() -> World:
-    """Return the world of the process group that verl's worker has opened, on the current GPU or the CPU.
-
-    Raises:
-        UsageError: there is no process group.
-    """
+    """Return the world of verl's process group, on the current GPU or the CPU; UsageError if it is not initialised."""
     if not dist.is_initialized():
         raise UsageError("there is no process group: call torch.distributed.init_process_group first")
-    device = default_device()
+    device = find_default_device()
     if is_accelerator(device):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     size = dist.get_world_size()

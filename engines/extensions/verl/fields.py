@@ -1,6 +1,6 @@
-"""Fields of verl's configs: those that are honoured, those of other parts of verl, and a refusal of the rest.
+"""Tables of verl's config fields: those that are honoured, and those that other parts of verl read.
 
-A field that is in neither table, such as one of a new version, is refused unless it has its default.
+A field in neither table, such as one of a new version, is refused unless it has its default.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from fluvial.engines.errors import UsageError
 
-# By part of a config: the fields that `settings.read_settings` and `settings.lr_factor` read.
+# Fields that `settings.read_settings` and `settings.build_lr_factor` read, by part of the config.
 HONOURED: dict[str, tuple[str, ...]] = {
     "model": (
         *("path", "local_path", "architecture", "trust_remote_code", "transformer_subfolder", "config_path"),
@@ -37,7 +37,7 @@ HONOURED: dict[str, tuple[str, ...]] = {
 }
 TOKENS, ROLLOUT = "tokenizers are those of verl's agent loop", "of the rollout"
 FSDP1, COPIED = "of FSDP1", "verl itself copies it to the field that took its place"
-# The fields that other parts of verl read, or that say how its own engine does what this one does otherwise.
+# Fields that other parts of verl read, or that tune details of its own engine.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "model": {
         "model_type": "chooses the engine in verl's registry",
@@ -75,29 +75,29 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 
 
 def check_unread(part: str, config: Any) -> None:
-    """Raise UsageError for the first field that is in neither table and has not its default.
+    """Raise UsageError for the first field that is in neither table and differs from its default.
 
     Args:
-        part: name of the part, a key of the tables.
+        part: part of the config, a key of the tables.
         config: verl's dataclass; other objects have no defaults, and pass.
     """
     for each in fields(config) if is_dataclass(config) else ():
         if each.name in HONOURED[part] or each.name in ELSEWHERE[part]:
             continue
-        value, default = getattr(config, each.name), find_default(each)
-        if value is not None and _plain(value, default) != _plain(default, default):
+        value, default = getattr(config, each.name), get_default(each)
+        if value is not None and _to_dict(value, default) != _to_dict(default, default):
             raise UsageError(f"{part}.{each.name} is {value!r}, which fluvial does not support: leave it at {default!r}")
 
 
-def find_default(field: Field[Any]) -> Any:
+def get_default(field: Field[Any]) -> Any:
     """Return the default of a dataclass's field; None if it has none."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default
 
 
-def _plain(value: Any, default: Any) -> Any:
-    """Return a nested config as a dict, whose absent values are the default's."""
+def _to_dict(value: Any, default: Any) -> Any:
+    """Convert a nested config to a dict, with the default's values for missing fields."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping) and is_dataclass(default) and not isinstance(default, type):

@@ -1,7 +1,7 @@
-"""The entry point of the group `verl.plugins`: registers backend "fluvial" in verl's `EngineRegistry`.
+"""Entry point of the group `verl.plugins`, which registers backend "fluvial" in verl's `EngineRegistry`.
 
-verl imports this module when it is imported itself, and logs what that raises at the level debug alone. So nothing is
-refused here: an engine says what is wrong when it is made.
+`import verl` imports this module, and logs its exceptions only at level debug. So problems are raised when an engine is
+constructed, not here.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from fluvial.engines.extensions.verl.algorithms import ALGORITHMS
 from fluvial.engines.extensions.verl.engine import VerlEngine
 
 BACKEND = "fluvial"
-VENDOR = "fluvial"  # with VERL_ENGINE_VENDOR=fluvial verl takes these engines for its own strategies too
+VENDOR = "fluvial"  # with VERL_ENGINE_VENDOR=fluvial, verl uses these engines for its own strategies too
 STRATEGIES = ["fsdp", "fsdp2"]
 DEVICES = ("cuda", "cpu")
 
@@ -35,15 +35,15 @@ def register() -> dict[str, Any]:
 
             context = BaseEngineCtx
             append = append_to_dict
-            hooks = adapter
+            hooks = find_adapter_class
 
             def __init__(self, *args: Any, **configs: Any) -> None:
                 if (device := get_device_name()) not in DEVICES:
+                    raise UsageError(f"verl found the device {device!r}, and fluvial supports only {' and '.join(DEVICES)}")
+                if differences := find_differences(BaseEngine):
                     raise UsageError(
-                        f"verl found the device {device!r}, and fluvial computes on {' and '.join(DEVICES)} alone"
+                        f"verl {version('verl')} is not supported, its engines differ: {'; '.join(differences)}"
                     )
-                if wrong := differences(BaseEngine):
-                    raise UsageError(f"verl {version('verl')} is not supported, its engines differ: {'; '.join(wrong)}")
                 super().__init__(*args, **configs)
 
         FluvialEngine.algorithm = algorithm
@@ -54,10 +54,10 @@ def register() -> dict[str, Any]:
     return classes
 
 
-def differences(base: type) -> list[str]:
-    """Return in what verl's `BaseEngine` differs from the one that `VerlEngine` implements, one phrase per method.
+def find_differences(base: type) -> list[str]:
+    """List the differences of verl's `BaseEngine` that `VerlEngine` cannot handle, one phrase each.
 
-    A method of `VerlEngine` accepts the arguments of verl's of the same name, and no abstract one is missing.
+    `VerlEngine` must accept the arguments of each method of the same name, and implement every abstract method.
     """
     differences = []
     for name, method in vars(base).items():
@@ -66,21 +66,23 @@ def differences(base: type) -> list[str]:
             differences.append(f"{name} is new")
         if name.startswith("_") or ours is None or not callable(method):
             continue
-        arguments = [p.name for p in _parameters(method) if p.kind is not p.VAR_KEYWORD]
-        if rest := [p.name for p in _parameters(ours) if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
-            differences += [f"{name} has no {each}" for each in rest if each not in arguments]
-        known = {p.name for p in _parameters(ours)}
-        accepts_any = any(p.kind is p.VAR_KEYWORD for p in _parameters(ours))
-        differences += [f"{name} has {each}" for each in arguments if each not in known and not accepts_any]
+        arguments = [p.name for p in _list_parameters(method) if p.kind is not p.VAR_KEYWORD]
+        parameters = _list_parameters(ours)
+        required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        differences += [f"{name} has no {each}" for each in required if each not in arguments]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            known = {p.name for p in parameters}
+            differences += [f"{name} has {each}" for each in arguments if each not in known]
     return differences
 
 
-def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+def _list_parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """List the parameters of a method without self."""
     return [*inspect.signature(method).parameters.values()][1:]
 
 
-def adapter(model: Any) -> Any:
-    """Return verl-omni's adapter class for a model config; None without verl-omni, or if it has none."""
+def find_adapter_class(model: Any) -> Any:
+    """Return verl-omni's adapter class for a model config; None if there is none, or verl-omni is not installed."""
     if importlib.util.find_spec("verl_omni") is None:
         return None
     base = importlib.import_module("verl_omni.pipelines.model_base").DiffusionModelBase

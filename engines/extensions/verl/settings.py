@@ -1,4 +1,4 @@
-"""The configs that verl passes to an engine, as those of fluvial: each field is translated, or refused in one line."""
+"""Translation of verl's configs to fluvial's: each field is translated, or refused in one line."""
 
 import json
 import math
@@ -14,14 +14,14 @@ from fluvial.engines.extensions.verl.adapters import Targets
 from fluvial.engines.extensions.verl.fields import check_unread
 from fluvial.models.lora import LoraConfig, LowRank
 
-# verl-omni's names of samplers. The form is that of its log-probabilities, see `core.gaussian.log_prob`.
+# Sampler and form of the log-probabilities (see `core.gaussian.log_prob`) by verl-omni's name.
 SAMPLERS: dict[str, tuple[SamplerName, Literal["density", "unscaled"]]] = {
     "sde": ("flow_sde", "density"),
     "cps": ("cps", "unscaled"),
     "dance_sde": ("dance_sde", "density"),
-    "ddim": ("ddim", "density"),  # of models that predict epsilon, which verl-omni has none of
+    "ddim": ("ddim", "density"),  # for models that predict epsilon, which verl-omni lacks
 }
-# By the names of `optimizer_impl` and `optimizer`.
+# Optimizers by `optimizer_impl` and `optimizer`.
 OPTIMIZERS: dict[str, OptimizerName] = {
     "torch.optim.AdamW": "adamw",
     "torchao.optim._AdamW": "adamw",
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "torchao.optim.AdamW4bit": "adamw4bit",
     "bitsandbytes.optim.AdamW8bit": "adamw8bit",
 }
-# Arguments of these optimizers that have one value here; weights in bfloat16 are rounded stochastically.
+# Arguments of these optimizers with one supported value; weights in bfloat16 are rounded stochastically.
 FIXED = {
     **{"fused": True, "bf16_stochastic_round": True},
     **dict.fromkeys(("foreach", "amsgrad", "maximize", "capturable", "differentiable"), False),
@@ -40,64 +40,64 @@ DTYPES: dict[str, Dtype] = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "half"), "float16"),
 }
-CONTENTS = ("model", "optimizer", "extra")  # of every checkpoint, whatever is asked for
-HELD = ("float32", "bfloat16")  # dtypes of what is trained, and of sums over ranks
-NETWORK = "transformer"  # folder of the network in most pipelines, and its name in the rollout's
+CONTENTS = ("model", "optimizer", "extra")  # contents of every checkpoint
+TRAINED_DTYPES = ("float32", "bfloat16")  # dtypes of trained parameters, and of sums over ranks
+NETWORK = "transformer"  # folder of the network in most pipelines, and its name in the rollout engine
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that an engine of verl is built from."""
+    """Settings of an engine of verl."""
 
-    model: str  # as `--model` takes it: the folder of a pipeline, or `module:name`
+    model: str  # value of `--model`: the folder of a pipeline, or `module:name`
     architecture: str  # class of the pipeline
     part: str  # folder of the network; NETWORK is the model's own
-    weights: Path | None  # folder of the network elsewhere
+    weights: Path | None  # folder of the network outside the pipeline
     trusts_code: bool  # whether code of the folder may run
     size: tuple[int, int, int]  # height and width in pixels, and number of frames
     steps: int  # number of steps of a rollout
     guidance_scale: float | None  # guidance; an input of a distilled network
-    true_cfg_scale: float  # guidance of models that do not read the other
+    true_cfg_scale: float  # guidance of models that do not read guidance_scale
     kind: str  # verl-omni's name of the sampler
-    sampler: SamplerName  # of the stochastic steps
-    form: Literal["density", "unscaled"]  # of the log-probabilities
+    sampler: SamplerName  # sampler of the stochastic steps
+    form: Literal["density", "unscaled"]  # form of the log-probabilities
     eta: float  # scale of the sampler's noise
     engine: EngineConfig  # sharding and precision
-    optimizer: OptimizerConfig | None  # None for an engine that only makes forward passes
+    optimizer: OptimizerConfig | None  # None for an engine that only runs forward passes
     lora: LoraConfig | None  # None trains all weights
-    targets: Targets  # layers of the adapter
-    adapter_dtype: Dtype  # that it is held in
-    buffers: Dtype  # of the network's floating-point buffers
-    adapters: tuple[str, ...]  # their names, `default` first
-    seed: int  # of the adapter's first values
-    merge: bool  # whether adapters are merged into the weights that rollouts get
-    sent: Dtype  # of the base weights that rollouts get
-    offloads_parameters: bool  # whether they lie on the host between the phases
-    offloads_optimizer: bool
-    micro_batches: tuple[int | None, int | None]  # items per pass, training and inference, where the batch does not say
-    tokens: int  # that the rollout pads prompts to
-    export: bool  # whether a checkpoint also holds the weights as diffusers reads them
+    targets: Targets  # adapted layers
+    adapter_dtype: Dtype  # dtype of the trained adapter's parameters
+    buffers: Dtype  # dtype of the network's floating-point buffers
+    adapters: tuple[str, ...]  # names of the adapters, `default` first
+    seed: int  # seed of the adapter's initial values
+    merge: bool  # whether rollouts get merged weights
+    sent: Dtype  # dtype of the base weights for rollouts
+    offloads_parameters: bool  # whether parameters are on the host between phases
+    offloads_optimizer: bool  # whether the optimizer state is
+    micro_batches: tuple[int | None, int | None]  # default number of items per pass, in training and inference
+    tokens: int  # length to which the rollout pads prompts
+    export: bool  # whether checkpoints also hold the weights in diffusers' format
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a checkpoint and the engine that loads it must share, as JSON holds it, which has no tuples."""
+        """Return the settings that a checkpoint and the engine that loads it must share, as JSON, without tuples."""
         lora = None if self.lora is None else {**asdict(self.lora), "targets": self.targets}
         return {
             "architecture": self.architecture,
-            "lora": json.loads(json.dumps(lora, default=str)),  # the file of weights by its name
+            "lora": json.loads(json.dumps(lora, default=str)),  # paths become texts
             "adapters": list(self.adapters),
             "optimizer": None if self.optimizer is None else self.optimizer.name,
         }
 
 
 def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, ranks: int) -> Settings:
-    """Return the settings that verl's four configs stand for.
+    """Read the settings from verl's four configs.
 
     Args:
         model: verl-omni's DiffusionModelConfig.
         engine: verl's FSDPEngineConfig.
-        optimizer: verl's FSDPOptimizerConfig. An engine that only makes forward passes ignores it: verl-omni's reference and
-            teacher always come with one.
-        checkpoint: verl's CheckpointConfig; None leaves it at its defaults.
+        optimizer: verl's FSDPOptimizerConfig. No effect with `forward_only`: verl-omni's reference and teacher always have
+            one.
+        checkpoint: verl's CheckpointConfig; None takes its defaults.
         ranks: number of ranks.
 
     Raises:
@@ -107,12 +107,12 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         optimizer = None
     elif optimizer is None:
         raise UsageError("the optimizer config is missing: set it, or engine.forward_only")
-    pipeline, algorithm = _part(model, "pipeline"), _part(model, "algo")
+    pipeline, algorithm = _get_part(model, "pipeline"), _get_part(model, "algo")
     parts = {"model": model, "model.pipeline": pipeline, "model.algo": algorithm, "engine": engine, "checkpoint": checkpoint}
     for part, config in {**parts, "optim": optimizer}.items():
         check_unread(part, config)
-    if checkpoint is not None and (left_out := {*CONTENTS} - {*checkpoint.load_contents}):
-        raise UsageError(f"checkpoint.load_contents leaves out {', '.join(sorted(left_out))}, which is restored too: add it")
+    if checkpoint is not None and (missing := {*CONTENTS} - {*checkpoint.load_contents}):
+        raise UsageError(f"checkpoint.load_contents leaves out {', '.join(sorted(missing))}, which is restored too: add it")
     if algorithm.sde_type not in SAMPLERS:
         raise UsageError(f"model.algo.sde_type is {algorithm.sde_type!r}, expected one of {', '.join(map(repr, SAMPLERS))}")
     sampler, form = SAMPLERS[algorithm.sde_type]
@@ -135,16 +135,20 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
         sampler=sampler,
         form=form,
         eta=float(algorithm.noise_level),
-        engine=_engine(engine, model, ranks=ranks),
-        optimizer=None if optimizer is None else _optimizer(optimizer),
-        lora=_lora(model, trained=optimizer is not None),
-        targets=Targets(_texts(model.target_modules), _texts(model.exclude_modules), tuple(model.target_parameters or ())),
-        adapter_dtype=_dtype("model.lora_dtype", model.lora_dtype or "fp32", HELD),
-        buffers=_dtype("engine.mixed_precision.buffer_dtype", (engine.mixed_precision or {}).get("buffer_dtype", "fp32")),
-        adapters=tuple(name for name in _adapters(model) if name != "reference"),
+        engine=_read_engine(engine, model, ranks=ranks),
+        optimizer=None if optimizer is None else _read_optimizer(optimizer),
+        lora=_read_lora(model, trained=optimizer is not None),
+        targets=Targets(
+            _read_names(model.target_modules), _read_names(model.exclude_modules), tuple(model.target_parameters or ())
+        ),
+        adapter_dtype=_read_dtype("model.lora_dtype", model.lora_dtype or "fp32", TRAINED_DTYPES),
+        buffers=_read_dtype(
+            "engine.mixed_precision.buffer_dtype", (engine.mixed_precision or {}).get("buffer_dtype", "fp32")
+        ),
+        adapters=tuple(name for name in _read_adapters(model) if name != "reference"),
         seed=seed,
-        merge=_merge(model),
-        sent=_dtype("engine.dtype", engine.dtype),
+        merge=_read_merge(model),
+        sent=_read_dtype("engine.dtype", engine.dtype),
         offloads_parameters=bool(engine.param_offload),
         offloads_optimizer=bool(engine.optimizer_offload),
         micro_batches=(engine.micro_batch_size_per_gpu, engine.infer_micro_batch_size_per_gpu),
@@ -153,17 +157,17 @@ def read_settings(model: Any, engine: Any, optimizer: Any, checkpoint: Any, *, r
     )
 
 
-def lr_factor(config: Any) -> Callable[[int], float]:
-    """Return the learning rate after n calls of `lr_scheduler_step`, in units of the peak, as verl's FSDP engines have it.
+def build_lr_factor(config: Any) -> Callable[[int], float]:
+    """Return the function from n calls of `lr_scheduler_step` to the relative learning rate, as in verl's FSDP engines.
 
-    In a warm-up of w calls it is n / w, so the first updates of a constant schedule with a warm-up have the rate 0. A cosine
-    may count from 1 (`zero_indexed_step`).
+    In a warm-up of w calls it is n / w, so the first updates with a warm-up have learning rate 0. A cosine may count from 1
+    (`zero_indexed_step`).
 
     Args:
         config: verl's optimizer config.
 
     Raises:
-        UsageError: the schedule is not known, or a cosine does not know the number of steps.
+        UsageError: the schedule is unknown, or depends on a number of steps that is not set.
     """
     kind, total = config.lr_scheduler_type, config.total_training_steps
     if kind not in ("constant", "cosine"):
@@ -188,15 +192,15 @@ def lr_factor(config: Any) -> Callable[[int], float]:
     return constant if kind == "constant" else cosine
 
 
-def _part(model: Any, name: str) -> Any:
+def _get_part(model: Any, name: str) -> Any:
     part = getattr(model, name, None)
     if part is None:
         raise UsageError(f"the model config has no {name}: expected verl-omni's DiffusionModelConfig")
     return part
 
 
-def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
-    """Return sharding and precision."""
+def _read_engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
+    """Read sharding and precision."""
     size = ranks if config.fsdp_size in (-1, 0) or config.fsdp_size > ranks else int(config.fsdp_size)
     if ranks % size:
         raise UsageError(f"engine.fsdp_size is {size}, expected a divisor of the {ranks} ranks, or -1")
@@ -212,9 +216,11 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
         grad_sync="last" if getattr(config, "use_no_sync_for_gradient_accumulation", True) else "every",
         replicas=ranks // size,
         context_parallel=int(config.ulysses_sequence_parallel_size),
-        compute=_dtype("engine.mixed_precision.param_dtype", mixed["param_dtype"]) if "param_dtype" in mixed else "auto",
-        masters=_dtype("engine.model_dtype", config.model_dtype or "fp32", HELD),
-        reduce=_dtype("engine.mixed_precision.reduce_dtype", mixed.get("reduce_dtype", "fp32"), HELD),
+        compute=_read_dtype("engine.mixed_precision.param_dtype", mixed["param_dtype"])
+        if "param_dtype" in mixed
+        else "auto",
+        masters=_read_dtype("engine.model_dtype", config.model_dtype or "fp32", TRAINED_DTYPES),
+        reduce=_read_dtype("engine.mixed_precision.reduce_dtype", mixed.get("reduce_dtype", "fp32"), TRAINED_DTYPES),
         checkpointing="block" if model.enable_gradient_checkpointing else "none",
         offload="always" if config.offload_policy else "none",
         compile="auto" if config.use_torch_compile else False,
@@ -223,20 +229,20 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
     )
 
 
-def _optimizer(config: Any) -> OptimizerConfig:
-    """Return the optimizer. The learning rate is scheduled apart, see `lr_factor`."""
+def _read_optimizer(config: Any) -> OptimizerConfig:
+    """Read the optimizer; its schedule is that of `build_lr_factor`."""
     kind = f"{config.optimizer_impl}.{config.optimizer}"
     if kind not in OPTIMIZERS:
         raise UsageError(f"optim.optimizer_impl and optimizer are {kind}, expected one of {', '.join(OPTIMIZERS)}")
     if config.clip_grad is None:
         raise UsageError("optim.clip_grad is None, expected the norm that gradients are clipped to")
-    more = dict(config.override_optimizer_config or {})
-    first, second = (float(decay) for decay in more.pop("betas", config.betas))
+    overrides = dict(config.override_optimizer_config or {})
+    first, second = (float(decay) for decay in overrides.pop("betas", config.betas))
     numbers = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": 1e-8}
-    lr, weight_decay, eps = (float(more.pop(name, value)) for name, value in numbers.items())
-    for name, value in more.items():
+    lr, weight_decay, eps = (float(overrides.pop(name, value)) for name, value in numbers.items())
+    for name, value in overrides.items():
         if value is not None and value != FIXED.get(name):
-            expected = f"{FIXED[name]}" if name in FIXED else f"betas, {', '.join(numbers)} alone"
+            expected = f"{FIXED[name]}" if name in FIXED else f"only betas, {', '.join(numbers)}"
             raise UsageError(f"optim.override_optimizer_config has {name} {value!r}, expected {expected}")
     with convert_errors(UsageError, ValueError, says="optim"):
         return OptimizerConfig(
@@ -249,15 +255,15 @@ def _optimizer(config: Any) -> OptimizerConfig:
         )
 
 
-def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
-    """Return the adapter, or None if all weights are trained."""
+def _read_lora(model: Any, *, trained: bool) -> LoraConfig | None:
+    """Read the adapter; None if all weights are trained."""
     path = model.lora_adapter_path
     if model.lora_rank <= 0:
         if path is not None:
             raise UsageError(f"model.lora_adapter_path is {path}, and model.lora_rank is {model.lora_rank}: set the rank")
-        if trained and tuple(_adapters(model)) not in (("default",), ()):
+        if trained and tuple(_read_adapters(model)) not in (("default",), ()):
             raise UsageError(
-                f"model.policy_state_adapters are {', '.join(_adapters(model))}, which need LoRA: set model.lora_rank"
+                f"model.policy_state_adapters are {', '.join(_read_adapters(model))}, which need LoRA: set model.lora_rank"
             )
         return None
     if path is None and not model.target_modules and not model.target_parameters:
@@ -275,27 +281,27 @@ def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
     )
 
 
-def _merge(model: Any) -> bool:
-    """Return whether adapters are sent merged; UsageError for another field of `model.lora`, which are Megatron's."""
+def _read_merge(model: Any) -> bool:
+    """Return whether adapters are sent merged; UsageError for other fields of `model.lora`, which are Megatron's."""
     lora = dict(getattr(model, "lora", None) or {})
     merge = bool(lora.pop("merge", False))
     if lora:
-        raise UsageError(f"model.lora has {', '.join(sorted(lora))}, expected merge alone: the others are of Megatron")
+        raise UsageError(f"model.lora has {', '.join(sorted(lora))}, expected only merge: the others are for Megatron")
     return merge
 
 
-def _adapters(model: Any) -> Sequence[str]:
+def _read_adapters(model: Any) -> Sequence[str]:
     names = tuple(map(str, getattr(model, "policy_state_adapters", ("default",))))
     if names and names[0] != "default":
         raise UsageError(f"model.policy_state_adapters are {', '.join(names)}, expected default first")
     return names
 
 
-def _texts(names: Any) -> str | tuple[str, ...]:
+def _read_names(names: Any) -> str | tuple[str, ...]:
     return names if isinstance(names, str) else tuple(map(str, names or ()))
 
 
-def _dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
+def _read_dtype(field: str, value: Any, known: Sequence[str] = tuple(DTYPES.values())) -> Any:
     dtype = DTYPES.get(str(value))
     if dtype not in known:
         raise UsageError(

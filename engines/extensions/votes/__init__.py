@@ -1,1 +1,1 @@
-"""The page on which people compare images, and the records of their votes."""
+"""Page on which people compare images, and records of their votes."""

@@ -1,9 +1,9 @@
-"""The folder of votes: preferences.jsonl, one vote per line, and the images that it names.
+"""Folder of votes: preferences.jsonl, one vote per line, and the images that it names.
 
     {"prompt", "image_0", "image_1", "label_0": 1, 0 or 0.5, "group", "size", "pair": [i, j], "voter", "time"}
 
-The columns are those of Pick-a-Pic, so the folder holds preferences for `fluvial train dpo` as it is. The other columns say
-which two images of which group were compared, by whom and when (UTC).
+The first columns are those of Pick-a-Pic, so `fluvial train dpo` reads the folder as preferences. The others say which two
+images of which group were compared, by whom and when (UTC).
 """
 
 import fcntl
@@ -24,11 +24,11 @@ LOCK = ".lock"
 
 
 class Vote(NamedTuple):
-    """A comparison of two images of a group."""
+    """Comparison of two images of a group."""
 
     group: str
     size: int  # number of images of the group
-    pair: tuple[int, int]  # numbers of the images within the group
+    pair: tuple[int, int]  # indices of the images within the group
     score: float  # 1 if the first is preferred, 0 if the second is, 0.5 for a tie
     voter: str
 
@@ -37,10 +37,10 @@ class VoteFolder:
     """Votes on disk; each is synced before it counts. One process at a time writes to a folder.
 
     Args:
-        folder: folder, which is made if necessary.
+        folder: folder, created if necessary.
 
     Raises:
-        UsageError: it holds something else than votes, another server uses it, or it cannot be made.
+        UsageError: the folder holds other files, another server uses it, or it cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,16 +58,16 @@ class VoteFolder:
         except UsageError:
             self.close()
             raise
-        self.votes = [_vote(line) for line in self.lines]
+        self.votes = [_parse_vote(line) for line in self.lines]
 
     def close(self) -> None:
-        """Free the folder for another process."""
+        """Release the folder for another process."""
         os.close(self._lock)
 
     def keep_images(self, group: str, images: Sequence[bytes]) -> None:
-        """Write the images of a group that are not there yet."""
+        """Write the images of a group that are missing."""
         for number, image in enumerate(images):
-            path = self.folder / image_name(group, number)
+            path = self.folder / name_image(group, number)
             if not path.exists():
                 self._write(path, image)
 
@@ -75,9 +75,9 @@ class VoteFolder:
         """Append a vote.
 
         Raises:
-            RunError: it cannot be written; then it does not count.
+            RunError: the vote cannot be written, and does not count.
         """
-        first, second = (image_name(vote.group, number) for number in vote.pair)
+        first, second = (name_image(vote.group, number) for number in vote.pair)
         line = {
             "prompt": prompt,
             "image_0": first,
@@ -106,16 +106,16 @@ class VoteFolder:
 
     def undo(self, voter: str) -> Vote | None:
         """Remove the last vote of a voter, and return it; None if there is none."""
-        place = next((place for place in reversed(range(len(self.votes))) if self.votes[place].voter == voter), None)
-        if place is None:
+        last = next((number for number in reversed(range(len(self.votes))) if self.votes[number].voter == voter), None)
+        if last is None:
             return None
-        lines = self.lines[:place] + self.lines[place + 1 :]
+        lines = self.lines[:last] + self.lines[last + 1 :]
         self._write(self.file, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.lines = lines
-        return self.votes.pop(place)
+        return self.votes.pop(last)
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return the lines of the file, without one that a crash cut short, which is removed."""
+        """Return the lines of the file; an incomplete last line, left by a crash, is removed."""
         if not self.file.exists():
             return []
         whole, newline, rest = self.file.read_bytes().rpartition(b"\n")
@@ -123,7 +123,7 @@ class VoteFolder:
         for number, text in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
                 line = json.loads(text)
-                _vote(line)
+                _parse_vote(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"{self.file}, line {number} is not a vote: choose a folder of votes, or a new one"
@@ -134,7 +134,7 @@ class VoteFolder:
         return lines
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Write a file so that it is there as a whole or not at all."""
+        """Write a file atomically."""
         partial = path.with_name(f".{path.name}.partial")
         with convert_errors(RunError, OSError, says=f"{path} cannot be written"):
             partial.write_bytes(content)
@@ -143,19 +143,19 @@ class VoteFolder:
             sync(path.parent)
 
 
-def group_id(prompt: str, images: Sequence[bytes]) -> str:
-    """Return the id of a group: the same for the same prompt and images."""
+def hash_group(prompt: str, images: Sequence[bytes]) -> str:
+    """Return the id of a group, a hash of its prompt and images."""
     digest = hashlib.sha256(prompt.encode())
     for image in images:
         digest.update(hashlib.sha256(image).digest())
     return digest.hexdigest()[:32]
 
 
-def image_name(group: str, number: int) -> str:
-    """Return the name of an image's file in the folder."""
+def name_image(group: str, number: int) -> str:
+    """Return the path of an image within the folder."""
     return f"{IMAGES}/{group}-{number:02d}.png"
 
 
-def _vote(line: dict[str, Any]) -> Vote:
+def _parse_vote(line: dict[str, Any]) -> Vote:
     first, second = map(int, line["pair"])
     return Vote(str(line["group"]), int(line["size"]), (first, second), float(line["label_0"]), str(line["voter"]))

@@ -1,11 +1,11 @@
-"""The server of votes: people compare two images of a group at a time on a page, and training runs ask for the result.
+"""Server of votes: people compare two images of a group at a time on a page, and training runs request the results.
 
-GET  /                 the page; its address holds the key behind #, which a browser sends to nobody
+GET  /                 the page; its address holds the key after #, which a browser does not send
 POST /next             {"voter"} -> {"pair": {"group", "pair", "prompt"} or null, "progress": {...}}
 POST /image            {"group", "number"} -> PNG
 POST /vote             {"voter", "group", "pair", "score"} -> as /next
 POST /undo             {"voter"} -> as /next
-POST /groups, /votes   of training runs, see `fluvial.engines.extensions.judges.votes`
+POST /groups, /votes   for training runs, see `fluvial.engines.extensions.judges.votes`
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from starlette.types import ASGIApp
 
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.servers import asgi
-from fluvial.engines.extensions.servers.asgi import RequestError, json_of
-from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
+from fluvial.engines.extensions.servers.asgi import RequestError, read_json
+from fluvial.engines.extensions.votes.records import Vote, VoteFolder, hash_group, name_image
 
 PAGE = resources.files("fluvial.engines.extensions.votes").joinpath("page.html").read_text(encoding="utf-8")
 SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
@@ -38,42 +38,42 @@ POLICY = (
     f"default-src 'none'; img-src blob: data:; connect-src 'self'; style-src 'unsafe-inline'; frame-ancestors 'none'; "
     f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
 )
-FORGOTTEN = 60.0  # seconds after which a group that no run asks for is not shown any more
-LEFT = 120.0  # seconds after which a pair that a voter was shown is given to another
-MOST_MB, MOST_PIXELS = 64, 100_000_000  # of a group
+FORGOTTEN = 60.0  # seconds after the last request of a run for a group, after which the group is no longer shown
+LEFT = 120.0  # seconds after which a pair shown to one voter may be shown to another
+MOST_MB, MOST_PIXELS = 64, 100_000_000  # limits of a group
 Pair = tuple[int, int]
 Voter = Annotated[str, Meta(min_length=1, max_length=60)]
 Index = Annotated[int, Meta(ge=0, le=63)]
 
 
-class Groups(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request of a training run for the votes on a group."""
+class GroupRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Request of a training run for votes on a group."""
 
     prompt: Annotated[str, Meta(max_length=100_000)]
     images: Annotated[list[str], Meta(min_length=2, max_length=64)]
 
 
-class GroupsRequest(Struct, frozen=True):
-    """A request for the state of groups."""
+class GroupStatesRequest(Struct, frozen=True):
+    """Request for the states of groups."""
 
     groups: Annotated[list[str], Meta(max_length=100_000)]
 
 
-class Voting(Struct, frozen=True):
-    """A request of a voter who votes on nothing."""
+class VoterRequest(Struct, frozen=True):
+    """Request of a voter without a vote."""
 
     voter: Voter
 
 
 class ImageRequest(Struct, frozen=True):
-    """A request for an image."""
+    """Request for an image."""
 
     group: str
     number: Index
 
 
-class Voted(Struct, frozen=True):
-    """A vote."""
+class VoteRequest(Struct, frozen=True):
+    """Request that holds a vote."""
 
     voter: Voter
     group: str
@@ -83,22 +83,25 @@ class Voted(Struct, frozen=True):
 
 @dataclass
 class Group:
-    """A group that a run has asked for.
+    """Group of images requested by a run.
 
     Args:
-        pairs: comparisons that are asked for, in the order in which they are made.
-        asked: time at which a run last asked for it.
+        prompt: prompt of the images.
+        size: number of images.
+        pairs: comparisons to make, in order.
+        requested: time of the last request of a run for this group.
+        wins: how often each image was preferred to each other one.
     """
 
     prompt: str
     size: int
     pairs: list[Pair]
-    asked: float
+    requested: float
     wins: list[list[float]]
     done: Counter[Pair] = field(default_factory=Counter)  # comparisons by pair, the smaller number first
 
     def count(self, vote: Vote, sign: int = 1) -> None:
-        """Count a vote, or take it back."""
+        """Count a vote; a `sign` of -1 takes it back."""
         i, j = vote.pair
         self.wins[i][j] += sign * vote.score
         self.wins[j][i] += sign * (1 - vote.score)
@@ -106,7 +109,7 @@ class Group:
 
     @property
     def left(self) -> list[Pair]:
-        """Comparisons that are still to be made, in order."""
+        """Comparisons still to be made, in order."""
         done, left = Counter(self.done), []
         for pair in self.pairs:
             if done[pair] > 0:
@@ -117,50 +120,52 @@ class Group:
 
     @property
     def made(self) -> int:
-        """Number of the comparisons asked for that are made."""
+        """Number of requested comparisons that are made."""
         return len(self.pairs) - len(self.left)
 
 
 class VoteService:
-    """The handlers of the server of votes.
+    """Handlers of the server of votes.
 
     Args:
         folder: folder of the votes.
         rounds: number of times that each image is compared with two others; a group of two is compared once per round.
-        clock: seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, folder: VoteFolder, *, rounds: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.rounds, self.clock = folder, rounds, clock
         self.groups: dict[str, Group] = {}
-        self.shown: dict[str, tuple[str, Pair, float]] = {}  # by voter: group and pair that they look at, and since when
+        self.shown: dict[str, tuple[str, Pair, float]] = {}  # by voter: group and pair on the page, and since when
 
-    async def ask(self, request: Request) -> JSONResponse:
-        """Take in a group, and return its state."""
-        body = await json_of(request, Groups, most_bytes=MOST_MB * 1_000_000)
-        images = await asyncio.to_thread(_images, body.images)
-        name = group_id(body.prompt, images)
+    async def add_group(self, request: Request) -> JSONResponse:
+        """Add a group, and return its state."""
+        body = await read_json(request, GroupRequest, most_bytes=MOST_MB * 1_000_000)
+        images = await asyncio.to_thread(_decode_images, body.images)
+        name = hash_group(body.prompt, images)
         if name not in self.groups:
             alike = len(set(images)) == 1
-            pairs = [] if alike else comparisons(len(images), self.rounds, name)
+            pairs = [] if alike else choose_pairs(len(images), self.rounds, name)
             wins = [[0.0] * len(images) for _ in images]
             if not alike:
                 self.folder.keep_images(name, images)
-            self.groups[name] = made = Group(body.prompt, len(images), pairs, self.clock(), wins)
+            self.groups[name] = group = Group(body.prompt, len(images), pairs, self.clock(), wins)
             for vote in self.folder.votes:
                 if vote.group == name:
-                    made.count(vote)
-        self.groups[name].asked = self.clock()
-        return JSONResponse(self._state(name))
+                    group.count(vote)
+        self.groups[name].requested = self.clock()
+        return JSONResponse(self._describe_group(name))
 
     async def votes(self, request: Request) -> JSONResponse:
-        """Return the states of groups, null for those that are unknown."""
-        body = await json_of(request, GroupsRequest, most_bytes=MOST_MB * 1_000_000)
+        """Return the states of groups, null for unknown ones."""
+        body = await read_json(request, GroupStatesRequest, most_bytes=MOST_MB * 1_000_000)
         now = self.clock()
         for name in body.groups:
             if name in self.groups:
-                self.groups[name].asked = now
-        return JSONResponse({"groups": {name: self._state(name) if name in self.groups else None for name in body.groups}})
+                self.groups[name].requested = now
+        return JSONResponse(
+            {"groups": {name: self._describe_group(name) if name in self.groups else None for name in body.groups}}
+        )
 
     async def page(self, request: Request) -> Response:
         """Return the page."""
@@ -168,21 +173,21 @@ class VoteService:
         return Response(PAGE, media_type="text/html", headers={**headers, "X-Content-Type-Options": "nosniff"})
 
     async def next(self, request: Request) -> JSONResponse:
-        """Return the comparison that a voter should make, and the progress."""
-        body = await json_of(request, Voting, most_bytes=100_000)
-        return JSONResponse(self._next(body.voter))
+        """Return the next comparison of a voter, and the progress."""
+        body = await read_json(request, VoterRequest, most_bytes=100_000)
+        return JSONResponse(self._choose_pair(body.voter))
 
     async def image(self, request: Request) -> Response:
         """Return an image of a group."""
-        body = await json_of(request, ImageRequest, most_bytes=100_000)
+        body = await read_json(request, ImageRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
             raise RequestError("there is no such image", 404)
-        return Response((self.folder.folder / image_name(body.group, body.number)).read_bytes(), media_type="image/png")
+        return Response((self.folder.folder / name_image(body.group, body.number)).read_bytes(), media_type="image/png")
 
     async def vote(self, request: Request) -> JSONResponse:
-        """Keep a vote, and return the next comparison."""
-        body = await json_of(request, Voted, most_bytes=100_000)
+        """Record a vote, and return the next comparison."""
+        body = await read_json(request, VoteRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None:
             raise RequestError("no run has asked for this group", 404)
@@ -194,39 +199,39 @@ class VoteService:
         self.folder.append(vote, group.prompt)
         group.count(vote)
         self.shown.pop(body.voter, None)
-        return JSONResponse(self._next(body.voter))
+        return JSONResponse(self._choose_pair(body.voter))
 
     async def undo(self, request: Request) -> JSONResponse:
         """Take back the last vote of a voter, and show its comparison again."""
-        body = await json_of(request, Voting, most_bytes=100_000)
+        body = await read_json(request, VoterRequest, most_bytes=100_000)
         vote = self.folder.undo(body.voter)
         if vote is not None and vote.group in self.groups:
             self.groups[vote.group].count(vote, -1)
             self.shown[body.voter] = vote.group, vote.pair, self.clock()
-        return JSONResponse({**self._next(body.voter), "undone": vote is not None})
+        return JSONResponse({**self._choose_pair(body.voter), "undone": vote is not None})
 
-    def _state(self, name: str) -> dict[str, Any]:
+    def _describe_group(self, name: str) -> dict[str, Any]:
         group = self.groups[name]
         return {"group": name, "done": group.made, "wanted": len(group.pairs), "wins": group.wins}
 
-    def _next(self, voter: str) -> dict[str, Any]:
-        """Return the comparison that a voter sees: the one they saw before, or the first that nobody else looks at."""
+    def _choose_pair(self, voter: str) -> dict[str, Any]:
+        """Return the comparison for a voter: the one on their page, or the first that no other voter looks at."""
         now = self.clock()
-        live = {name: group for name, group in self.groups.items() if now - group.asked < FORGOTTEN and group.pairs}
+        live = {name: group for name, group in self.groups.items() if now - group.requested < FORGOTTEN and group.pairs}
         others = Counter[tuple[str, Pair]]()
         for other, (name, (i, j), since) in self.shown.items():
             if other != voter and now - since < LEFT:
                 others[name, (min(i, j), max(i, j))] += 1
         chosen: tuple[str, Pair] | None = None
-        held = self.shown.get(voter)
-        if held is not None and held[0] in live and tuple(sorted(held[1])) in live[held[0]].left:
-            chosen = held[0], held[1]
+        current = self.shown.get(voter)
+        if current is not None and current[0] in live and tuple(sorted(current[1])) in live[current[0]].left:
+            chosen = current[0], current[1]
         for name, group in () if chosen is not None else live.items():
             for pair in group.left:
                 if others[name, pair]:
                     others[name, pair] -= 1
                 elif chosen is None:
-                    # Half of the pairs the other way round, so that a preference for one side does not count for an image.
+                    # Half of the pairs are mirrored, so that a preference for one side favours no image.
                     order = pair if random.Random(f"{name} {pair} {group.done[pair]}").random() < 0.5 else pair[::-1]
                     chosen = name, (order[0], order[1])
         if chosen is None:
@@ -240,20 +245,17 @@ class VoteService:
             "complete": sum(not group.left for group in live.values()),
             "own": sum(vote.voter == voter for vote in self.folder.votes),
         }
-        shown = None
+        comparison = None
         if chosen is not None:
-            shown = {"group": chosen[0], "pair": list(chosen[1]), "prompt": live[chosen[0]].prompt}
-        return {"pair": shown, "progress": progress}
+            comparison = {"group": chosen[0], "pair": list(chosen[1]), "prompt": live[chosen[0]].prompt}
+        return {"pair": comparison, "progress": progress}
 
 
-def comparisons(size: int, rounds: int, seed: str) -> list[Pair]:
-    """Return the pairs of a group that are compared, the smaller number first.
+def choose_pairs(size: int, rounds: int, seed: str) -> list[Pair]:
+    """Return the pairs of a group to compare, the smaller index first.
 
-    Each round compares the images around a ring with those at one distance, which grows by one per round, so that each image
-    is compared twice per round, and the first round connects all of them. A group of two has one comparison per round.
-
-    Args:
-        seed: seed of the order of the ring.
+    The images form a ring, whose order `seed` draws. Each round compares each image with the one at a distance that grows by
+    one per round: each image is compared twice, and the first round connects all. A group of two is compared once per round.
     """
     ring = list(range(size))
     random.Random(seed).shuffle(ring)
@@ -262,31 +264,31 @@ def comparisons(size: int, rounds: int, seed: str) -> list[Pair]:
     pairs = []
     for number in range(rounds):
         distance = number % (size // 2) + 1
-        for place in range(size):
-            first, second = ring[place], ring[(place + distance) % size]
+        for position in range(size):
+            first, second = ring[position], ring[(position + distance) % size]
             pairs.append((min(first, second), max(first, second)))
     return pairs
 
 
 def application(service: VoteService, *, key: str) -> ASGIApp:
-    """Return the application; requests but those for the page need the key."""
+    """Return the application; all requests except those for the page need the key."""
     routes = [
         Route("/", service.page, methods=["GET"]),
         Route("/next", service.next, methods=["POST"]),
         Route("/image", service.image, methods=["POST"]),
         Route("/vote", service.vote, methods=["POST"]),
         Route("/undo", service.undo, methods=["POST"]),
-        Route("/groups", service.ask, methods=["POST"]),
+        Route("/groups", service.add_group, methods=["POST"]),
         Route("/votes", service.votes, methods=["POST"]),
     ]
-    return asgi.application(routes, close=service.folder.close, key=key, page="/")
+    return asgi.build_application(routes, close=service.folder.close, key=key, page="/")
 
 
-def _images(texts: list[str]) -> list[bytes]:
-    """Return PNG files; RequestError if one is no PNG, they have several sizes, or too many pixels."""
+def _decode_images(texts: list[str]) -> list[bytes]:
+    """Decode PNG files; RequestError if one is not a PNG, or they have several sizes or too many pixels."""
     images, sizes = [], set()
     for text in texts:
-        # A damaged file raises many kinds.
+        # A damaged file raises many kinds of errors.
         with convert_errors(RequestError, Exception, says="an image is not a PNG file as base64"):
             data = base64.b64decode(text, validate=True)
             with Image.open(io.BytesIO(data), formats=["PNG"]) as image:

@@ -1,1 +1,1 @@
-"""The rollout schema of sglang-diffusion: requests and responses, their tensors and their names. Nothing here does I/O."""
+"""Wire formats between trainers and servers: sglang-diffusion's rollout schema, weight buckets, and the HTTP client."""

@@ -1,4 +1,4 @@
-"""HTTP client with bounded retries, timeouts, replies and requests in flight; every failure is a `RunError` of one line."""
+"""HTTP client with bounded retries, timeouts, reply sizes and requests in flight. A failure is a `RunError` of one line."""
 
 import json
 import math
@@ -21,22 +21,22 @@ import httpx2
 
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 
-CONNECT = 10.0  # seconds that a connection may take
-START = 10.0  # seconds of patience with a server that has not answered yet: one that is down ends a run in its first seconds
-FIRST_DELAY, LAST_DELAY = 0.5, 15.0  # seconds before a request is sent again; each delay is twice the one before
-TRIES = 3  # times that a request is sent which the server fails at, without being overloaded or away
+CONNECT = 10.0  # timeout of a connection, in seconds
+START = 10.0  # patience with a server that has not answered yet, in seconds: a run ends soon if its server is down
+FIRST_DELAY, LAST_DELAY = 0.5, 15.0  # seconds before a retry; doubles from one retry to the next
+TRIES = 3  # attempts at a request that the server fails at, without being overloaded or away
 AWAY = (408, 429, 502, 503, 504)  # statuses of a server that is overloaded, restarting or behind a proxy
 JSON = "application/json"
 SHOWN = 160  # characters of a reply in a message
-MOST_ERROR = 65536  # bytes of a reply that is looked into for the server's words
+MOST_ERROR = 65536  # largest error reply that is parsed for its detail, in bytes
 
 
 class UnreachableError(RunError):
-    """A server is away, overloaded or restarting: the same request may succeed later."""
+    """Failure of a server that is away, overloaded or restarting: the same request may succeed later."""
 
 
 class Reply(NamedTuple):
-    """A reply of any status; names of headers are in lower case."""
+    """Reply of any status; header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -44,18 +44,18 @@ class Reply(NamedTuple):
 
 
 class HttpClient:
-    """Requests to one server, from any number of threads.
+    """Thread-safe client of one server.
 
     Args:
         url: address of the server, e.g. http://10.0.0.5:8000, with or without a path.
         timeout: seconds that one request may take, from the connection to the last byte of the reply.
-        patience: seconds after the first failure during which a request is sent again: after connection errors, timeouts,
-            and the statuses 408, 429, 502, 503 and 504. Other statuses of 500 and above are tried three times. Until a
-            server has answered once, it is at most 10.
-        in_flight: largest number of requests at the same time.
-        key_env: environment variable that holds an API key, sent as a bearer token. Empty sends none.
+        patience: seconds after the first failure during which a request is retried: after connection errors, timeouts, and
+            the statuses 408, 429, 502, 503 and 504. Other statuses of 500 and above are tried three times. Until a server
+            has answered once, it is at most 10.
+        in_flight: largest number of concurrent requests.
+        key_env: environment variable with an API key, sent as a bearer token. Empty sends none.
         most_mb: largest reply, in megabytes.
-        transport: transport of httpx, by default one connection per request and no proxy of the environment.
+        transport: httpx transport; by default one connection per request, and no proxy of the environment.
 
     Raises:
         UsageError: an argument is wrong, or the environment variable is not set.
@@ -71,18 +71,18 @@ class HttpClient:
         key_env: str = "",
         most_mb: int = 64,
         transport: httpx2.BaseTransport | None = None,
-        clock: Any = time,  # tests put another in its place
+        clock: Any = time,  # replaced in tests
     ) -> None:
-        self.address, self.url = url.rstrip("/"), _check_url(url)
+        self.address, self.url = url.rstrip("/"), _parse_url(url)
         for name, value in {"timeout": timeout, "in_flight": in_flight, "most_mb": most_mb}.items():
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value:g}, expected a number above 0")
         if not (math.isfinite(patience) and patience >= 0):
             raise UsageError(f"patience is {patience:g}, expected seconds, 0 or more")
         self.timeout, self.patience, self.in_flight, self.most_mb = timeout, patience, in_flight, most_mb
-        self.clock, self.transport = clock, transport or _direct(self.url)
+        self.clock, self.transport = clock, transport or _build_transport(self.url)
         self.answered = False
-        self._key = _authorization(key_env)
+        self._key = _build_authorization(key_env)
         self._client = httpx2.Client(
             # A compressed reply could become larger than `most_mb`.
             headers={"Accept-Encoding": "identity", **self._key},
@@ -91,8 +91,7 @@ class HttpClient:
             trust_env=False,
         )
         self._slots = threading.BoundedSemaphore(in_flight)
-        # Delays differ between clients, so that those of many ranks do not knock at a restarted server in step. No other
-        # stream of randomness is touched.
+        # Random delays keep many ranks from hitting a restarted server at once. Separate from the other random streams.
         self._jitter = random.Random()
 
     def get(self, path: str) -> Any:
@@ -100,7 +99,7 @@ class HttpClient:
         return self._decode(self._fetch(path), path)
 
     def post(self, path: str, value: Any) -> Any:
-        """Return the JSON that the server answers to a value; NaN and Infinity may stand for numbers.
+        """Post a JSON value, and return the JSON answer; both may hold NaN and Infinity.
 
         Raises:
             RunError: the server cannot be reached, fails, or does not answer in JSON.
@@ -108,11 +107,11 @@ class HttpClient:
         return self._decode(self._fetch(path, json.dumps(value).encode()), path)
 
     def post_bytes(self, path: str, body: bytes, *, content_type: str) -> bytes:
-        """Return the bytes that the server answers; see `post`."""
+        """Post bytes, and return the body of the answer; see `post`."""
         return self._fetch(path, body, content_type)
 
     def attempt(self, path: str, body: bytes | None = None, content_type: str = JSON) -> tuple[Reply | None, str]:
-        """Send a request once; return the reply, None if there was none, and what is wrong where it is no success.
+        """Send a request once; return the reply, None if there was none, and the problem, empty for a success.
 
         Args:
             body: body; None sends a GET request.
@@ -127,8 +126,10 @@ class HttpClient:
             return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             return None, f"{self.address}{path} cannot be reached: {format_reply(str(error) or type(error).__name__)}"
-        self.answered |= is_success(reply)
-        return reply, f"{self.address}{path} {self._problem(reply)}"
+        if is_success(reply):
+            self.answered = True
+            return reply, ""
+        return reply, f"{self.address}{path} {self._describe_failure(reply)}"
 
     def _decode(self, body: bytes, path: str) -> Any:
         try:
@@ -138,26 +139,25 @@ class HttpClient:
             raise RunError(f"{self.address}{path} answered with {kind}: {format_reply(body)}") from error
 
     def _fetch(self, path: str, body: bytes | None = None, content_type: str = JSON) -> bytes:
-        """Return the body of the first reply that is a success."""
+        """Send a request until it succeeds or patience ends; return the body of the reply."""
         start, delay, tries = self.clock.monotonic(), FIRST_DELAY, 0
         while True:
             reply, problem = self.attempt(path, body, content_type)
             tries += 1
             if reply is not None and is_success(reply):
                 return reply.body
-            asked = retry_after(reply)
-            wait = max(delay * (0.75 + 0.5 * self._jitter.random()), asked)
+            wait = max(delay * (0.75 + 0.5 * self._jitter.random()), read_retry_after(reply))
             patience = self.patience if self.answered else min(self.patience, START)
             spent = self.clock.monotonic() - start
-            if not may_pass(reply, tries) or spent + wait > patience:
+            if not can_retry(reply, tries) or spent + wait > patience:
                 tried = f" ({tries} tries in {spent:.0f} s)" if tries > 1 else ""
-                kind = UnreachableError if may_pass(reply, tries) else RunError
+                kind = UnreachableError if can_retry(reply, tries) else RunError
                 raise kind(f"{problem}{tried}")
             self.clock.sleep(wait)
             delay = min(2 * delay, LAST_DELAY)
 
     def _send(self, path: str, body: bytes | None, content_type: str) -> Reply:
-        """Return the reply to a request, read piece by piece so that one that is too large is cut off."""
+        """Send a request; the reply is read piece by piece, so that one that is too large is cut off."""
         most, read = int(self.most_mb * 1_000_000), bytearray()
         too_large = RunError(
             f"{self.address} sent a reply of more than {self.most_mb} MB, which was cut off: set most_mb if it is right"
@@ -181,8 +181,8 @@ class HttpClient:
                     raise too_large
             return Reply(response.status_code, dict(response.headers), bytes(read))
 
-    def _problem(self, reply: Reply) -> str:
-        """Return what a reply that is no success says, in words."""
+    def _describe_failure(self, reply: Reply) -> str:
+        """Describe an error reply in one line."""
         if 300 <= reply.status < 400:
             target = format_reply(reply.headers.get("location", "nowhere"))
             return f"redirects to {target}, and redirects are not followed: set url to the server's own address"
@@ -192,21 +192,20 @@ class HttpClient:
         return f"answered {reply.status}: {self._quote_reply(reply)}"
 
     def _quote_reply(self, reply: Reply) -> str:
-        """Return the server's own words: `detail` of a JSON object, or else the body, without the key if it repeats that."""
-        said: bytes | str = reply.body[:MOST_ERROR]
+        """Quote `detail` of a JSON object, or else the body, with the API key masked."""
+        text = reply.body[:MOST_ERROR].decode("utf-8", "replace")
         with suppress(ValueError, RecursionError):
             answer = json.loads(reply.body) if len(reply.body) <= MOST_ERROR else None
-            detail = answer.get("detail") if isinstance(answer, dict) else None
-            said = detail if isinstance(detail, str) else said
+            if isinstance(answer, dict) and isinstance(answer.get("detail"), str):
+                text = answer["detail"]
         key = self._key.get("Authorization", "").removeprefix("Bearer ")
-        text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
         return format_reply(text.replace(key, "***") if key else text)
 
 
 class _Deadline:
-    """Ends a request after some seconds, with a TimeoutError.
+    """Context that ends a request after some seconds, with a TimeoutError.
 
-    httpx's timeouts begin again with every byte, so a server that sends one byte per minute would hold a thread for hours.
+    httpx's timeouts restart with every byte, so a server that sends one byte per minute would hold a thread for hours.
     A timer shuts the connection down instead.
     """
 
@@ -226,7 +225,7 @@ class _Deadline:
             raise TimeoutError from error
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Note the socket of the connection; httpx's `trace` extension."""
+        """Store the socket of the connection; for httpx's `trace` extension."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self._expired:
@@ -235,12 +234,12 @@ class _Deadline:
     def _expire(self) -> None:
         self._expired = True
         if self._socket is not None:
-            with suppress(OSError):  # not SSLSocket's method, which changes what the other thread uses
+            with suppress(OSError):  # not SSLSocket's method, which changes state that the other thread uses
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 def format_reply(text: bytes | str) -> str:
-    """Return the start of a reply as it is put into a message: one line, printable characters alone."""
+    """Return the start of a reply for a message: one line of printable characters."""
     start = text[: 4 * SHOWN].decode("utf-8", "replace") if isinstance(text, bytes) else text[: 4 * SHOWN]
     line = "".join(character if character.isprintable() else " " for character in start)
     line = " ".join(line.split())
@@ -248,17 +247,17 @@ def format_reply(text: bytes | str) -> str:
 
 
 def is_success(reply: Reply | None) -> bool:
-    """Return whether there is a reply, of a status from 200 to 299."""
+    """Return whether there is a reply with a status from 200 to 299."""
     return reply is not None and 200 <= reply.status < 300
 
 
-def may_pass(reply: Reply | None, tries: int) -> bool:
+def can_retry(reply: Reply | None, tries: int) -> bool:
     """Return whether the same request may succeed later."""
     return reply is None or reply.status in AWAY or (reply.status >= 500 and tries < TRIES)
 
 
-def retry_after(reply: Reply | None) -> float:
-    """Return the seconds that the server asks to wait for, 0 if it does not say."""
+def read_retry_after(reply: Reply | None) -> float:
+    """Return the seconds of the header Retry-After, 0 without it."""
     text = "" if reply is None else reply.headers.get("retry-after", "").strip()
     if text.isdecimal():
         return float(text[:9])
@@ -268,14 +267,14 @@ def retry_after(reply: Reply | None) -> float:
         return 0.0
 
 
-def _direct(url: httpx2.URL) -> httpx2.HTTPTransport:
-    """Return a transport without proxies that opens a connection per request."""
+def _build_transport(url: httpx2.URL) -> httpx2.HTTPTransport:
+    """Build a transport without proxies that opens a connection per request."""
     verify = ssl.create_default_context() if url.scheme == "https" else False
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx2.HTTPTransport(verify=verify, trust_env=False, limits=limits)
 
 
-def _check_url(url: str) -> httpx2.URL:
+def _parse_url(url: str) -> httpx2.URL:
     try:
         parts: httpx2.URL | None = httpx2.URL(url)
     except httpx2.InvalidURL:
@@ -291,8 +290,8 @@ def _check_url(url: str) -> httpx2.URL:
     return parts
 
 
-def _authorization(key_env: str) -> dict[str, str]:
-    """Return the header that holds the API key of an environment variable."""
+def _build_authorization(key_env: str) -> dict[str, str]:
+    """Build the header with the API key of an environment variable."""
     if not key_env:
         return {}
     key = os.environ.get(key_env, "").strip()
@@ -308,12 +307,13 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def in_threads(
+def run_in_threads(
     function: Callable[[Item], Result], items: Sequence[Item], *, at_once: int
 ) -> Iterator[Iterator[tuple[int, Result | BaseException]]]:
-    """Yield the place of each item with its result, or with what the function raised; drop work that is no longer needed.
+    """Call a function on items in threads; yield an iterator over (index, result or exception) as they finish.
 
-    The threads are daemons: one that waits for a server keeps no process from ending.
+    At the end of the context, remaining items are dropped. The threads are daemons, so one that waits for a server does not
+    keep the process alive.
     """
     left, over = list(reversed(list(enumerate(items)))), threading.Event()
     done: SimpleQueue[tuple[int, Result | BaseException]] = SimpleQueue()
@@ -321,13 +321,13 @@ def in_threads(
     def work() -> None:
         while left and not over.is_set():
             try:
-                place, item = left.pop()
+                index, item = left.pop()
             except IndexError:  # another thread was faster
                 return
             try:
-                done.put((place, function(item)))
+                done.put((index, function(item)))
             except BaseException as error:
-                done.put((place, error))
+                done.put((index, error))
 
     for _ in range(min(at_once, len(items))):
         threading.Thread(target=work, daemon=True).start()
@@ -338,12 +338,12 @@ def in_threads(
 
 
 def find_shared_folder() -> Path:
-    """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
+    """Return this user's folder for weights between trainers and servers on one machine, in shared memory if possible.
 
-    It is made if it is not there. Nobody else can write to it.
+    It is created if missing. Other users cannot write to it.
 
     Raises:
-        RunError: it cannot be made, or somebody else has made it.
+        RunError: the folder cannot be created, or belongs to another user.
     """
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

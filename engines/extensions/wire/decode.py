@@ -1,4 +1,4 @@
-"""Typed decoding by msgspec: what does not fit its type is a `WireError` of one line that names the field.
+"""Typed decoding with msgspec. A value of the wrong type raises a `WireError` of one line that names the field.
 
 Unknown fields are ignored, except by types that forbid them.
 """
@@ -13,7 +13,7 @@ SEEDS = 2**63 - 1  # largest seed, id and version
 
 
 class WireError(ValueError):
-    """A message breaks the schema, or is larger than its receiver takes. The text is one line for the other side."""
+    """Message that breaks the schema or exceeds the receiver's limits. Its text is one line, for the other side."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(" ".join(problem.split()))
@@ -27,62 +27,63 @@ def convert(
     name: str = "",
     hook: Callable[[type, Any], Any] | None = None,
 ) -> T:
-    """Return a JSON value as an object of a type.
+    """Convert a JSON value to a type.
 
     Args:
         lenient: null stands for the default of any field, and 4.0 is an integer.
-        hook: function that makes values of types that msgspec does not know.
+        name: path of the value, for messages.
+        hook: msgspec's `dec_hook`, which decodes types that msgspec does not know.
 
     Raises:
-        WireError: the value does not fit.
+        WireError: the value does not fit the type.
     """
     try:
-        return msgspec.convert(_without_nulls(value) if lenient else value, kind, dec_hook=hook)
+        return msgspec.convert(_drop_nulls(value) if lenient else value, kind, dec_hook=hook)
     except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:  # the last of half a surrogate pair
-        raise _one_line(error, name) from None
+        raise _build_error(error, name) from None
 
 
 def decode(body: bytes | bytearray, kind: type[T], *, lenient: bool = False) -> T:
-    """Return the JSON of a request's body as an object of a type; a field that the type lacks makes no object.
+    """Decode the JSON body of a request to a type. Fields that the type lacks are skipped without allocating objects.
 
     Args:
         lenient: see `convert`.
 
     Raises:
-        WireError: it is not JSON, or does not fit the type.
+        WireError: the body is not JSON, or does not fit the type.
     """
     try:
         value: Any = msgspec.json.decode(body, type=Any if lenient else kind)
     except msgspec.ValidationError as error:
-        raise _one_line(error, "") from None
+        raise _build_error(error, "") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise WireError("the body is not JSON, or is nested too deeply") from None
     return convert(value, kind, lenient=True) if lenient else value
 
 
 def unpack(data: bytes, kind: Any, *, json: bool = False, name: str = "") -> Any:
-    """Return a message of msgpack, or of JSON with base64 in place of bytes, as an object of a type; see `convert`.
+    """Decode msgpack, or JSON with base64 for bytes, to a type; see `convert`.
 
-    msgspec compares the sizes that a message announces with its length before it allocates anything.
+    msgspec checks announced sizes against the length of the message before it allocates anything.
     """
     try:
         return (msgspec.json if json else msgspec.msgpack).decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _one_line(error, name) from None
+        raise _build_error(error, name) from None
 
 
-def _one_line(error: Exception, name: str) -> WireError:
-    """Return an error of msgspec, "what - at `$.field`", with the field first."""
+def _build_error(error: Exception, name: str) -> WireError:
+    """Turn msgspec's "problem - at `$.field`" into a `WireError` with the field first."""
     text, _, path = str(error).partition(" - at `$")
     if isinstance(error, RecursionError):
         text = "it is nested too deeply"
     return WireError(f"{(name + path.rstrip('`')).lstrip('.') or 'the body'}: {text}")
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a JSON value without null fields, its integral floats as integers."""
+def _drop_nulls(value: Any) -> Any:
+    """Drop null fields of a JSON value, and turn integral floats into integers."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_drop_nulls(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

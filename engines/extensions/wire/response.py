@@ -1,4 +1,4 @@
-"""Responses of a rollout server: to GET /v1/model_info, and to POST /rollout/generate, a list with one map per sample."""
+"""Responses of a rollout server to GET /v1/model_info and POST /rollout/generate (a list with one map per sample)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ Kind = Literal["fluvial", "sglang"]  # server of `fluvial serve`, or any other w
 
 
 class ServerInfo(Struct, frozen=True):
-    """Answer to GET /v1/model_info.
+    """Answer to GET /v1/model_info. A field is None if the server does not report it.
 
     Args:
-        takes_options: whether the server reads fluvial's own fields of a request, `FluvialOptions`.
-        prediction: prediction of its model; None where it does not say.
-        weight_version: number of updates that made its weights, or another server's name of them.
-        micro_batch: rows that each of its batches is filled up to; None where it does not say.
-        media: arguments of its pipeline that the images of a request are, in the order of `image_path`.
+        takes_options: whether the server reads `FluvialOptions`.
+        prediction: prediction of its model.
+        weight_version: number of updates of its weights; other servers report a name.
+        micro_batch: number of rows that each batch is padded to.
+        media: arguments of the pipeline that take the images of a request, in the order of `image_path`.
     """
 
     takes_options: bool = False
@@ -39,19 +39,19 @@ class ServerInfo(Struct, frozen=True):
 
     @property
     def kind(self) -> Kind:
-        """The kind of server, for messages and records."""
+        """Kind of server, for messages and records."""
         return "fluvial" if self.takes_options else "sglang"
 
 
 @dataclass(frozen=True)
 class DitTrajectory:
-    """The trajectory of a sample.
+    """Trajectory of a sample.
 
     Args:
-        latents: latents at K boundaries of steps, `[K, ...]`.
-        timesteps: timesteps of the schedule: fluvial's server sends `[T]`, others also `[T+1]`, or those of the boundaries.
-        sigmas: the schedule's T+1 noise levels, `[T+1]`.
-        latent_step_indices: the boundary of each of the latents, `[K]`; None where the server does not say.
+        latents: latents at K step boundaries, `[K, ...]`.
+        timesteps: timesteps of the schedule. fluvial's server sends `[T]`; others send `[T+1]`, or `[K]` at the boundaries.
+        sigmas: noise levels of the schedule, `[T+1]`.
+        latent_step_indices: boundary of each latent, `[K]`; None if the server does not report it.
     """
 
     latents: Tensor
@@ -62,18 +62,18 @@ class DitTrajectory:
 
 @dataclass(frozen=True)
 class RolloutSample:
-    """One sample of a response. A field that was not asked for is None.
+    """One sample of a response. A field that was not requested is None.
 
     Args:
-        seed: seed of the request, which for sample i is not seed + i.
+        seed: seed of the request, although sample i was generated with seed + i.
         generated_output: image `[C, H, W]` or video `[C, F, H, W]`, floating-point in [0, 1] or uint8.
         rollout_log_probs: log-probability of each step, `[T]` float32, 0 at steps without noise.
-        rollout_debug_tensors: what each step was computed from, each `[T, ...]`.
-        denoising_env: conditioning of the network, maps and lists with tensors in them; as it was received, msgpack for
-            `tensors.tree_of`, because no trainer reads it.
-        inference_time_s: seconds that the sample took.
-        peak_memory_mb: largest memory of the device so far.
-        weight_version: version of the weights that made the sample; None from servers that do not say.
+        rollout_debug_tensors: inputs and intermediate values of each step, each `[T, ...]`.
+        denoising_env: conditioning of the network: maps and lists of tensors. A received one stays msgpack, for
+            `tensors.unpack_tree`, because no trainer reads it.
+        inference_time_s: sampling time in seconds.
+        peak_memory_mb: peak memory of the device so far.
+        weight_version: version of the weights that generated the sample; None from servers that do not report it.
     """
 
     request_id: str
@@ -90,18 +90,18 @@ class RolloutSample:
 
 
 def write_response(samples: Sequence[RolloutSample]) -> bytes:
-    """Return samples as the msgpack body of a response."""
-    return pack([replace(sample, dit_trajectory=_with_tensor(sample.dit_trajectory)) for sample in samples])
+    """Encode samples as the msgpack body of a response."""
+    return pack([replace(sample, dit_trajectory=_store_indices(sample.dit_trajectory)) for sample in samples])
 
 
 def read_response(data: bytes, *, most_bytes: int = 4_000_000_000, media_type: str = MSGPACK) -> list[RolloutSample]:
-    """Return the samples of a response.
+    """Decode the samples of a response.
 
     Args:
-        media_type: media type of the body; JSON is what servers sent before July 2026.
+        media_type: media type of the body; servers sent JSON before July 2026.
 
     Raises:
-        WireError: it breaks the schema, or is too large.
+        WireError: the body breaks the schema, or is too large.
     """
     if len(data) > most_bytes:
         raise WireError(f"the response has {len(data)} bytes, expected at most {most_bytes}")
@@ -112,7 +112,7 @@ def read_response(data: bytes, *, most_bytes: int = 4_000_000_000, media_type: s
 
 
 class _Trajectory(Struct, frozen=True):
-    """A trajectory on the wire."""
+    """Encoded trajectory."""
 
     latents: Envelope
     sigmas: Envelope
@@ -120,11 +120,11 @@ class _Trajectory(Struct, frozen=True):
     latent_step_indices: Envelope | Annotated[tuple[int, ...], Meta(max_length=4097)] | None = None
 
     def __post_init__(self) -> None:
-        boundaries = _numbers("sigmas", self.sigmas)
+        boundaries = _count_numbers("sigmas", self.sigmas)
         if len(self.latents.shape) < 2 or self.latents.dtype not in FLOATING:
-            raise _wrong("latents", self.latents, "floating-point numbers [K, ...]")
+            raise _build_shape_error("latents", self.latents, "floating-point numbers [K, ...]")
         if self.timesteps is not None and len(self.timesteps.shape) != 1:
-            raise _wrong("timesteps", self.timesteps, "numbers [T]")
+            raise _build_shape_error("timesteps", self.timesteps, "numbers [T]")
         count, indices = self.latents.shape[0], self.indices
         if indices is None:
             if count > boundaries:
@@ -137,12 +137,12 @@ class _Trajectory(Struct, frozen=True):
 
     @property
     def indices(self) -> tuple[int, ...] | None:
-        """Boundary of each of the latents."""
+        """Boundary of each latent."""
         indices = self.latent_step_indices
         if not isinstance(indices, Envelope):
             return indices
         if len(indices.shape) != 1 or indices.shape[0] > 4097 or indices.dtype not in ("torch.int64", "torch.int32"):
-            raise _wrong("latent_step_indices", indices, "integers [K]")
+            raise _build_shape_error("latent_step_indices", indices, "integers [K]")
         return tuple(indices.tensor.tolist())
 
     def read(self) -> DitTrajectory:
@@ -151,7 +151,7 @@ class _Trajectory(Struct, frozen=True):
 
 
 class _Sample(Struct, frozen=True):
-    """A sample on the wire."""
+    """Encoded sample."""
 
     generated_output: Envelope
     request_id: str | None = None
@@ -168,8 +168,8 @@ class _Sample(Struct, frozen=True):
     def __post_init__(self) -> None:
         output, log_probs, trajectory = self.generated_output, self.rollout_log_probs, self.dit_trajectory
         if len(output.shape) < 3 or output.dtype not in (*FLOATING, "torch.uint8"):
-            raise _wrong("generated_output", output, "an image [C, H, W] or a video")
-        steps = None if log_probs is None else _numbers("rollout_log_probs", log_probs)
+            raise _build_shape_error("generated_output", output, "an image [C, H, W] or a video")
+        steps = None if log_probs is None else _count_numbers("rollout_log_probs", log_probs)
         if steps is not None and trajectory is not None and trajectory.sigmas.shape[0] != steps + 1:
             raise WireError(
                 f"there are {steps} log-probabilities and {trajectory.sigmas.shape[0]} sigmas, expected one sigma more"
@@ -177,35 +177,35 @@ class _Sample(Struct, frozen=True):
 
     def read(self) -> RolloutSample:
         debug, env = self.rollout_debug_tensors or {}, bytes(self.denoising_env)
-        changed: dict[str, Any] = {
+        values: dict[str, Any] = {
             "request_id": self.request_id or "",
             "prompt": self.prompt or "",
             "rollout_debug_tensors": {name: each.tensor for name, each in debug.items() if each is not None} or None,
             "denoising_env": None if env in (b"\xc0", b"null") else env,
             "dit_trajectory": None if self.dit_trajectory is None else self.dit_trajectory.read(),
         }
-        for name in {*self.__struct_fields__} - {*changed}:
-            held = getattr(self, name)
-            changed[name] = held.tensor if isinstance(held, Envelope) else held
-        return RolloutSample(**changed)
+        for name in {*self.__struct_fields__} - {*values}:
+            value = getattr(self, name)
+            values[name] = value.tensor if isinstance(value, Envelope) else value
+        return RolloutSample(**values)
 
 
 _Samples = Annotated[list[_Sample], Meta(max_length=MOST_SAMPLES)]
 
 
-def _numbers(name: str, value: Envelope) -> int:
-    """Return how many floating-point numbers there are; raise WireError for anything else."""
+def _count_numbers(name: str, value: Envelope) -> int:
+    """Return the length of a floating-point vector; raise WireError for any other tensor."""
     if len(value.shape) != 1 or value.dtype not in FLOATING:
-        raise _wrong(name, value, "floating-point numbers in one dimension")
+        raise _build_shape_error(name, value, "floating-point numbers in one dimension")
     return value.shape[0]
 
 
-def _wrong(name: str, value: Envelope, expected: str) -> WireError:
+def _build_shape_error(name: str, value: Envelope, expected: str) -> WireError:
     return WireError(f"{name} is {value.dtype} {list(value.shape)}, expected {expected}")
 
 
-def _with_tensor(trajectory: DitTrajectory | None) -> Any:
-    """Return a trajectory as the schema has it, with its indices as a tensor."""
+def _store_indices(trajectory: DitTrajectory | None) -> Any:
+    """Turn the indices of a trajectory into a tensor, as in the schema."""
     if trajectory is None or trajectory.latent_step_indices is None:
         return trajectory
     indices: Any = torch.tensor(trajectory.latent_step_indices, dtype=torch.int64)

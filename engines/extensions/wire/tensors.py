@@ -1,4 +1,4 @@
-"""Tensors in messages: safetensors files of one tensor, whose sizes are checked before anything is allocated.
+"""Tensors in messages: safetensors files with one tensor each. Sizes are checked before anything is allocated.
 
     {"__tensor__": True, "data": <file>, "shape": [4, 2], "dtype": "torch.bfloat16"}
 
@@ -22,16 +22,16 @@ SHORT = ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  
 DTYPES: dict[str, tuple[str, torch.dtype]] = {
     f"torch.{name}": (short, getattr(torch, name)) for name, short in zip(NAMES, SHORT, strict=True)
 }
-MOST_HEADER = 4096  # bytes of the header of a file of one tensor
+MOST_HEADER = 4096  # bytes of the header of a file with one tensor
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=16)]
 
 
 class Envelope(Struct, frozen=True):
-    """A tensor in a message.
+    """Tensor in a message.
 
     Args:
-        data: safetensors file of one tensor named t.
-        marked: field by which an envelope is known.
+        data: safetensors file with one tensor, named t.
+        marked: field that identifies an envelope.
 
     Raises:
         WireError: file, shape and dtype do not agree.
@@ -49,7 +49,7 @@ class Envelope(Struct, frozen=True):
         size, length = math.prod(self.shape) * dtype.itemsize, int.from_bytes(self.data[:8], "little")
         if len(self.data) < 8 or length > MOST_HEADER or len(self.data) != 8 + length + size:
             raise WireError(
-                f"data has {len(self.data)} bytes with a header of {length}, expected a safetensors file of one tensor of "
+                f"data has {len(self.data)} bytes with a header of {length}, expected a safetensors file with one tensor of "
                 f"{size} bytes"
             )
         try:
@@ -57,13 +57,13 @@ class Envelope(Struct, frozen=True):
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or set(header) - {"__metadata__"} != {"t"}:
-            raise WireError("data is no safetensors file with one tensor named t")
+            raise WireError("data is not a safetensors file with one tensor named t")
         if header["t"] != {"dtype": short, "shape": list(self.shape), "data_offsets": [0, size]}:
-            raise WireError(f"data holds another tensor than {short} {list(self.shape)}, which the envelope says")
+            raise WireError(f"data does not hold a tensor {short} {list(self.shape)}, as the envelope says")
 
     @property
     def tensor(self) -> Tensor:
-        """A copy of the tensor."""
+        """Copy of the tensor."""
         dtype = DTYPES[self.dtype][1]
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=dtype)
@@ -72,17 +72,17 @@ class Envelope(Struct, frozen=True):
 
 
 def pack(value: Any) -> bytes:
-    """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
-    return msgspec.msgpack.encode(value, enc_hook=_envelop)
+    """Encode a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
+    return msgspec.msgpack.encode(value, enc_hook=_wrap_tensor)
 
 
-def tree_of(data: bytes) -> Any:
-    """Return a part of a message as a tree of maps and lists, its envelopes as tensors.
+def unpack_tree(data: bytes) -> Any:
+    """Decode msgpack to a tree of maps and lists, with envelopes as tensors.
 
-    The tree takes as much memory as its sender wants, so this is for replies of servers that are trusted.
+    The sender decides how much memory the tree takes, so the sender must be trusted.
 
     Raises:
-        WireError: it is no msgpack, or an envelope in it is wrong.
+        WireError: the data is not msgpack, or an envelope in it is wrong.
     """
 
     def open_value(value: Any, name: str) -> Any:
@@ -90,18 +90,16 @@ def tree_of(data: bytes) -> Any:
             return convert(value, Envelope, name=name).tensor
         if isinstance(value, dict):
             return {key: open_value(item, f"{name}.{key}") for key, item in value.items()}
-        return (
-            [open_value(item, f"{name}[{number}]") for number, item in enumerate(value)]
-            if isinstance(value, list)
-            else value
-        )
+        if isinstance(value, list):
+            return [open_value(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return value
 
     return open_value(unpack(data, Any), "")
 
 
-def _envelop(value: Any) -> Envelope:
+def _wrap_tensor(value: Any) -> Envelope:
     if not isinstance(value, Tensor):
-        raise WireError(f"a {type(value).__name__} has no place in the schema")
+        raise WireError(f"a {type(value).__name__} cannot be part of a message")
     if str(value.dtype) not in DTYPES:
-        raise WireError(f"a tensor is of {value.dtype}, expected one of {', '.join(DTYPES)}")
+        raise WireError(f"a tensor has dtype {value.dtype}, expected one of {', '.join(DTYPES)}")
     return Envelope(save({"t": value.detach().cpu().contiguous()}), tuple(value.shape), str(value.dtype), True)

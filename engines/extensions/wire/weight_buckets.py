@@ -1,6 +1,6 @@
-"""Weights between a trainer and servers: checksums, the buckets that tensors travel in, and a group that broadcasts them.
+"""Transport of weights from a trainer to servers: checksums, buckets of tensors, and a gloo group that broadcasts them.
 
-The group is of gloo, and carries raw bytes: no pickles, no files.
+The group carries raw bytes: no pickles, no files.
 """
 
 import hashlib
@@ -19,23 +19,23 @@ from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.tensors import DTYPES, Shape
 from fluvial.models.digests import read_bytes
 
-# What a server calls the dtype of its weights (`dit_precision` of GET /v1/models).
+# Dtypes of weights by their names in `dit_precision` of GET /v1/models.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FACTORS = ".lora"  # after the name of a network: the checksum of its adapter, which only fluvial's own server reports
-UNKNOWN = "not_found"  # checksum of a network, or of an adapter, that a server does not have
-SHARED_FILES = "fluvial_shared_files"  # load_format of buckets in files, which fluvial's own server takes
+FACTORS = ".lora"  # suffix of a network's name: the checksum of its adapter, which only fluvial's server reports
+UNKNOWN = "not_found"  # checksum of a network or adapter that a server does not have
+SHARED_FILES = "fluvial_shared_files"  # load_format of buckets in files, for fluvial's server
 BROADCAST = "fluvial_broadcast"  # load_format of buckets that a group broadcasts
 MOST_BUCKETS = 4096
-TIMEOUT = 60.0  # seconds that joining a group, or one broadcast, may take
+TIMEOUT = 60.0  # of joining a group, and of a broadcast, in seconds
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
-SCALING = "~scaling"  # name of an adapter's scale among its tensors; it comes after every other name
+SCALING = "~scaling"  # name of an adapter's scale among its tensors; sorts after every other name
 
 
 class Checksum:
-    """The SHA-256 of named tensors as sglang's `get_weights_checksum` computes it, one tensor after the other.
+    """Incremental SHA-256 of named tensors, equal to that of sglang's `get_weights_checksum`.
 
-    Each name's bytes are followed by the bytes of its tensor, in the order of the names.
+    It hashes each name and then its tensor, in ascending order of the names.
 
     Args:
         dtype: dtype that floating-point tensors are cast to.
@@ -45,7 +45,7 @@ class Checksum:
         self.dtype, self._last, self._digest = dtype, "", hashlib.sha256()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor; ValueError if its name does not come after the last one."""
+        """Hash the next tensor; ValueError if its name does not come after the last one."""
         if name <= self._last:
             raise ValueError(f"checksum: {name} comes after {self._last}, expected names in ascending order")
         plain = tensor.detach() if self.dtype is None or not tensor.is_floating_point() else tensor.detach().to(self.dtype)
@@ -54,53 +54,53 @@ class Checksum:
         self._last = name
 
     def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the next tensors, in the order of their names."""
+        """Hash the next tensors, in ascending order of their names."""
         for name, tensor in tensors:
             self.add(name, tensor)
 
     def add_scaling(self, scaling: float) -> None:
-        """Take the scale of an adapter, after all of its factors."""
-        # As an integer, so that no dtype changes it.
+        """Hash the scale of an adapter, after all of its factors."""
+        # As an integer, because floating-point tensors are cast.
         self.add(SCALING, torch.tensor(scaling, dtype=torch.float64).view(torch.int64))
 
-    def hex(self) -> str:
-        """Return the digest of the tensors so far."""
+    def hexdigest(self) -> str:
+        """Return the digest of the tensors so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 
-def checksum(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> str:
-    """Return the `Checksum` of (name, tensor) in the order of the names. One tensor at a time is held."""
+def compute_checksum(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None) -> str:
+    """Compute the `Checksum` of (name, tensor) pairs in ascending order of the names, one tensor at a time."""
     total = Checksum(dtype)
     total.add_all(tensors)
-    return total.hex()
+    return total.hexdigest()
 
 
-def adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: torch.dtype | None = None) -> str:
-    """Return the checksum of an adapter's factors and of the scale that their product is multiplied by.
+def compute_adapter_checksum(factors: Mapping[str, Tensor], scaling: float, *, dtype: torch.dtype | None = None) -> str:
+    """Compute the checksum of an adapter's factors and scale.
 
     Args:
         factors: tensors by `layer.lora_A.weight` and `layer.lora_B.weight`.
-        scaling: alpha / rank, times the strength.
+        scaling: factor of the product B A: strength * alpha / rank.
     """
     total = Checksum(dtype)
     total.add_all(sorted(factors.items()))
     total.add_scaling(scaling)
-    return total.hex()
+    return total.hexdigest()
 
 
-def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what `get_weights_checksum` has to report of a server with exactly these weights and adapters.
+def expect_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the answer to `get_weights_checksum` of a server with exactly these weights and adapters.
 
-    A network that is not in `adapters` has none: `UNKNOWN` is expected, so that an adapter of another run is found.
+    `UNKNOWN` is expected for a network without an adapter, so that an adapter of another run is detected.
 
     Args:
-        base, adapters: checksums by name of a network.
+        base, adapters: checksums by name of the network.
     """
     return {**base, **{name + FACTORS: (adapters or {}).get(name, UNKNOWN) for name in base}}
 
 
 class BucketPlace(Struct, frozen=True):
-    """Place of a tensor in a bucket; the fields are those of sglang's `FlattenedTensorMetadata`."""
+    """Place of a tensor in a bucket, with the fields of sglang's `FlattenedTensorMetadata`."""
 
     name: Text
     shape: Shape
@@ -113,46 +113,46 @@ class BucketPlace(Struct, frozen=True):
         size = torch.Size(self.shape).numel()
         if self.numel != size or self.end_idx - self.start_idx != size * self.dtype.itemsize:
             raise WireError(
-                f"there are {self.end_idx - self.start_idx} bytes and numel {self.numel}, and shape and dtype have others"
+                f"it has {self.end_idx - self.start_idx} bytes and numel {self.numel}, which differ from shape and dtype"
             )
 
 
-def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[BucketPlace]]:
-    """Return how tensors are laid out in buckets of at most `most_bytes`; a larger tensor has a bucket of its own.
+def plan_buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[BucketPlace]]:
+    """Lay out tensors in buckets of at most `most_bytes`; a larger tensor gets a bucket of its own.
 
-    The tensors of a bucket have one dtype, so that each begins at a multiple of its item size.
+    The tensors of a bucket share a dtype, so that each begins at a multiple of its item size.
 
     Args:
-        layout: tensors by name, in the order in which they will be sent. Their values are not read.
+        layout: tensors by name, in the order of sending. Their values are not read.
     """
-    parts: list[list[BucketPlace]] = []
+    buckets: list[list[BucketPlace]] = []
     for name, tensor in layout.items():
-        size, last = tensor.numel() * tensor.element_size(), parts[-1][-1] if parts else None
+        size, last = tensor.numel() * tensor.element_size(), buckets[-1][-1] if buckets else None
         if last is None or last.dtype != tensor.dtype or last.end_idx + size > most_bytes:
-            parts.append([])
+            buckets.append([])
             last = None
         start = 0 if last is None else last.end_idx
-        parts[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
-    return parts
+        buckets[-1].append(BucketPlace(name, tuple(tensor.shape), tensor.dtype, start, start + size, tensor.numel()))
+    return buckets
 
 
 def flatten(places: Iterable[BucketPlace], tensors: Iterable[Tensor]) -> Tensor:
-    """Return a bucket, uint8 `[bytes]`, on the device of its tensors."""
+    """Concatenate the tensors of a bucket as bytes, uint8 `[bytes]`, on their device."""
     return torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in zip(places, tensors, strict=True)])
 
 
 class SharedBucket(Struct, frozen=True):
-    """A bucket in a file that both sides see, or that a group broadcasts, for fluvial's own server.
+    """Bucket in a shared file or in a broadcast, for fluvial's server.
 
     Args:
         push: name of the push; its buckets are staged together.
-        index, count: number of the bucket, and of all buckets of the push.
-        module: name of the network, with `FACTORS` where the tensors are those of its adapter.
-        file: file, or name of the group.
-        places: where each tensor lies in it.
+        index, count: index of the bucket, and number of buckets of the push.
+        module: name of the network, with the suffix `FACTORS` for tensors of its adapter.
+        file: path of the file, or name of the group.
+        places: place of each tensor, without gaps.
 
     Raises:
-        WireError: a tensor does not begin where the one before it ends.
+        WireError: the places have gaps or overlap, or the index is out of range.
     """
 
     push: Text
@@ -169,35 +169,35 @@ class SharedBucket(Struct, frozen=True):
         for number, place in enumerate(self.places):
             if place.start_idx != end:
                 raise WireError(
-                    f"places[{number}].start_idx is {place.start_idx}, expected {end}, where the last tensor ends"
+                    f"places[{number}].start_idx is {place.start_idx}, expected {end}, the end of the last tensor"
                 )
             end = place.end_idx
 
     def as_json(self) -> dict[str, Any]:
-        """Return the bucket as a JSON value."""
+        """Convert the bucket to JSON."""
         return to_builtins(self, enc_hook=str)
 
 
-def open_shared_bucket(value: Any) -> SharedBucket:
-    """Return the bucket of a JSON value; WireError if it is wrong."""
+def parse_bucket(value: Any) -> SharedBucket:
+    """Parse the JSON of a bucket; WireError if it is wrong."""
 
-    def dtype(kind: type, name: Any) -> torch.dtype:
+    def parse_dtype(kind: type, name: Any) -> torch.dtype:
         if not isinstance(name, str) or name not in DTYPES:
             raise WireError(f"it is {str(name)[:40]!r}, expected one of {', '.join(DTYPES)}")
         return DTYPES[name][1]
 
-    return convert(value, SharedBucket, hook=dtype)
+    return convert(value, SharedBucket, hook=parse_dtype)
 
 
 def open_store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
-    """Return the store that the ranks of a group meet at; port 0 takes a free one. RunError if it cannot be reached."""
+    """Open the store at which the ranks of a group meet; port 0 takes a free one. RunError if it cannot be reached."""
     with convert_errors(RunError, RuntimeError, OSError, says=f"the group's store at {address}:{port} cannot be reached"):
         wait = timedelta(seconds=TIMEOUT)
         return dist.TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=wait)
 
 
-def own_address(host: str, port: int) -> str:
-    """Return the address of this machine that another one reaches it at; nothing is sent."""
+def find_local_address(host: str, port: int) -> str:
+    """Return this machine's address on the route to a host; nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as udp:
         udp.connect(target)
@@ -205,21 +205,21 @@ def own_address(host: str, port: int) -> str:
 
 
 class BroadcastGroup:
-    """One rank of a group; rank 0 sends. It is made once all ranks have come.
+    """One rank of a gloo group whose rank 0 sends. The constructor waits for all ranks.
 
     Args:
         store: see `open_store`.
-        address: own address, at which the others connect.
-        rank, size: number of this rank, and of all of them.
+        address: local address, at which the other ranks connect.
+        rank, size: rank of this process, and size of the group.
         name: name of the group within its store.
 
     Raises:
-        RunError: a rank does not come.
+        RunError: a rank does not join.
     """
 
     def __init__(self, store: dist.TCPStore, address: str, *, rank: int, size: int, name: str) -> None:
         self.name, self.store = name, store
-        gloo: Any = dist.ProcessGroupGloo  # torch's types know neither its options nor its operations
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options and operations
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=TIMEOUT)
@@ -227,7 +227,7 @@ class BroadcastGroup:
             self._group = gloo(dist.PrefixStore(name, store), rank, size, options)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send a tensor of the host to all ranks, or receive it in place; RunError if a rank is gone."""
+        """Send a tensor on the host to all ranks, or receive it in place; RunError if a rank is gone."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with convert_errors(RunError, RuntimeError, says=f"group {self.name} has lost a rank"):

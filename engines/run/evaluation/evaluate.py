@@ -19,7 +19,7 @@ from fluvial.engines.scoring.scores import concatenate
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
 from fluvial.models.images import pick_frames
-from fluvial.models.protocol import Sounds, sound_rate
+from fluvial.models.protocol import Sounds, find_sound_rate
 
 SEED = 20_26  # of prompts and noise, the same in every run, so that runs can be compared
 APART = 2**32  # distance of the ids of a prompt's samples, above any number of prompts
@@ -136,7 +136,7 @@ def evaluate(
     requests = Requests(
         [prompts[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
     )
-    shown, waves, rate = list[Tensor](), list[Tensor](), sound_rate(job.model)
+    shown, waves, rate = list[Tensor](), list[Tensor](), find_sound_rate(job.model)
     runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in job.evaluators.items()]
     show = min(show, total)
     try:
@@ -152,7 +152,7 @@ def evaluate(
                 shown.append(chunk.images[: show - mine[first]].cpu())
                 if rate is not None:
                     final, inputs = chunk.trajectory.final[: show - mine[first]].clone(), model_inputs(chunk.prompts)
-                    waves.append(job.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
+                    waves.append(job.model.decode_sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())

@@ -26,7 +26,7 @@ from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import ScoreRow, as_records, write_rows, write_scores
 from fluvial.engines.run.log.images import draw_sheet
 from fluvial.engines.run.log.sounds import write_wave
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 TABLE, IMAGES, BASE = "table.json", "images", "base"
 COLUMNS, FRAMES_PER_SECOND = 4, 16
@@ -97,9 +97,9 @@ def write_image(path: Path, image: Tensor) -> None:
         path: path without the ending.
     """
     if image.ndim == 3:
-        as_image(image, width=1, colour=False).save(f"{path}.png")
+        to_image(image, width=1, colour=False).save(f"{path}.png")
         return
-    first, *rest = (as_image(frame, width=1) for frame in image.unbind(1))
+    first, *rest = (to_image(frame, width=1) for frame in image.unbind(1))
     first.save(f"{path}.webp", save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, lossless=True)
 
 

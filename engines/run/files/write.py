@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from fluvial.engines.choices import describe_fields, is_bare, is_variant, list_fields, list_kinds, locate
+from fluvial.engines.choices import describe_fields, is_bare, is_variant, list_kinds, list_variant_fields, locate
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.read import RECIPE
 from fluvial.engines.run.record import CONVERTER
@@ -19,7 +19,7 @@ WIDTH = 110
 def list_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the dotted name of each setting, as in flags, its value for JSON, and its help; a choice by its kind."""
     texts, variant = describe_fields(type(config)), is_variant(type(config))
-    for field in list_fields(type(config)) if variant else dataclasses.fields(config):
+    for field in list_variant_fields(type(config)) if variant else dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         text = " ".join(texts.get(field.name, "").split())
         if is_variant(type(value)):
@@ -77,7 +77,7 @@ def _format_header(recipe: str | None, config: TrainConfig) -> str:
 def _format_entry(name: str, value: Any, recipe: str | None, config: TrainConfig) -> str:
     """Return the line of a setting; for a choice whose fields follow, that of its kind. A whole run leaves out None."""
     kind = type(getattr(*locate(config, name), None))
-    key = f"{name}.kind" if is_variant(kind) and list_fields(kind) else name
+    key = f"{name}.kind" if is_variant(kind) and list_variant_fields(kind) else name
     if recipe is not None:
         return f"{key} = {_format_value(value)}"
     prefix = "" if hasattr(config, name.partition(".")[0]) else "method."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fluvial.engines.data.prompt_table import examples
+from fluvial.engines.data.prompt_table import list_examples
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
@@ -35,7 +35,7 @@ def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig
     if config.prompts:
         columns, field = list_media_columns(job.model, pipeline.media), "evaluation.prompts"
         heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
-        check_columns(job.model, [*job.prompts[:1], *examples(heldout)], columns)
+        check_columns(job.model, [*job.prompts[:1], *list_examples(heldout)], columns)
         changes["heldout"] = heldout
     if config.rewards:
         changes["evaluators"] = select_evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.data.image_cache import ImageCache
-from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.preferences import read_preference_records
 from fluvial.engines.data.prompt_table import PromptTable
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.engine.world import World
@@ -50,7 +50,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         if preferences is None:
             groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
         else:
-            records = preference_records(preferences, check=job.model.check_prompt, skip=heldout)
+            records = read_preference_records(preferences, check=job.model.check_prompt, skip=heldout)
             groups = [(record.win, record.lose) for record in records]
         cache.fill(groups, world)
         if job.prepare is not None:
@@ -112,4 +112,4 @@ def _describe_encoder(job: Job, config: TrainConfig) -> dict[str, str]:
 
 def _find_fingerprint(job: Job) -> Callable[[], str] | None:
     """Return the model's function that fingerprints its image encoder; None for a user-defined encoder."""
-    return None if job.encode is not None else getattr(job.model, "image_encoder", None)
+    return None if job.encode is not None else getattr(job.model, "fingerprint_image_encoder", None)

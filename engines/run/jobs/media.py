@@ -10,7 +10,7 @@ from fluvial.engines.scoring.signature import CONDITIONS, signature_of
 from fluvial.models import is_recorded
 from fluvial.models.replay.arguments import FRAMES
 from fluvial.models.replay.kinds import ARGUMENTS, VIDEO, count_frames, find_kind
-from fluvial.models.replay.media import Source
+from fluvial.models.replay.media import MediaSource
 
 SIZE = ("height", "width")  # columns of a sample's size, for runs of several sizes
 
@@ -79,7 +79,7 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
     _check_frames(model, prompts, columns)
 
 
-def _count_files(source: Source) -> int:
+def _count_files(source: MediaSource) -> int:
     """Return the number of files of an argument."""
     return len(source) if isinstance(source, tuple) else 1
 

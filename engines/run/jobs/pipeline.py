@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fluvial.engines.data.images import read_images
-from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.preferences import read_preference_records
 from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
@@ -19,7 +19,7 @@ from fluvial.engines.errors import UsageError, convert_errors, no_effect
 from fluvial.engines.run.jobs.base import Job, find_only_shape, has_one_size
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.models.device import default_device, has_values, is_accelerator
+from fluvial.models.device import find_default_device, has_values, is_accelerator
 
 
 class RunPrompts(NamedTuple):
@@ -54,7 +54,7 @@ def read_run_prompts(
         train, weights = read_training(prompts, data, check=check, heldout=heldout_inputs, media=media)
     else:
         assert preferences is not None
-        records = preference_records(preferences, check=check, heldout=texts(heldout))
+        records = read_preference_records(preferences, check=check, heldout=texts(heldout))
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = hold_out(train, prompts, check=check, media=media)
@@ -134,19 +134,19 @@ def _find_shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[i
 def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
     """Open the model of a diffusers pipeline, by its adapter or as a recorded pipeline."""
     from fluvial.models.modular.any_modular import AnyModular
-    from fluvial.models.original.whole import pipeline_folder
+    from fluvial.models.original.whole import find_pipeline_folder
     from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import is_modular
     from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
     from fluvial.models.replay.arguments import parse_argument
 
-    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(find_default_device()))
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
     if config.text_tokens is not None:
         options["text_tokens"] = config.text_tokens
-    folder = pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
+    folder = find_pipeline_folder(name, trust_remote_code=config.trust_remote_code, settings=config.settings)
     if has_adapter(folder):
         call, known = dict(map(parse_argument, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:
@@ -165,7 +165,7 @@ def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: 
         if vae != VaeOptions():
             options["vae"] = vae
         return open_model(folder, **options)
-    if not has_values(default_device()):
+    if not has_values(find_default_device()):
         options["device"] = "cpu"  # recording needs values, which a simulated GPU lacks
     for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
         if getattr(config, name) != getattr(PipelineConfig, name):

@@ -168,13 +168,13 @@ def make_converter(pipeline: str, module: nn.Module | None = None) -> Any:
     def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
         import diffusers
 
-        from fluvial.models.pipelines.folder import quietly
+        from fluvial.models.pipelines.folder import silence
 
         network = next(iter(module.values())) if isinstance(module, nn.ModuleDict) else module
         if network is not None:
             with suppress(ValueError):  # another layout, for diffusers
                 return adapter_from_original(pipeline, tensors, network)
-        with quietly():
+        with silence():
             converted: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
         state, *rest = converted if isinstance(converted, tuple) else (converted,)
         if count_rows(state) != count_rows(tensors):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 GOOD, BAD, INK, PAPER = (20, 120, 60), (180, 40, 30), (30, 30, 30), (250, 250, 248)
 
@@ -23,7 +23,7 @@ def draw_sheet(
     width: int = 256,
 ) -> Image.Image:
     """Draw samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `caption_images`."""
-    drawn = [as_image(image, width=width) for image in images]
+    drawn = [to_image(image, width=width) for image in images]
     return caption_images(drawn, prompts, scores, base=base, title=title, columns=columns).image
 
 

@@ -27,7 +27,7 @@ from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.engines.sampling.noising import add_noise
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 SEED, SAMPLES = 7_1972, 16  # of a probe
 
@@ -116,7 +116,7 @@ class KeptImages:
 
     def __call__(self, names: Sequence[str], images: Tensor) -> None:
         for name, image in zip(names, images, strict=True):
-            shown, buffer = as_image(image, width=1), io.BytesIO()
+            shown, buffer = to_image(image, width=1), io.BytesIO()
             if max(shown.size) <= LOSSLESS:
                 shown.save(buffer, "png", compress_level=1)
             else:
@@ -148,7 +148,7 @@ class KeptImages:
 
 
 def _enlarge(file: bytes) -> Image.Image:
-    """Decode an image, and enlarge it by an integer factor to at most 256 pixels of width, as `as_image` does."""
+    """Decode an image, and enlarge it by an integer factor to at most 256 pixels of width, as `to_image` does."""
     with Image.open(io.BytesIO(file)) as image:
         factor = max(WIDTH // image.width, 1)
         return image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)

@@ -31,7 +31,7 @@ from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.records import read_json, read_records
 from fluvial.engines.run.log.sounds import write_wave
 from fluvial.engines.run.log.trackers import SafeTracker, TrackedRun, TrackedSamples
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 from fluvial.models.protocol import Sounds
 
 LOCK = ".lock"
@@ -233,7 +233,7 @@ class RunFolder:
             title: text above the grid.
             update: number of updates that made the images.
         """
-        drawn = [image if isinstance(image, Image.Image) else as_image(image, width=WIDTH) for image in shown]
+        drawn = [image if isinstance(image, Image.Image) else to_image(image, width=WIDTH) for image in shown]
         base = None if scores is None else self._read_scores_before(list(map(str, prompts)))
         sheet = images.caption_images(drawn, prompts, scores, base=base, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"

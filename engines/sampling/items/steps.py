@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World, collective
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, Schedule, host_values
 from fluvial.models.device import is_accelerator
-from fluvial.models.host_values import join, recall, remember, rows, to_device
+from fluvial.models.host_values import join, recall, remember, select_rows, to_device
 
 Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[P, ...]`
 
@@ -49,7 +49,7 @@ def select(items: Kind, counted: Tensor) -> Kind:
     `counted`, `[P]`, is 0 for items that contribute nothing; it is on the host, to avoid a device synchronisation.
     """
     index = to_device(torch.nonzero(counted).flatten(), items.level.device)
-    chosen: Kind = optree.tree_map(lambda tensor: rows(tensor, index), items)
+    chosen: Kind = optree.tree_map(lambda tensor: select_rows(tensor, index), items)
     return chosen
 
 
@@ -81,11 +81,11 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     send, receive = plan[rank], [row[rank] for row in plan]
     stay = len(items.level) - sum(send)
 
-    sample = rows(items.sample, slice(stay, None))
+    sample = select_rows(items.sample, slice(stay, None))
     leaves, structure = optree.tree_flatten(
         (
-            optree.tree_map(lambda tensor: rows(tensor, slice(stay, None)), items),
-            optree.tree_map(lambda table: rows(table, sample), cond),
+            optree.tree_map(lambda tensor: select_rows(tensor, slice(stay, None)), items),
+            optree.tree_map(lambda table: select_rows(table, sample), cond),
         )
     )
     received = [world.exchange(leaf, send, receive) for leaf in leaves]
@@ -98,7 +98,7 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     new_items, new_cond = optree.tree_unflatten(structure, received)
     first = len(optree.tree_leaves(cond)[0])
     new_items = new_items._replace(sample=to_device(first + torch.arange(sum(receive)), sample.device))
-    joined: Kind = optree.tree_map(lambda old, new: join(rows(old, slice(stay)), new), items, new_items)
+    joined: Kind = optree.tree_map(lambda old, new: join(select_rows(old, slice(stay)), new), items, new_items)
     return joined, optree.tree_map(join, cond, new_cond)
 
 
@@ -169,11 +169,11 @@ def recorded_steps(
     batch, count = trajectory.log_prob.shape
     device = signal.device
     levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
-    step = host_values.keep(lambda steps: steps.T.flatten(), trajectory.steps)
+    step = host_values.compute_known(lambda steps: steps.T.flatten(), trajectory.steps)
     return RecordedSteps(
         x=by_step(trajectory.x),
         level=levels[step],
-        timestep=host_values.rows(timesteps, step),
+        timestep=host_values.select_rows(timesteps, step),
         sample=to_device(torch.arange(batch).repeat(count), device),
         signal=by_step(signal.reshape(batch, -1).expand(-1, count)),
         weight=weight.repeat(count),
@@ -203,7 +203,7 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     return LastSteps(
         x=x,
         level=to_device(schedule.levels[first], device).expand(batch, *schedule.levels.shape[1:]),
-        timestep=host_values.keep(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
+        timestep=host_values.compute_known(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
         sample=to_device(torch.arange(batch), device),
         weight=weight,
         noise=torch.stack(noise, dim=1),

@@ -1,1 +1,1 @@
-"""Parts that reward models share: preprocessing, loading of weights, towers, heads, and the score of texts."""
+"""Shared parts of reward models: preprocessing, loading and conversion of weights, heads, and the score of texts."""

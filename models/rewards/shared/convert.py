@@ -1,4 +1,4 @@
-"""Published weights that no class of transformers loads by itself: renamed, filled in, and the heads on top of them."""
+"""Conversion of published weights that no transformers class loads directly, and linear heads on features."""
 
 import re
 from collections.abc import Mapping
@@ -12,22 +12,25 @@ from torch.nn import functional
 from fluvial.models.rewards.shared.loading import LoadingError, check_complete
 
 
-def rename(name: str, beginnings: Mapping[str, str]) -> str:
-    """Return the name of a tensor with its beginning replaced by the first entry that fits."""
-    return next((new + name.removeprefix(old) for old, new in beginnings.items() if name.startswith(old)), name)
+def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the name of a tensor with its prefix replaced by the first entry that matches."""
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
 def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """Return the number of layers that names of tensors show; the pattern has the layer's number as its group."""
+    """Return the number of layers in the names of tensors; the group of the pattern is the layer's number."""
     return 1 + max((int(match[1]) for name in tensors if (match := re.match(pattern, name))), default=-1)
 
 
-def fill(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model with the tensors of a file in place of its own, which may be on the meta device.
+def fill_model(
+    model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Fill a model, which may be on the meta device, with the tensors of a file, and return it.
 
     Args:
-        kind: names the model with its article, for messages.
-        dtype: dtype of the tensors then.
+        model, tensors, source: the model, tensors by its names, and their file for messages.
+        kind: name of the model with its article, for messages.
+        dtype: dtype of the filled model.
 
     Raises:
         LoadingError: the tensors are not exactly those of the model.
@@ -44,15 +47,15 @@ def fill(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, 
 
 
 class LinearHead:
-    """y = W_n (... (W_1 x + b_1) ...) + b_n, one number per row: linear layers without activations.
+    """Linear layers without activations, y = W_n (... (W_1 x + b_1) ...) + b_n, one number per row.
 
     Args:
-        tensors: `layers.<i>.weight` and `layers.<i>.bias`; the layers are applied by rising i.
+        tensors: `layers.<i>.weight` and `layers.<i>.bias`; the layers are applied in the order of i.
         inputs: expected length of x.
-        source: file that the tensors come from, for messages.
+        source: file of the tensors, for messages.
 
     Raises:
-        LoadingError: the tensors are others, or do not fit together.
+        LoadingError: the names of the tensors differ, or their shapes do not fit together.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], inputs: int, source: Path) -> None:

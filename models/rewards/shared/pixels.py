@@ -1,4 +1,4 @@
-"""Preprocessing of images where they are: the values of the published processors, with gradients.
+"""Preprocessing of images on their device: the values of the published processors, with gradients.
 
 The processors resize with PIL, whose filters work on integers: 8 bits per value, 22 bits per coefficient. The same products
 in float64 are exact, so that the result has PIL's bits on any device. In the backward pass every rounding is the identity.
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-PRECISION = 22  # bits after the point of PIL's coefficients
+PRECISION = 22  # fractional bits of PIL's coefficients
 FILTERS = {2: "bilinear", 3: "bicubic"}  # numbers of PIL's filters in a preprocessor_config.json
 
 
@@ -27,8 +27,8 @@ class Preprocess:
         size: length of the shorter edge, or height and width, that images are resized to.
         crop: height and width of the centre crop, or None.
         mean, std: mean and standard deviation of each channel, of values in [0, 1].
-        resample: name of PIL's filter, see `FILTERS`, or "tensor", torchvision's bilinear filter of tensors: PIL's without
-            its rounding, and with torchvision's centre of the crop.
+        resample: name of PIL's filter, see `FILTERS`, or "tensor" for torchvision's bilinear filter on tensors, which does
+            not round as PIL does, with torchvision's centre of the crop.
     """
 
     size: int | tuple[int, int]
@@ -50,7 +50,7 @@ class Preprocess:
         if as_tensor:
             pixels = 255 * functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
         else:
-            pixels = resize(as_bytes(images), size, self.resample)
+            pixels = resize(to_bytes(images), size, self.resample)
         if self.crop is not None:
             spare = [have - want for have, want in zip(size, self.crop, strict=True)]
             top, left = (round(rest / 2) if as_tensor else rest // 2 for rest in spare)
@@ -62,15 +62,15 @@ def read_preprocess(settings: Mapping[str, Any]) -> Preprocess:
     """Return the preprocessing that the settings of an image processor describe.
 
     Raises:
-        ValueError: a setting is missing, or is one that is not supported; in one line.
+        ValueError: a setting is missing or not supported; in one line.
     """
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if not settings.get(name, True):
             raise ValueError(f"its image processor has {name}=false, expected true")
     if settings.get("resample") not in FILTERS:
         raise ValueError(f"its image processor has resample={settings.get('resample')}, expected one of {list(FILTERS)}")
-    size = _size(settings.get("size"), "size")
-    crop = _size(settings.get("crop_size"), "crop_size") if settings.get("do_center_crop") else None
+    size = _parse_size(settings.get("size"), "size")
+    crop = _parse_size(settings.get("crop_size"), "crop_size") if settings.get("do_center_crop") else None
     if isinstance(crop, int):
         crop = (crop, crop)
     edges = (size, size) if isinstance(size, int) else size
@@ -83,7 +83,7 @@ def read_preprocess(settings: Mapping[str, Any]) -> Preprocess:
     return Preprocess(size, crop, mean, std, FILTERS[settings["resample"]])
 
 
-def _size(value: Any, name: str) -> int | tuple[int, int]:
+def _parse_size(value: Any, name: str) -> int | tuple[int, int]:
     """Return a size as the length of the shorter edge, or as height and width."""
     if isinstance(value, int):
         return value
@@ -122,10 +122,10 @@ def check_pairs(images: Tensor, prompts: Sequence[str]) -> None:
         raise ValueError(f"there are {len(images)} images and {len(prompts)} prompts, expected one prompt per image")
 
 
-def as_bytes(images: Tensor) -> Tensor:
-    """Return images in [0, 1] as integers from 0 to 255 in float64, as they are when saved."""
+def to_bytes(images: Tensor) -> Tensor:
+    """Return images in [0, 1] as integers from 0 to 255 in float64, as in an image file."""
     scaled = images.to(torch.float64).clamp(0, 1) * 255
-    return _with_value(scaled, torch.round(scaled.detach()))
+    return _replace_value(scaled, torch.round(scaled.detach()))
 
 
 def resize(images: Tensor, size: tuple[int, int], resample: str = "bicubic") -> Tensor:
@@ -135,34 +135,34 @@ def resize(images: Tensor, size: tuple[int, int], resample: str = "bicubic") -> 
 
         y_i = clip(floor(sum_j round(2^22 c_ij) x_j / 2^22 + 1/2), 0, 255)
 
-    PIL 13 takes the height first where that is cheaper, if the image changes its shape; values then differ by a few of 255.
+    PIL 13 may resize the height first if that is cheaper and the aspect ratio changes; values then differ by a few of 255.
 
     Args:
         images: integers from 0 to 255 in float64.
         size: height and width.
-        resample: name of the filter, "bicubic" or "bilinear"; it is widened where the image shrinks.
+        resample: name of the filter, "bicubic" or "bilinear"; it is widened if the image shrinks.
     """
-    for axis, wanted in ((-1, size[1]), (-2, size[0])):
-        have = images.shape[axis]
-        if have == wanted:  # PIL leaves the axis out
+    for axis, new in ((-1, size[1]), (-2, size[0])):
+        old = images.shape[axis]
+        if old == new:  # PIL skips the axis
             continue
-        matrix = _coefficients(have, wanted, resample).to(images.device)
+        matrix = _compute_coefficients(old, new, resample).to(images.device)
         sums = images @ matrix.T if axis == -1 else matrix @ images
         scaled = sums / 2**PRECISION
-        images = _with_value(scaled, torch.floor(scaled.detach() + 0.5)).clamp(0, 255)
+        images = _replace_value(scaled, torch.floor(scaled.detach() + 0.5)).clamp(0, 255)
     return images
 
 
 def resize_as_tensor(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return images `[N, C, H, W]` of integers from 0 to 255, resized as torchvision does with tensors of bytes: bicubic."""
+    """Resize images `[N, C, H, W]` of integers from 0 to 255 as torchvision resizes byte tensors, with a bicubic filter."""
     scaled = functional.interpolate(images, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
-    return _with_value(scaled, torch.round(scaled.detach()))
+    return _replace_value(scaled, torch.round(scaled.detach()))
 
 
 def pad_to_square(images: Tensor, side: int) -> Tensor:
-    """Return images `[N, C, H, W]` whose longer edge is resized to `side`, centred on black, in float64.
+    """Resize the longer edge of images `[N, C, H, W]` to `side`, and centre them on a black square, in float64.
 
-    As open_clip's `ResizeMaxSize` does with tensors: bicubic with antialiasing, without rounding or clipping.
+    This is open_clip's `ResizeMaxSize` on tensors: bicubic with antialiasing, without rounding or clipping.
     """
     height, width = images.shape[-2:]
     scale = side / max(height, width)
@@ -182,15 +182,15 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 
 @lru_cache(maxsize=64)
-def _coefficients(have: int, wanted: int, resample: str) -> Tensor:
-    """Return PIL's coefficients `[wanted, have]` along one axis, times 2^22 and rounded, in float64."""
+def _compute_coefficients(old: int, new: int, resample: str) -> Tensor:
+    """Return PIL's coefficients `[new, old]` along one axis, times 2^22 and rounded, in float64."""
     function, reach = _KERNELS[resample]
-    scale = have / wanted
+    scale = old / new
     stretch = max(scale, 1.0)
-    centre = (torch.arange(wanted, dtype=torch.float64) + 0.5)[:, None] * scale
+    centre = (torch.arange(new, dtype=torch.float64) + 0.5)[:, None] * scale
     first = (centre - reach * stretch + 0.5).trunc().clamp(min=0)
-    last = (centre + reach * stretch + 0.5).trunc().clamp(max=have)
-    index = torch.arange(have, dtype=torch.float64)
+    last = (centre + reach * stretch + 0.5).trunc().clamp(max=old)
+    index = torch.arange(old, dtype=torch.float64)
     weights = function(((index - centre + 0.5) / stretch).abs())
     weights = torch.where((index >= first) & (index < last), weights, 0.0)
     scaled = weights / weights.sum(1, keepdim=True) * 2**PRECISION
@@ -205,16 +205,16 @@ def _bicubic(x: Tensor) -> Tensor:
 
 
 def _bilinear(x: Tensor) -> Tensor:
-    """Return the triangle at distances x >= 0."""
+    """Return the triangular filter at distances x >= 0."""
     return (1 - x).clamp(min=0)
 
 
-# Function of the distance, and the distance at which it ends.
+# Function of the distance, and its support.
 _KERNELS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {"bicubic": (_bicubic, 2.0), "bilinear": (_bilinear, 1.0)}
 
 
-class _Replaced(torch.autograd.Function):
-    """Gives a tensor another value; the gradient is that of the tensor."""
+class _ReplacedValue(torch.autograd.Function):
+    """Another value with the gradient of a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
@@ -225,9 +225,9 @@ class _Replaced(torch.autograd.Function):
         return grads[0], None
 
 
-def _with_value(tensor: Tensor, value: Tensor) -> Tensor:
+def _replace_value(tensor: Tensor, value: Tensor) -> Tensor:
     """Return `value` with the gradient of `tensor`."""
-    return _Replaced.apply(tensor, value) if tensor.requires_grad else value
+    return _ReplacedValue.apply(tensor, value) if tensor.requires_grad else value
 
 
 def map_batches(function: Callable[[Tensor], Tensor], images: Tensor, batch: int) -> Tensor:

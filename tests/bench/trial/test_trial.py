@@ -72,7 +72,7 @@ def test_what_a_class_says_of_its_pipeline() -> None:
         "HunyuanDiTPipeline": "DDPMScheduler",
         "StableAudioPipeline": "EDMDPMSolverMultistepScheduler",
     }
-    assert {name: tiny.scheduler_of_no_flow(name) for name in schedulers} == schedulers
+    assert {name: tiny.find_other_scheduler(name) for name in schedulers} == schedulers
     assert tiny.has_transformer("FluxPipeline")
     assert not any(map(tiny.has_transformer, ("StableDiffusionPipeline", "NoSuchPipeline", "FluxTransformer2DModel")))
     media = {
@@ -92,7 +92,7 @@ def test_one_that_cannot_be_trained_is_said(capsys: pytest.CaptureFixture[str], 
     assert "refused because its scheduler is not a flow's (VQDiffusionScheduler)" in told.out
     assert told.out.endswith("0 of 0 flow pipelines train; 0 of 1 others, which are not flows.\n")
     assert told.err.startswith("VQDiffusionPipeline |")
-    monkeypatch.setattr(tiny, "pipelines", list)  # none, as where diffusers lacks a package that it needs
+    monkeypatch.setattr(tiny, "list_pipelines", list)  # none, as where diffusers lacks a package that it needs
     assert cli.run(["models", "--measured"]) == 1
     assert "pipelines cannot be imported: python -c" in capsys.readouterr().err
 
@@ -113,10 +113,10 @@ def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 def test_most_flow_pipelines_of_diffusers_are_built() -> None:
     unknown = {}
-    for name in tiny.pipelines():
-        if not tiny.scheduler_of_no_flow(name):
+    for name in tiny.list_pipelines():
+        if not tiny.find_other_scheduler(name):
             try:
-                with tiny.surroundings(name, 16):
+                with tiny.replace_surroundings(name, 16):
                     modular.build(name)
             except Exception as error:
                 unknown[name] = str(error)

@@ -16,7 +16,7 @@ from fluvial.engines.extensions.plan import memory
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.record import as_record
-from fluvial.models.handwriting import BASE, codes
+from fluvial.models.handwriting import BASE, list_codes
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "unicode.txt": "１２３４\n"}
@@ -107,8 +107,8 @@ WRONG: list[tuple[str, str]] = [
     ("plan handwriting --height 64", "has images of one size only"),
     ("plan flux.1-dev --gpus 8 --engine.replicas 3", "engine.replicas is 3, expected a divisor of the 8 GPUs"),
     ("plan flux.1-dev --check", "flux.1-dev is too large for a CPU"),
-    ("plan handwriting --check --gpus 2", "runs on 1 process(es), but the plan is for 2 GPUs"),
-    ("plan handwriting --check --table", "ask one"),
+    ("plan handwriting --check --gpus 2", "runs on 1 process(es), and the plan is for 2 GPUs"),
+    ("plan handwriting --check --table", "set one of them"),
 ]
 
 
@@ -156,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(BASE / WEIGHTS)
     del tensors["proj_out.weight"]
     save_file(tensors, tmp / "incomplete" / WEIGHTS, metadata={"format": "pt"})
-    (tmp / "heldout.txt").write_text(f"{codes('train')[0]}\n{codes('heldout')[7]}\n")
+    (tmp / "heldout.txt").write_text(f"{list_codes('train')[0]}\n{list_codes('heldout')[7]}\n")
     (tmp / "run").mkdir()
     (tmp / "run" / "config.json").write_text(json.dumps(as_record(replace(recipes.grpo(), out=tmp / "run"))))
     return tmp
@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, fluvial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2; the line starts with the program's name."""
     monkeypatch.chdir(folder)  # another process may hold runs/grpo of the current folder
-    words = {"tmp": folder, "zeros": "0" * 400, "heldout": codes("heldout")[7]}
+    words = {"tmp": folder, "zeros": "0" * 400, "heldout": list_codes("heldout")[7]}
     line = fluvial(*(word.format(**words) for word in typed.split()), code=2)
     assert line.startswith("fluvial: ")
     assert says.format(**words) in line

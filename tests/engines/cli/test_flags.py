@@ -8,7 +8,14 @@ import pytest
 
 from fluvial.core.checks import FieldError
 from fluvial.engines.choices import BARE
-from fluvial.engines.cli.parse import HelpPrintedError, expand_flags, field_names, find_values, flags_in_errors, parse_config
+from fluvial.engines.cli.parse import (
+    HelpPrintedError,
+    expand_flags,
+    find_values,
+    flags_in_errors,
+    list_fields,
+    parse_config,
+)
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
 from fluvial.engines.run import recipes
 
@@ -62,7 +69,7 @@ class Run:
     objective: object = field(default_factory=Loss, metadata=BARE)  # whose flags have no name before them
 
 
-NAMES = field_names(Run(Path("x")))
+NAMES = list_fields(Run(Path("x")))
 
 # (what the library says, what is printed)
 TABLE = [
@@ -129,7 +136,7 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
 )
 def test_a_flag_without_a_dot_stands_for_the_one_whose_last_part_it_is(typed: str, meant: str) -> None:
     """Unless it is one itself, or several have that last part."""
-    assert expand_flags([typed], field_names(recipes.grpo())) == [meant]
+    assert expand_flags([typed], list_fields(recipes.grpo())) == [meant]
 
 
 @pytest.mark.parametrize(

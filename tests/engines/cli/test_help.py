@@ -12,7 +12,7 @@ import pytest
 from fluvial.engines.choices import describe_fields, is_bare, list_kinds, list_unused, list_variants
 from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
-from fluvial.engines.cli.parse import field_names
+from fluvial.engines.cli.parse import list_fields
 from fluvial.engines.cli.preferences import PreferencesConfig
 from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.errors import UsageError
@@ -46,7 +46,7 @@ def explained(config: Any) -> dict[str, str]:
 def test_the_help_of_every_flag_is_a_sentence(command: str) -> None:
     """It begins with a capital letter, a number or a quoted value, ends with a period, and says more than the name."""
     texts = explained(CONFIGS[command])
-    assert set(field_names(CONFIGS[command])) <= set(texts)
+    assert set(list_fields(CONFIGS[command])) <= set(texts)
     wrong = {
         name: text for name, text in texts.items() if not re.fullmatch(r"[A-Z0-9\"].*[.]", text) or len(text.split()) < 3
     }
@@ -64,7 +64,7 @@ def test_the_help_of_a_command_shows_every_flag(command: str, fluvial: Any) -> N
     config = CONFIGS[command]
     hidden = set(config.list_fixed() if isinstance(config, TrainConfig) else list_unused(config))
     shown = fluvial(*command.split(), "--help-all")
-    for name in field_names(config):
+    for name in list_fields(config):
         found = re.search(rf"--(no-)?{re.escape(name.replace('_', '-'))}\b(?!\.)", shown) is not None
         assert found is not is_hidden(name, hidden), name
     assert "Args:" not in shown, "the docstring's list of arguments repeats the flags"
@@ -97,7 +97,7 @@ def test_a_flag_that_a_help_leaves_out_is_refused(recipe: str) -> None:
     """Whatever value but its default it has, and in one line that says why; those of pipelines once the model is opened."""
     config = RECIPES[recipe]()
     hidden = set(config.list_fixed())
-    names = [name for name in field_names(config) if is_hidden(name, hidden)]
+    names = [name for name in list_fields(config) if is_hidden(name, hidden)]
     assert len(names) > 20
     for name in names:
         owner: Any = config if hasattr(config, name.partition(".")[0]) else config.method

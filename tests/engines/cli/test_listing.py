@@ -14,7 +14,7 @@ from fluvial.engines.cli import listing
 from fluvial.engines.cli import main as cli
 from fluvial.engines.named_models import MODELS
 from fluvial.models import check_model
-from fluvial.models.pipelines.open import built_in, has_adapter
+from fluvial.models.pipelines.open import has_adapter, list_adapters
 
 
 def test_recipes_are_listed_as_they_are() -> None:
@@ -24,9 +24,9 @@ def test_recipes_are_listed_as_they_are() -> None:
     def first_line(recipe: object) -> str:
         return (inspect.getdoc(recipe) or "").partition("\n")[0]
 
-    assert listing.recipes() == {name: first_line(recipe) for name, recipe in RECIPES.items()}
-    assert list(listing.recipes()) == list(RECIPES)
-    assert all(listing.recipes().values())
+    assert listing.list_recipes() == {name: first_line(recipe) for name, recipe in RECIPES.items()}
+    assert list(listing.list_recipes()) == list(RECIPES)
+    assert all(listing.list_recipes().values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,7 +53,7 @@ def test_installed_recipes_and_adapters_are_listed_without_importing_them(
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
-@pytest.mark.parametrize("name", [*built_in(), "FluxKontextPipeline", "Flux3ModularPipeline"])
+@pytest.mark.parametrize("name", [*list_adapters(), "FluxKontextPipeline", "Flux3ModularPipeline"])
 def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
@@ -61,7 +61,7 @@ def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     monkeypatch.chdir(tmp_path)
     Path("classes.txt").write_text("1\nan owl\n")
     said, command = fluvial("models", "--tiny", name, "--out", "tiny").splitlines()
-    assert (name in built_in()) == has_adapter(tmp_path / "tiny")
+    assert (name in list_adapters()) == has_adapter(tmp_path / "tiny")
     assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
     if said.endswith(": none"):
         few = "--evaluation.every 0 --evaluation.samples 2 --evaluation.final-samples 2 --engine.micro-batch 2"

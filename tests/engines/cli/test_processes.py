@@ -46,7 +46,7 @@ def test_several_processes_start_no_more(monkeypatch: pytest.MonkeyPatch, capsys
     """Under torchrun the flag is refused."""
     monkeypatch.setenv("RANK", "0")
     assert cli.run(["train", "ddpo", "--processes", "2"]) == 2
-    assert "--processes is 2, and this is one of several processes already" in launch.one_line(capsys.readouterr().err)
+    assert "--processes is 2, but this process already is one of several" in launch.one_line(capsys.readouterr().err)
 
 
 def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from fluvial.core.random import key
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_size
-from fluvial.engines.data.order import BatchOrder, Pool, PromptOrder, size_of_batch
+from fluvial.engines.data.order import BatchOrder, PromptOrder, PromptPool, draw_size
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
-from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.prompts import assign_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
-from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_shapes, parse_size
+from fluvial.engines.data.sizes import Size, find_nearest_size, fits, parse_shapes, parse_size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 
@@ -51,9 +51,9 @@ def test_an_image_gets_the_nearest_ratio_or_none(height: int, width: int) -> Non
     if not any(fits(Size(height, width), size) for size in SIZES):
         assert max(map(kept, SIZES)) < 2 / 3
         with pytest.raises(ValueError, match="fit none of the sizes 8x8 8x12 12x8: more than a third would be cut off"):
-            nearest_size(Size(height, width), SIZES)
+            find_nearest_size(Size(height, width), SIZES)
         return
-    found = nearest_size(Size(height, width), SIZES)
+    found = find_nearest_size(Size(height, width), SIZES)
     assert kept(found) == pytest.approx(max(map(kept, SIZES)))
     assert fits(Size(height, width), found)
     assert kept(found) >= 2 / 3 - 1e-9
@@ -62,10 +62,10 @@ def test_an_image_gets_the_nearest_ratio_or_none(height: int, width: int) -> Non
 def test_sizes_of_a_model() -> None:
     """Each has a shape of its own; of equal ratios the nearest area counts."""
     both = (Size(512, 512), Size(1024, 1024))
-    assert [nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
+    assert [find_nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
     shapes = parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2))
     assert shapes == {SQUARE: (3, 4, 4), TALL: (3, 6, 4)}
-    with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have one shape"):
+    with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have the same shape"):
         parse_shapes(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
 
 
@@ -79,14 +79,14 @@ def test_batches_have_one_size_and_epochs_are_whole() -> None:
     """Each size comes as often as its prompts do, and each of its prompts once per epoch of the size."""
     prompts = prompts_of(8, 4, 4)
     order = BatchOrder(prompts, key(0))
-    batches = [order.batch(number, 4) for number in range(16)]
+    batches = [order.take_batch(number, 4) for number in range(16)]
     for places in batches:
         assert len({prompts[place].size for place in places}) == 1
     for start in (0, 4, 8, 12):  # four batches of four are an epoch of all sixteen
         assert sorted(place for places in batches[start : start + 4] for place in places) == list(range(16))
-    assert batches != [BatchOrder(prompts, key(1)).batch(number, 4) for number in range(16)]
+    assert batches != [BatchOrder(prompts, key(1)).take_batch(number, 4) for number in range(16)]
     again = BatchOrder(prompts, key(0))
-    assert [again.batch(number, 4) for number in (9, 2, 15, 2)] == [batches[number] for number in (9, 2, 15, 2)]
+    assert [again.take_batch(number, 4) for number in (9, 2, 15, 2)] == [batches[number] for number in (9, 2, 15, 2)]
 
 
 def test_sources_keep_their_shares_over_sizes() -> None:
@@ -95,9 +95,9 @@ def test_sources_keep_their_shares_over_sizes() -> None:
     for source, sizes in (("a", (SQUARE, SQUARE, TALL)), ("b", (TALL, WIDE, WIDE, WIDE))):
         prompts += [Prompt(f"{source}{number}", source=source, size=size) for number, size in enumerate(sizes)]
     order = BatchOrder(prompts, key(0), {"a": 3.0})
-    drawn = Counter(prompts[place].source for number in range(1200) for place in order.batch(number, 2))
+    drawn = Counter(prompts[place].source for number in range(1200) for place in order.take_batch(number, 2))
     assert drawn["a"] / drawn.total() == pytest.approx(0.75, abs=0.01)
-    each = Counter(place for number in range(1200) for place in order.batch(number, 2))
+    each = Counter(place for number in range(1200) for place in order.take_batch(number, 2))
     assert [each[place] / each.total() for place in range(7)] == pytest.approx([1 / 4] * 3 + [1 / 16] * 4, abs=0.01)
 
 
@@ -106,25 +106,25 @@ def test_one_size_has_the_order_of_prompts(size: Size | None) -> None:
     """To the prompt, so that runs of one size draw as they did."""
     prompts = [Prompt(str(number), size=size) for number in range(7)]
     order, known = BatchOrder(prompts, key(3)), PromptOrder(prompts, key(3))
-    assert [order.batch(number, 3) for number in range(9)] == [known.places(3 * number, 3) for number in range(9)]
+    assert [order.take_batch(number, 3) for number in range(9)] == [known.take(3 * number, 3) for number in range(9)]
 
 
 def test_draws_have_the_size_of_the_first() -> None:
     """And every prompt is drawn as often as every other; without sizes nothing is redrawn."""
     prompts, counts = prompts_of(6, 2, 1), Counter[int]()
     for number in range(600):
-        places = Pool(prompts).draw(key(number), 3)
+        places = PromptPool(prompts).draw(key(number), 3)
         assert len({prompts[place].size for place in places}) == 1
         counts.update(places)
     assert [counts[place] / 1800 for place in range(9)] == pytest.approx([1 / 9] * 9, abs=0.04)
     plain = as_prompts(["a", "b", "c"])
-    assert Pool(plain).draw(key(5), 4) == Pool([replace(prompt, size=TALL) for prompt in plain]).draw(key(5), 4)
+    assert PromptPool(plain).draw(key(5), 4) == PromptPool([replace(prompt, size=TALL) for prompt in plain]).draw(key(5), 4)
 
 
 def test_the_size_of_a_rollout() -> None:
     """That of its prompts, or each as likely."""
-    assert size_of_batch([Prompt("a", size=TALL)], key(0), SIZES) == TALL
-    drawn = Counter(size_of_batch([Prompt("a")], key(number), SIZES) for number in range(300))
+    assert draw_size([Prompt("a", size=TALL)], key(0), SIZES) == TALL
+    drawn = Counter(draw_size([Prompt("a")], key(number), SIZES) for number in range(300))
     assert set(drawn) == set(SIZES)
     assert min(drawn.values()) > 70
 
@@ -133,15 +133,15 @@ def test_records_name_the_size_of_their_samples() -> None:
     """By one column or two, as numbers or text; the nearest is taken, and what is no size is named."""
     given: list[Any] = [{"size": "16x24"}, {"width": 120, "height": "80"}, {"width": 5}, {}]
     prompts = [Prompt(str(number), metadata=columns) for number, columns in enumerate(given)]
-    assert [prompt.size for prompt in with_recorded_sizes(prompts, SIZES)] == [TALL, WIDE, None, None]
-    assert [prompt.metadata for prompt in with_recorded_sizes(prompts, SIZES)] == given
+    assert [prompt.size for prompt in assign_recorded_sizes(prompts, SIZES)] == [TALL, WIDE, None, None]
+    assert [prompt.metadata for prompt in assign_recorded_sizes(prompts, SIZES)] == given
     for columns, says in (
         ({"size": "big"}, r"prompt 'a fox': 'big' is not a size"),
         ({"width": 9.5, "height": 8}, "'9.5x8' is not a size"),
         ({"size": "8x80"}, "8x80 pixels fit none of the sizes 8x8 8x12 12x8"),
     ):
         with pytest.raises(UsageError, match=says):
-            with_recorded_sizes([Prompt("a fox", metadata=columns)], SIZES)
+            assign_recorded_sizes([Prompt("a fox", metadata=columns)], SIZES)
 
 
 def halved(images: Tensor) -> Tensor:

@@ -149,8 +149,8 @@ def test_every_door_opens_an_image_as_it_is_seen(name: str, tmp_path: Path) -> N
     given = np.asarray(kinds.read_image(file))
     assert np.array_equal(given, data.astype(np.uint8).reshape(given.shape))
     if file[:4] != b"II*\0" and not file.startswith(b"P5"):
-        request = formats.Compute(["a"], image=[base64.b64encode(file).decode()])
-        [sample] = formats.flow_factory(request, formats.Limits())
+        request = formats.ComputeBody(["a"], image=[base64.b64encode(file).decode()])
+        [sample] = formats.read_flow_factory(request, formats.ScoringLimits())
         assert np.array_equal(sample.image.permute(1, 2, 0), np.broadcast_to(data, (*data.shape[:2], 3)))
 
 
@@ -242,7 +242,7 @@ def table(*rows: dict[str, Any]) -> Callable[[Path], Path]:
         (written("b.txt", " \n"), "b.png has an empty caption in b.txt"),
         (written("b.txt", "one two three four"), "b.png: prompt 'one two three four' is long"),
         (written("b.txt", "a cow"), "b.png: 'a cow' is held out for evaluation, never trained on"),
-        (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, and there is no such file"),
+        (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, which does not exist in"),
         (table({"file_name": "a.png"}), "line 1 has no column prompt or text or caption, it has image"),
         (table({"text": "x"}), "line 1 has no column image or file_name, it has text"),
         (lambda folder: written("b.txt", "a fox")(folder) / "b.txt", "b.txt is text, expected a folder of images"),
@@ -365,7 +365,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, one: World, monkeypatch: pyte
         write(tensors, path)
 
     monkeypatch.setattr(image_cache, "save_tensors", full)
-    with pytest.raises(RunError, match="No space left on device; what is encoded is kept, start again to go on"):
+    with pytest.raises(RunError, match="No space left on device; encoded images are kept, start again to continue"):
         cache(tmp_path).fill(images, one)
     monkeypatch.setattr(image_cache, "save_tensors", write)
     encode = Encoder()

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import Key
-from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
+from fluvial.engines.data.preferences import PREFERENCES, Preference, read_preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.config import OptimizerConfig
@@ -89,7 +89,7 @@ def test_two_images_with_a_label(tmp_path: Path) -> None:
     text = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
     (tmp_path / "pairs.csv").write_text("\n".join(text))
     for path in (tmp_path, tmp_path / "pairs.csv"):  # a table of text has no numbers
-        first, second = preference_records(path, check=tiny.Tiny().check_prompt)
+        first, second = read_preference_records(path, check=tiny.Tiny().check_prompt)
         assert (first.win, first.lose) == (tmp_path / "000000-win.png", tmp_path / "000000-lose.png")
         assert (second.win, second.lose) == (first.lose, first.win)
 
@@ -104,7 +104,7 @@ def test_several_ranked_images(tmp_path: Path) -> None:
     ):
         (tmp_path / PREFERENCES).write_text(ranked(**{"rank": None, column: ranks}).replace('"rank": null, ', ""))
         names = json.loads((tmp_path / PREFERENCES).read_text())["image_path"]
-        found = preference_records(tmp_path, check=tiny.Tiny().check_prompt)
+        found = read_preference_records(tmp_path, check=tiny.Tiny().check_prompt)
         places = [(names.index(record.win.name), names.index(record.lose.name)) for record in found]  # type: ignore[union-attr]
         assert places == expected
 
@@ -120,7 +120,7 @@ def test_published_files_of_hpd(tmp_path: Path) -> None:
         third,
     ]
     (tmp_path / "train.json").write_text(json.dumps([{"prompt": "1", **record} for record in records]))
-    found = preference_records(tmp_path / "train.json", check=tiny.Tiny().check_prompt)
+    found = read_preference_records(tmp_path / "train.json", check=tiny.Tiny().check_prompt)
     assert [(record.win, record.lose) for record in found] == [(tmp_path / win, tmp_path / lose)] * 3
     assert found[2].where == f"preferences {tmp_path / 'train.json'}, record 3"
 
@@ -163,7 +163,7 @@ def other(size: int, *sides: str) -> Callable[[Path], str]:
         (lambda folder: line() + "\n" + line(prompt="4 "), "line 2: '4' is held out for evaluation, never trained on"),
         (
             lambda folder: line() + "\n" + line(lose="gone.png"),
-            r"line 2, column lose names gone\.png, and there is no such file",
+            r"line 2, column lose names gone\.png, which does not exist in",
         ),
         (lambda folder: line(win=3), "line 1, column win is an int, expected the path of an image"),
         (lambda folder: line(lose=None), "line 1: expected the columns win and lose, .*, got prompt, win"),

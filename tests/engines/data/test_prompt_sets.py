@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fluvial.engines.data.prompt_sets import PROMPT_SETS, records
+from fluvial.engines.data.prompt_sets import PROMPT_SETS, read_set
 from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.errors import UsageError
 from fluvial.models.rewards.geneval import Detection, GenEval
@@ -33,7 +33,7 @@ def anything(text: str) -> None:
 
 
 def of(name: str, part: Any) -> list[dict[str, Any]]:
-    return [row.columns for row in records(f"@{name}", part)]
+    return [row.columns for row in read_set(f"@{name}", part)]
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)

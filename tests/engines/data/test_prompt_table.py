@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluvial.engines.data.prompt_table import PromptTable, examples, kinds_of, select
+from fluvial.engines.data.prompt_table import PromptTable, list_examples, list_kinds, select
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 
@@ -43,7 +43,7 @@ def test_a_table_holds_what_it_was_given(prompts: list[Prompt], data: Any) -> No
     some, mine = select(table, places), [prompts[place] for place in places]
     assert [*some] == mine
     assert [*select(some, range(0, len(mine), 2))] == mine[::2]
-    kinds, codes = kinds_of(some)
+    kinds, codes = list_kinds(some)
     assert [kinds[code].source for code in codes] == [prompt.source for prompt in mine]
     for prompt in table:
         prompt.metadata["new"] = 1  # type: ignore[index]
@@ -55,7 +55,7 @@ def test_a_table_holds_what_it_was_given(prompts: list[Prompt], data: Any) -> No
 @given(st.lists(PLAIN, max_size=6) | st.lists(PROMPTS, max_size=6))
 def test_examples_stand_for_all_in_checks_of_fields(prompts: list[Prompt]) -> None:
     """Every prompt has an example with all its fields but the text, which comes no later."""
-    found = [*examples(PromptTable(prompts), prompts[:1])]
+    found = [*list_examples(PromptTable(prompts), prompts[:1])]
     assert {repr(replace(prompt, text="")) for prompt in found} == {repr(replace(prompt, text="")) for prompt in prompts}
     assert found[:1] == prompts[:1]
 

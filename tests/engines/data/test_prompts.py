@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fluvial.engines.data.images import read_images
-from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
-from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, read_files, texts
+from fluvial.engines.data.preferences import read_preference_records
+from fluvial.engines.data.prompts import is_prompt_file, parse_sources, read_heldout, read_prompts, read_sources, split_off
+from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, list_negatives, read_files, texts
 from fluvial.engines.errors import UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -112,7 +112,7 @@ def test_records_keep_their_columns(tmp_path: Path, write: Callable[[Path, Any],
     assert (cats.text, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
     known = [{"tag": "colour", "count": 1}, {"count": 2, "boxes": [[0, 1], [2, 3]]}, {}]
     assert copy_metadata([fox, cats, Prompt("text")]) == known
-    assert negatives([fox, cats, Prompt("text")], "otherwise") == ["blurry", "otherwise", "otherwise"]
+    assert list_negatives([fox, cats, Prompt("text")], "otherwise") == ["blurry", "otherwise", "otherwise"]
 
 
 @pytest.mark.parametrize("write", ENDINGS)
@@ -180,7 +180,7 @@ def as_metadata(prompts: list[str]) -> str:
 def read_from(file: Path) -> list[str]:
     """Return the texts of a file of any kind."""
     if file.name == "preferences.jsonl":
-        return [record.prompt.text for record in preference_records(file.parent, check=anything)]
+        return [record.prompt.text for record in read_preference_records(file.parent, check=anything)]
     if file.name.startswith(("metadata", "caption")):
         return texts(read_images(file.parent, check=anything))
     return texts(read_prompts(file, check=anything))
@@ -314,7 +314,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.jsonl", '{"prompt": "a fox", "tag": ["t"]}\n'), "line 1, column tag is a list, expected text"),
     (
         text("a.jsonl", '{"prompt": "a fox", "image": "x.png"}\n'),
-        "line 1, column image names x.png, and there is no such file",
+        "line 1, column image names x.png, which does not exist in",
     ),
     (text("a.jsonl", '{"prompt": "a fox", "negative_prompt": "a b c d"}\n'), "line 1: prompt 'a b c d' has more than 3"),
     (text("a.jsonl", '{"prompt": "a fox"}\n{"prompt": "a cow"}'), "a.jsonl, line 2: 'a cow' is held out"),
@@ -350,13 +350,13 @@ def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypat
 def test_files_are_named_with_weights(tmp_path: Path) -> None:
     """A file whose name itself has an equals sign is taken for what it is; two of one name go by their paths."""
     (tmp_path / "a=2").write_text("a fox")
-    found = sources([str(tmp_path / "a=2"), "b.txt=0.5", "x/c.txt", "y/c.txt"])
+    found = parse_sources([str(tmp_path / "a=2"), "b.txt=0.5", "x/c.txt", "y/c.txt"])
     assert [(each.name, each.weight) for each in found] == [("a=2", 1), ("b", 0.5), ("x/c.txt", 1), ("y/c.txt", 1)]
     for wrong, says in (("a=0", "weight '0'"), ("a=much", "weight 'much'"), ("a=inf", "weight 'inf'")):
         with pytest.raises(UsageError, match=says):
-            sources([wrong])
+            parse_sources([wrong])
     with pytest.raises(UsageError, match=r"names a\.txt twice"):
-        sources(["a.txt", "a.txt=2"])
+        parse_sources(["a.txt", "a.txt=2"])
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_several_files(tmp_path: Path) -> None:
     assert [prompt.source for prompt in prompts] == ["a", "a", "b", "b"]
     assert [prompt.source for prompt in read_heldout(paths[2:], paths[:2], check=words)] == ["a", "a", "b", "b"]
     assert {prompt.source for prompt in read_heldout(paths[3:], paths[:2], check=words)} == {"b-held"}
-    with pytest.raises(UsageError, match="all prompts are evaluated alike"):
+    with pytest.raises(UsageError, match="has no effect on evaluations"):
         read_heldout([f"{paths[2]}=2"], paths[:1], check=words)
 
 
@@ -425,7 +425,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_name(hub: Path) -> None:
         here = [prompt for each in sorted((hub / file).iterdir()) for prompt in read_prompts(each, check=words)]
         assert [(prompt.text, prompt.metadata) for prompt in found] == [(prompt.text, prompt.metadata) for prompt in here]
         assert {prompt.source for prompt in found} == {word}
-    (source,) = sources(["hub:me/foxes=2"])
+    (source,) = parse_sources(["hub:me/foxes=2"])
     assert (source.name, source.weight) == ("hub:me/foxes", 2.0)
     assert is_prompt_file("hub:me/foxes")
 

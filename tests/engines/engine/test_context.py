@@ -13,7 +13,7 @@ from fluvial.engines.attention import split_tokens
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.models.tiny.modular import _rows
+from fluvial.models.tiny.modular import _read_rows
 
 
 @pytest.fixture(
@@ -61,7 +61,7 @@ def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]]
 
 def test_a_plan_that_splits_each_layer_is_refused() -> None:
     """That of Helios: what is between its layers is computed whole by every rank, so a sum counts its gradients twice."""
-    network, mesh, cpu = _rows()["HeliosModularPipeline"].parts["transformer"](), cast(Any, None), torch.device("cpu")
+    network, mesh, cpu = _read_rows()["HeliosModularPipeline"].parts["transformer"](), cast(Any, None), torch.device("cpu")
     says = "context_parallel is 2: diffusers splits Helios.* layer by layer"
     refuses(says, split_tokens, network, 2, mesh, rank=0, size=2, device=cpu)
 

@@ -16,7 +16,7 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
+from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, find_adapter_parameters
 
 
 def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
@@ -212,9 +212,9 @@ def test_frozen_adapters_are_in_the_state(one: World) -> None:
     second = adapted()
     second.restore(saved, first.counters())
     for name in ("default", "old", "ref"):
-        ours, theirs = (adapter_parameters(engine.module, name) for engine in (first, second))
+        ours, theirs = (find_adapter_parameters(engine.module, name) for engine in (first, second))
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    old, ref = (adapter_parameters(second.module, name) for name in ("old", "ref"))
+    old, ref = (find_adapter_parameters(second.module, name) for name in ("old", "ref"))
     assert any(not torch.equal(old[key], ref[key]) for key in old)
 
 

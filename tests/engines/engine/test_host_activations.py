@@ -14,7 +14,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks
 from fluvial.engines.engine.world import World
-from fluvial.engines.extensions.plan.memory import activations
+from fluvial.engines.extensions.plan.memory import measure_activations
 from fluvial.models.handwriting import Handwriting
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def peak(**engine: Any) -> int:
     """Return the bytes at the peak of a forward and backward pass, on paper."""
     with torch.device("meta"):
         tower, x = Tower(), torch.empty(ROWS, WIDTH)
-    found = activations(
+    found = measure_activations(
         tower, list(tower.blocks), lambda module: module(x), engine=EngineConfig(**engine), device=CPU, grad=True
     )
     return max(stretch.peak for stretch in found)

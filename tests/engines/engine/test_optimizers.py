@@ -179,13 +179,13 @@ def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
     """Bytes of all tensors that the optimizer holds after a step."""
-    from fluvial.engines.extensions.plan.check import _parts
+    from fluvial.engines.extensions.plan.check import _list_parts
 
     with real_torchao.available(name):
         trained = engine(one, name)
         take_updates(trained, 1)
         states = [tensor for state in trained.optimizer.state.values() for tensor in state.values()]
-    held = sum(part.untyped_storage().nbytes() for tensor in states for part in _parts(tensor))
+    held = sum(part.untyped_storage().nbytes() for tensor in states for part in _list_parts(tensor))
     shapes = [tuple(p.shape) for p in trained.trainable.values()]
     assert sum(OPTIMIZERS[trained.config.name].nbytes(shape, trained.config, ranks=1) for shape in shapes) == held
     assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit", "adamw4bit"))

@@ -16,9 +16,9 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.models.device import deterministic
+from fluvial.models.device import use_deterministic_algorithms
 from fluvial.models.handwriting import Handwriting
-from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
+from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, find_adapter_parameters
 
 
 class Block(nn.Module):
@@ -161,9 +161,9 @@ def test_deterministic_algorithms_and_back() -> None:
     """The flag is set within, an operation that has no such algorithm is refused, and all is as before afterwards."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    with deterministic(False):
+    with use_deterministic_algorithms(False):
         assert torch.are_deterministic_algorithms_enabled() == before[0]
-    with deterministic(True):
+    with use_deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not memory.fill_uninitialized_memory
@@ -219,9 +219,9 @@ def test_an_old_policy_follows_slowly_on_a_bfloat16_base(one: World) -> None:
     with torch.no_grad():
         for parameter in built.trainable.values():
             parameter.add_(1.0)
-    before = {name: parameter.detach().clone() for name, parameter in adapter_parameters(net, "old").items()}
+    before = {name: parameter.detach().clone() for name, parameter in find_adapter_parameters(net, "old").items()}
     blend_adapter(net, "default", "old", 0.999)
-    for name, parameter in adapter_parameters(net, "old").items():
+    for name, parameter in find_adapter_parameters(net, "old").items():
         moved = (parameter - before[name]).detach()
         torch.testing.assert_close(moved, torch.full(moved.shape, 1e-3), rtol=1e-3, atol=1e-7)
 

@@ -16,7 +16,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
-from fluvial.engines.export.model_folder import base_tensors, export
+from fluvial.engines.export.model_folder import export, list_base_tensors
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
 from fluvial.models.quantised import FORMATS, Base, find_quantised
@@ -122,6 +122,6 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     a, b = (trained.module.get_parameter(name.replace("base_layer", f"lora_{factor}.default.weight")) for factor in "AB")
     merged = layer.weight + LORA.alpha / LORA.rank * local(b) @ local(a)
     torch.testing.assert_close(plain.get_parameter(name.replace("base_layer", "weight")).data, merged)
-    plain_tensors = base_tensors(trained.module)
+    plain_tensors = list_base_tensors(trained.module)
     assert set(plain_tensors) == set(plain.state_dict())
     assert torch.equal(plain_tensors[name.replace("base_layer", "weight")], layer.weight)

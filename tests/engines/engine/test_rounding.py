@@ -14,7 +14,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.optimizers import round_stochastically, write_rounded
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.check import measure
-from fluvial.engines.extensions.plan.memory import Stretch, account
+from fluvial.engines.extensions.plan.memory import ActivationSpan, account
 
 HALF = EngineConfig(masters="bfloat16")
 
@@ -107,7 +107,7 @@ def test_the_plan_knows_the_bytes(one: World, lies: dict[str, Any]) -> None:
     sharding, config = EngineConfig(masters="bfloat16", **lies), OptimizerConfig(ema_decay=0.9)
     shapes = Net().to("meta")
     options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": torch.device("cpu"), "ranks": 1}
-    paper = account(shapes, list(shapes.blocks), activations=[Stretch(0, 0)], **options)
+    paper = account(shapes, list(shapes.blocks), activations=[ActivationSpan(0, 0)], **options)
     module = Net()
     made = Engine(module, list(module.blocks), config, one, updates=5, sharding=sharding)
     items, weight = data(6)

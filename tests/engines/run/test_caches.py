@@ -81,7 +81,7 @@ def test_an_adapter_outside_fluvial_is_known_by_its_source(folder: Path, tmp_pat
         kind.__module__ = "own"
         monkeypatch.setitem(sys.modules, "own", sys.modules[f"own{number}"])
         adapter = kind(folder / "sd3")
-        found += [(adapter.image_encoder(), adapter._encoders())]
+        found += [(adapter.fingerprint_image_encoder(), adapter._fingerprint_encoders())]
     assert {*found[0]}.isdisjoint(found[1])
 
 

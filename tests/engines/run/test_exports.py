@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
-from fluvial.engines.cli.eval_models import open_networks, settings_of_run
+from fluvial.engines.cli.eval_models import apply_run_settings, open_networks
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import formats
@@ -191,7 +191,7 @@ def test_an_export_is_not_written_over(ran: Ran, tmp_path: Path, fluvial: Any) -
     another = f"--out is {out}, which holds another export: name another folder"
     assert another in fluvial("export", run, "--as", "merged", "--out", out, code=2)
     assert another in fluvial("export", run, "--ema", "--out", out, code=2)
-    assert "which holds files of something else" in fluvial("export", run, "--out", tmp_path / "notes", code=2)
+    assert "which holds other files" in fluvial("export", run, "--out", tmp_path / "notes", code=2)
     (out / "pytorch_lora_weights.safetensors").write_bytes(b"cut")
     assert another in fluvial("export", run, "--out", out, code=2)
 
@@ -286,7 +286,7 @@ def test_formats_are_checked_before_training(tmp_path: Path) -> None:
     """A format that the run cannot have is an error before the first update, and not after hours."""
     for kind, says in (
         ("comfyui", "has no layout that ComfyUI reads, expected one of SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"),
-        ("full", "is no pipeline with a folder"),
+        ("full", "is not a pipeline with a folder"),
     ):
         with pytest.raises(ValueError, match=says):
             formats.check_format(kind, Handwriting(), adapted=True)  # type: ignore[arg-type]
@@ -358,7 +358,7 @@ def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
     """Its weights are dequantised, and not rounded again; what the run started from is quantised as in the run."""
     config = handwriting_jobs.config(tmp_path / "run", train="lora", **{"engine.base": "int4"})
     train(config, handwriting_jobs.job())
-    asked = settings_of_run(str(config.out), EvalConfig(base="start"))
+    asked = apply_run_settings(str(config.out), EvalConfig(base="start"))
     with init_world() as world, ExitStack() as stack:
         subjects = open_networks(str(config.out), asked, world, stack)
         with subjects.ours.network() as module:

@@ -39,7 +39,7 @@ from fluvial.engines.run.trainer import Trainer
 
 FLAGS = ["--updates", "7", "--optimizer.ema-decay", "0.9"]
 TIMED = {"seconds", "speed", "memory"}
-LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with --resume --out {}"
+LOST = "lost another process ({}); earlier checkpoints are unchanged, continue with --resume --out {}"
 
 
 class Launched:

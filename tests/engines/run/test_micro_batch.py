@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import find
+from fluvial.engines.extensions.published.runs import find_run
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import with_values
@@ -228,7 +228,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
         noising = method.rows.noising.draw if isinstance(method.rows, NoisedRows) else ""
         fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
         assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
-    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
+    assert resolve(find_run("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
 
 
 @pytest.mark.bits

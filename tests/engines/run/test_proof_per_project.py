@@ -22,7 +22,7 @@ from torch import Tensor
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, find, load_published
+from fluvial.engines.extensions.published.runs import PublishedRun, find_run, load_published
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run.config import MachineConfig, PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
@@ -89,7 +89,7 @@ def test_every_project_is_proved_or_has_no_objective() -> None:
 @pytest.mark.parametrize("name", PROVED)
 def test_an_update_is_the_papers(one: World, tmp_path: Path, name: str) -> None:
     """Loss and gradient of both updates are those of the formula; as many steps, or levels, are trained on as published."""
-    run = find(name)
+    run = find_run(name)
     spied, gradients = learnt(run, one, tmp_path)
     assert len(spied.updates) == spied.trainer.config.method.passes.epochs
     start = spied.updates[0].policy

@@ -19,7 +19,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import Distill
 from fluvial.engines.run.job import Job
-from fluvial.models.lora import Lokr, LoraConfig, add_lora, linear_layers
+from fluvial.models.lora import Lokr, LoraConfig, add_lora, find_linear_layers
 from fluvial.models.lora_files import load_lora, read_lora
 
 BOTH = ("even=teacher", "odd=other")
@@ -93,7 +93,7 @@ def adapter(folder: Path, rank: int, alpha: float, layers: tuple[str, ...] = ("i
     """Write an adapter of the tiny network by PEFT's names."""
     folder.mkdir()
     tensors, noise = dict[str, Tensor](), torch.Generator().manual_seed(rank)
-    for name, layer in linear_layers(tiny.Tiny().build()).items():
+    for name, layer in find_linear_layers(tiny.Tiny().build()).items():
         if name.split(".")[-1] in layers:
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, layer.in_features, generator=noise) / 4
             tensors[f"{name}.lora_B.weight"] = torch.randn(layer.out_features, rank, generator=noise) / 4

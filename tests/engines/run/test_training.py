@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "run"
     changes = {"evaluation.every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl.coef": 0.1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "curves", short_runs.curves)
+        patch.setattr(drawing, "draw_curves", short_runs.curves)
         train(config(out, **changes), job())
     return out
 

@@ -22,10 +22,10 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import find_base_model, from_run
-from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora
+from fluvial.models.lora import LoraConfig, add_lora, find_adapter_parameters
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.convert import to_original
-from fluvial.models.original.layout import Original
+from fluvial.models.original.layout import OriginalNames
 from fluvial.models.pipelines.open import open_model
 
 SIZE = pipeline_runs.size("sd3")
@@ -82,7 +82,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(built[name], given[name]) for name in given)
     assert any(not torch.equal(built[name], base[name]) for name in given)
     config_of_network = open_model(folder / "sd3", device="cpu").config
-    original = to_original(Original("StableDiffusion3Pipeline", config_of_network), given)
+    original = to_original(OriginalNames("StableDiffusion3Pipeline", config_of_network), given)
     save_file(original | {"first_stage_model.x": torch.zeros(1)}, tmp_path / "whole.safetensors")
     asked[asked.index(weights)] = f"--transformer={tmp_path / 'whole.safetensors'}"
     single = jobs.open_configured(parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)).model.build().state_dict()
@@ -137,7 +137,7 @@ def test_two_experts_and_unets(name: str, home: Path, tmp_path: Path, train: Any
     with init_world() as world:
         written: dict[str, Any] = {"dtype": torch.float32, "world": world}
         add_lora(module, LoraConfig(rank=2, alpha=6.0), ("to_q",))
-        for parameter in adapter_parameters(module, "default").values():
+        for parameter in find_adapter_parameters(module, "default").values():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
         write_lora(module, tmp_path / "lora", **written)
         export(module, tmp_path / "other", merge=True, **written)

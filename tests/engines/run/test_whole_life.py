@@ -13,7 +13,7 @@ from helpers.pipeline_runs import TWO_UPDATES, guidance, photos, save, size, upd
 from fluvial.engines.run.jobs.weights import make_converter
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.layout import LAYOUTS
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 
 NAMES = ("sd3", "flux", "qwen-image", "wan", "z-image", "sdxl", "sana")
 WITHOUT_ADAPTER = "sana"
@@ -40,7 +40,7 @@ def image(name: str, folder: Path, lora: Path | None = None) -> Any:
     """Return an image of a folder's pipeline, as diffusers draws it."""
     from diffusers import DiffusionPipeline
 
-    with quietly():
+    with silence():
         pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
         pipeline.set_progress_bar_config(disable=True)
         if lora is not None:

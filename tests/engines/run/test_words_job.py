@@ -18,8 +18,8 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.run import job as jobs
-from fluvial.models.words import BASE, Words, recognisers, words
-from fluvial.models.words.model import draw
+from fluvial.models.words import BASE, Words, list_words, recognisers
+from fluvial.models.words.model import draw_word
 
 TINY = (
     "--updates 1 --sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --sampling.window all --sampling.window.high 1 "
@@ -43,13 +43,13 @@ def test_an_update_through_the_command_line(name: str, tmp_path: Path, fluvial: 
 @torch.no_grad()
 def pattern(weights: Path) -> float:
     """Return the standard deviation of the mean of the 8x8 tiles without ink of some held-out words, of 255."""
-    model, prompts = Words(weights), words("heldout")[::6]
+    model, prompts = Words(weights), list_words("heldout")[::6]
     module, cond, schedule = model.build(), model.encode(prompts), model.schedule(10, model.latent_shape())
     x = normal(fold_in(key(0), torch.arange(len(prompts))), (len(prompts), *model.latent_shape()))
     for level, below in pairwise(schedule.levels):
         x = x + (below - level) * model.predict(module, x, level.expand(len(x)), cond)
     moves = [(across, down) for across in range(-2, 3) for down in range(-2, 3)]
-    blank = torch.tensor(np.stack([np.min([draw(word, *move) for move in moves], 0) == 255 for word in prompts]))
+    blank = torch.tensor(np.stack([np.min([draw_word(word, *move) for move in moves], 0) == 255 for word in prompts]))
     tiles, empty = (each.unfold(1, 8, 8).unfold(2, 8, 8) for each in (255 * model.decode(x)[:, 0], blank))
     return float(tiles[empty.all(-1).all(-1)].mean(0).std())
 
@@ -75,7 +75,7 @@ def test_training_never_sees_the_evaluator() -> None:
     used: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rapidocr", "ddddocr"):
-            patch.setattr(recognisers, name, partial(_loaded, name, used))
+            patch.setattr(recognisers, f"load_{name}", partial(_loaded, name, used))
         for reward in job.rewards.values():
             with pytest.raises(Loaded):
                 reward(job.model.decode(images), job.heldout[:1])
@@ -83,8 +83,8 @@ def test_training_never_sees_the_evaluator() -> None:
         with pytest.raises(Loaded):
             job.evaluators["heldout"](job.model.decode(images), job.heldout[:1])
         assert used[-1] == "ddddocr"
-    assert job.prompts == as_prompts(words("train"))
-    assert job.heldout == as_prompts(words("heldout"))
+    assert job.prompts == as_prompts(list_words("train"))
+    assert job.heldout == as_prompts(list_words("heldout"))
     assert set(job.evaluators) == {"reward", "heldout"}
 
 
@@ -113,8 +113,8 @@ def test_a_missing_package_is_one_line(
 def test_prompts_of_a_file_are_checked(tmp_path: Path, fluvial: Any) -> None:
     """A held-out word, a line that is no word, and a record whose image is missing or has another size, are refused."""
     Image.new("L", (24, 24)).save(tmp_path / "small.png")
-    Image.fromarray(draw("rover")).save(tmp_path / "rover.png")
-    held = words("heldout")[0]
+    Image.fromarray(draw_word("rover")).save(tmp_path / "rover.png")
+    held = list_words("heldout")[0]
     for text, says in (
         (f"river\n{held}\n", "held out"),
         ("river\nNot a word\n", "is not a word of 3 to 6 letters"),
@@ -135,8 +135,8 @@ def test_what_stays_is_rewarded_and_evaluated() -> None:
     job = jobs.build_job("edit-words")
     assert list(job.rewards) == ["letters", "legibility", "unchanged"]
     assert list(job.evaluators) == ["unchanged", "reward", "heldout"]
-    assert [prompt.text for prompt in job.prompts] == list(words("train"))
-    assert [prompt.text for prompt in job.heldout] == list(words("heldout"))
+    assert [prompt.text for prompt in job.prompts] == list(list_words("train"))
+    assert [prompt.text for prompt in job.heldout] == list(list_words("heldout"))
     assert all(prompt.media == {"image": prompt.image} for prompt in (*job.prompts, *job.heldout))
     assert job.data is not None
     corrected = job.model.decode(job.data(key(0), job.heldout[:9]))
@@ -154,6 +154,6 @@ def test_a_word_is_sampled_with_its_image(tmp_path: Path, fluvial: Any) -> None:
     """One that the job has; another has no image, which is said."""
     out = tmp_path / "x.png"
     few = ["--each", 1, "--steps", 2, "--out", out]
-    fluvial("sample", "edit-words", "--prompts", words("heldout")[0], "bacon", *few)
+    fluvial("sample", "edit-words", "--prompts", list_words("heldout")[0], "bacon", *few)
     assert out.is_file()
     assert "prompt 'zzzz' has no column image, which" in fluvial("sample", "edit-words", "--prompts", "zzzz", *few, code=2)

@@ -18,7 +18,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.backprop import number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.models.handwriting import digits, likeness
+from fluvial.models.handwriting import likeness, load_digits
 
 
 def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -77,7 +77,7 @@ def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:
 
 def test_likeness_recognises_the_digits_that_are_written() -> None:
     """Images in [0, 1] of unseen digits are likeliest under their own code, and have a gradient."""
-    half, wanted = digits("evaluation"), "0123456789" * 6
+    half, wanted = load_digits("evaluation"), "0123456789" * 6
     places = [half.starts[int(digit)] + number // 10 for number, digit in enumerate(wanted)]
     rows = ((half.pixels[torch.stack(places)].reshape(-1, 4, 8, 8) + 1) / 2).transpose(1, 2).reshape(-1, 1, 8, 32)
     image = rows.clone().requires_grad_()

@@ -34,11 +34,11 @@ class Model:
         self.asked += prompts
         return Texts(torch.zeros(len(prompts), 100, 2), torch.tensor([len(prompt) for prompt in prompts]))
 
-    def prompt_tokens(self, cond: Texts) -> Tensor:
+    def count_prompt_tokens(self, cond: Texts) -> Tensor:
         """Return the lengths."""
         return cond.lengths
 
-    def trimmed(self, cond: Texts, tokens: int) -> Texts:
+    def trim_cond(self, cond: Texts, tokens: int) -> Texts:
         """Return the first tokens."""
         return cond._replace(tokens=cond.tokens[:, :tokens])
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from fluvial.models.handwriting import digits, heldout_recogniser, reward_recogniser
+from fluvial.models.handwriting import load_digits, load_heldout_recogniser, load_reward_recogniser
 from fluvial.models.handwriting.recognisers import FITTED, fit
 
 pytestmark = pytest.mark.long  # fits; test_handwriting.py has the short cases
@@ -29,12 +29,12 @@ def theirs(name: str) -> Any:
         "neighbours": KNeighborsClassifier(3, weights="distance"),
         "trees": ExtraTreesClassifier(400, random_state=0),
     }[name]
-    half = digits("evaluation" if name == "trees" else "training")
+    half = load_digits("evaluation" if name == "trees" else "training")
     return made.fit(pixels(half.pixels), half.labels.numpy())
 
 
 def ours(name: str) -> Any:
-    return (*reward_recogniser().classifiers, *heldout_recogniser().classifiers)[NAMES.index(name)]
+    return (*load_reward_recogniser().classifiers, *load_heldout_recogniser().classifiers)[NAMES.index(name)]
 
 
 def pixels(images: torch.Tensor) -> np.ndarray:
@@ -47,7 +47,7 @@ def pixels(images: torch.Tensor) -> np.ndarray:
 def test_classes_are_those_of_scikit_learn(name: str, seed: int, noise: float) -> None:
     """Digits of both halves with noise from none to nothing else, and blank images; of several rows and of one."""
     generator = torch.Generator().manual_seed(seed)
-    known = torch.cat([digits(half).pixels for half in ("training", "evaluation")])
+    known = torch.cat([load_digits(half).pixels for half in ("training", "evaluation")])
     chosen = known[torch.randint(len(known), (64,), generator=generator)]
     rows = pixels((chosen + noise * torch.randn(chosen.shape, generator=generator)).clamp(-1, 1))
     rows = np.concatenate([rows, np.zeros_like(rows[:1]), np.ones_like(rows[:1])])
@@ -86,6 +86,6 @@ def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    both = [(pixels(digits(each).pixels) * 16, digits(each).labels.numpy()) for each in ("training", "evaluation")]
+    both = [(pixels(load_digits(each).pixels) * 16, load_digits(each).labels.numpy()) for each in ("training", "evaluation")]
     found = sorted((int(label), *row) for rows, marks in both for row, label in zip(rows.tolist(), marks, strict=True))
     assert found == sorted((int(label), *row) for row, label in zip(images.tolist(), labels, strict=True))

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import shifted
-from fluvial.models.handwriting import BASE, Handwriting, codes, digits, heldout_recogniser, reward_recogniser, write
+from fluvial.models.handwriting import BASE, Handwriting, draw_codes, list_codes, load_digits
 from fluvial.models.handwriting.model import CONFIG
-from fluvial.models.handwriting.recognisers import DigitRecogniser
+from fluvial.models.handwriting.recognisers import DigitRecogniser, load_heldout_recogniser, load_reward_recogniser
 from fluvial.models.pixel_model import SHIFT
 
 
 def test_digits_and_codes_are_split() -> None:
-    training, evaluation = digits("training"), digits("evaluation")
+    training, evaluation = load_digits("training"), load_digits("evaluation")
     assert len(training.labels) + len(evaluation.labels) == 1797
     assert abs(len(training.labels) - len(evaluation.labels)) <= 1
     for half in (training, evaluation):
@@ -25,7 +25,7 @@ def test_digits_and_codes_are_split() -> None:
         assert torch.equal(half.labels.unique(), torch.arange(10))
         for label in range(10):
             assert (half.labels[half.starts[label] : half.starts[label + 1]] == label).all()
-    train, heldout = codes("train"), codes("heldout")
+    train, heldout = list_codes("train"), list_codes("heldout")
     assert len(train) + len(heldout) == 10_000
     assert not set(train) & set(heldout)
     assert 0.19 < len(heldout) / 10_000 < 0.21
@@ -36,36 +36,36 @@ def test_digits_and_codes_are_split() -> None:
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
 def test_the_recogniser_recognises_its_own_digits(seed: int) -> None:
-    prompts = [codes("train")[(seed * 97 + i * 31) % len(codes("train"))] for i in range(16)]
-    images = Handwriting().decode(write(key(seed), prompts))
+    prompts = [list_codes("train")[(seed * 97 + i * 31) % len(list_codes("train"))] for i in range(16)]
+    images = Handwriting().decode(draw_codes(key(seed), prompts))
     assert images.shape == (16, 1, 8, 32)
-    assert reward_recogniser().characters(images, prompts).mean() > 0.97
+    assert load_reward_recogniser().characters(images, prompts).mean() > 0.97
 
 
 def test_recognisers_recognise_unseen_digits() -> None:
     """Each classifier is nearly always right on the half it was not fitted on; the recognisers share no model family."""
-    recognisers = {"evaluation": reward_recogniser(), "training": heldout_recogniser()}
+    recognisers = {"evaluation": load_reward_recogniser(), "training": load_heldout_recogniser()}
     for half, recogniser in recognisers.items():
-        pixels, labels, _ = digits(half)
+        pixels, labels, _ = load_digits(half)
         usable = len(labels) // 4 * 4
         four = pixels[:usable].reshape(-1, 4, 8, 8).permute(0, 2, 1, 3).reshape(-1, 1, 8, 32)
         right = recogniser.read((four + 1) / 2) == labels[:usable].reshape(-1, 4)
         assert (right.float().mean((1, 2)) > 0.97).all()
     families = [
         {type(classifier) for classifier in recogniser.classifiers}
-        for recogniser in (reward_recogniser(), heldout_recogniser())
+        for recogniser in (load_reward_recogniser(), load_heldout_recogniser())
     ]
     assert families[0].isdisjoint(families[1])
 
 
 def test_characters_is_the_fraction_of_correct_characters() -> None:
     """One image scored against other codes: a quarter per correct position, averaged over the classifiers."""
-    images = Handwriting().decode(write(key(3), ["0427"]))
-    assert reward_recogniser().read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
-    scores = [float(reward_recogniser().characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
+    recogniser, images = load_reward_recogniser(), Handwriting().decode(draw_codes(key(3), ["0427"]))
+    assert recogniser.read(images).tolist() == [[[0, 4, 2, 7]], [[0, 4, 2, 7]]]
+    scores = [float(recogniser.characters(images, [code])) for code in ("0427", "0428", "1427", "0724", "5555")]
     assert scores == [1.0, 0.75, 0.75, 0.5, 0.0]
-    assert reward_recogniser().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
-    divided = DigitRecogniser(*reward_recogniser().classifiers, _AlwaysOne())
+    assert load_reward_recogniser().read(torch.empty(0, 1, 8, 32)).shape == (2, 0, 4)
+    divided = DigitRecogniser(*load_reward_recogniser().classifiers, _AlwaysOne())
     assert float(divided.characters(images, ["0427"])) == pytest.approx(2 / 3)
     assert float(divided.characters(images, ["1427"])) == pytest.approx((0.75 + 0.75 + 0.25) / 3)
 

@@ -28,12 +28,12 @@ from fluvial.models.handwriting import (
     BASE_UNET,
     Handwriting,
     HandwritingUNet,
-    codes,
-    heldout_recogniser,
-    reward_recogniser,
-    write,
+    draw_codes,
+    list_codes,
+    load_heldout_recogniser,
+    load_reward_recogniser,
 )
-from fluvial.models.handwriting.model import alphas_cumprod, find_timestep
+from fluvial.models.handwriting.model import compute_alphas_cumprod, find_timestep
 from fluvial.models.words import Words
 
 MODEL = HandwritingUNet()
@@ -93,7 +93,7 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
 def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
     """Each step starts and ends at exactly the levels of DDIMScheduler.step; the first is the noisiest level."""
-    schedule, scheduler = MODEL.schedule(steps), MODEL.scheduler(steps)
+    schedule, scheduler = MODEL.schedule(steps), MODEL.build_scheduler(steps)
     assert schedule.levels.dtype == schedule.timesteps.dtype == torch.float32
     assert torch.equal(schedule.timesteps, scheduler.timesteps.float())
     assert len(schedule.levels) == steps + 1
@@ -119,7 +119,7 @@ def test_any_schedule_rises() -> None:
 
 def test_the_timestep_follows_from_the_level() -> None:
     """Each timestep has its own level; between two levels the nearer counts, beyond the ends the last."""
-    powers = alphas_cumprod(torch.device("cpu"))
+    powers = compute_alphas_cumprod(torch.device("cpu"))
     assert torch.equal(find_timestep(powers), torch.arange(1000.0))
     assert torch.equal(find_timestep(powers.double()), torch.arange(1000.0))
     assert torch.equal(find_timestep(torch.lerp(powers[:-1], powers[1:], 0.4)), torch.arange(999.0))
@@ -155,7 +155,7 @@ def test_predictions_are_pure_and_per_sample(model: Any, prompts: list[str]) -> 
 
 @torch.no_grad()
 def test_a_deterministic_rollout_is_that_of_diffusers(unet: nn.Module) -> None:
-    scheduler, cond = MODEL.scheduler(10), MODEL.encode(CODES)
+    scheduler, cond = MODEL.build_scheduler(10), MODEL.encode(CODES)
     x = noise(3)
     for timestep in scheduler.timesteps:
         epsilon = unet(x, timestep, encoder_hidden_states=cond.tokens).sample
@@ -170,11 +170,13 @@ def test_training_noises_as_the_scheduler_does() -> None:
     assert torch.equal(compute_levels(u, "velocity"), 3.0 * u / (1 + 2.0 * u))  # the transformer's, shifted
     timestep = find_timestep(level)
     assert torch.equal(timestep, (u * 1000).floor())
-    assert torch.equal(compute_levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), alphas_cumprod(u.device)[[0, 999]])
-    x0, drawn = write(key(3), CODES), noise(3)
+    assert torch.equal(
+        compute_levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), compute_alphas_cumprod(u.device)[[0, 999]]
+    )
+    x0, drawn = draw_codes(key(3), CODES), noise(3)
     batch = Noised(x0, drawn, level[:3], MODEL.encode(CODES))
     x, target = add_noise(*batch[:3], prediction="epsilon")
-    expected = MODEL.scheduler(10).add_noise(x0, drawn, timestep[:3].long())
+    expected = MODEL.build_scheduler(10).add_noise(x0, drawn, timestep[:3].long())
     torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(target, drawn)
 
@@ -227,10 +229,10 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
 def test_the_record_of_the_base_model_is_true(unet: nn.Module) -> None:
     """The record of the weights, and the weights themselves: some held-out codes are correct, and many are not."""
     record = json.loads((BASE_UNET / "made-by.json").read_text())
-    prompts = list(codes("heldout")[::32])
+    prompts = list(list_codes("heldout")[::32])
     images = MODEL.decode(sample(unet, prompts))
     assert images.shape == (len(prompts), 1, 8, 32)
-    for name, recogniser in (("reward", reward_recogniser()), ("heldout", heldout_recogniser())):
+    for name, recogniser in (("reward", load_reward_recogniser()), ("heldout", load_heldout_recogniser())):
         # Guessing gives a tenth of the digits; five standard errors of a mean over some 60 samples are 0.15.
         score = float(recogniser.characters(images, prompts).mean())
         assert score == pytest.approx(record["heldout_score"][name], abs=0.15)

@@ -23,11 +23,11 @@ from fluvial.engines.export.model_folder import write_lora
 from fluvial.models import is_recorded, knows_any_level
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.modular import any_modular
-from fluvial.models.modular.blocks import Watched, wrap_media
+from fluvial.models.modular.blocks import ProbedNetwork, wrap_media
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.replay.media import use_modes
 from fluvial.models.tiny.modular import find_call
-from fluvial.models.tiny.pipelines import surroundings
+from fluvial.models.tiny.pipelines import replace_surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
 SHORT = ("Flux3", "MiniMaxH3")  # in every run of the tests
@@ -50,23 +50,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def small(request: pytest.FixtureRequest) -> Iterator[None]:
     name = getattr(request.node, "callspec", None)
     kind = f"{name.params['name']}ModularPipeline" if name is not None and "name" in name.params else "Flux3ModularPipeline"
-    with surroundings(kind, find_call(kind).size):
+    with replace_surroundings(kind, find_call(kind).size):
         yield
 
 
 def both(model: Any, module: nn.Module, pipe: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the images and sounds of the ODE from the noise of diffusers' own call, and those of that call."""
-    prompt, steps = model.example, model.known.asked["num_inference_steps"]
-    generator = torch.Generator().manual_seed(any_modular._seed(prompt))
-    state, cond = pipe(**model._arguments(prompt, steps), generator=generator), model.encode([prompt])
+    prompt, steps = model.example, model.known.requested_steps
+    generator = torch.Generator().manual_seed(any_modular._compute_seed(prompt))
+    state, cond = pipe(**model._build_arguments(prompt, steps), generator=generator), model.encode([prompt])
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         return model.predict(module, x, level, cond)
 
-    entered = model._enter(prompt, steps)
+    loop_inputs = model._enter(prompt, steps)
     with torch.no_grad():
-        final = model._roll_out(velocity, model._take_samples(entered), entered)
-    ours, again, theirs = model._decode_all(final, prompt), model._decode_all(final, prompt), model._output(state)
+        final = model._roll_out(velocity, model._read_initial_samples(loop_inputs), loop_inputs)
+    ours, again, theirs = model._decode_chunk(final, prompt), model._decode_chunk(final, prompt), model._read_output(state)
     assert all(one is None or torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     assert theirs.images is not None or theirs.waves is not None
     for one, other in zip(ours, theirs, strict=True):
@@ -263,7 +263,7 @@ def test_a_network_that_keeps_what_it_computed_is_refused(folder: Folders) -> No
 
     forward.__signature__ = __import__("inspect").signature(own)  # type: ignore[attr-defined]
     module.forward = forward
-    refuses("its velocity depends on the calls before", model.check, module, prompts("Flux3"))
+    refuses("its velocity depends on earlier calls", model.check, module, prompts("Flux3"))
 
 
 def test_a_step_that_changes_samples_is_refused(folder: Folders, monkeypatch: Patch) -> None:
@@ -282,16 +282,16 @@ def test_a_step_that_changes_samples_is_refused(folder: Folders, monkeypatch: Pa
 
 def test_a_loop_that_keeps_an_object_is_refused(folder: Folders, monkeypatch: Patch) -> None:
     """It may hold what the network computed with other weights."""
-    enter = any_modular.enter
+    run_to_loop = any_modular.run_to_loop
 
     def keep(*args: Any) -> Any:
-        entered = enter(*args)
+        loop_inputs = run_to_loop(*args)
         kept = object()
-        for values in entered.values:
+        for values in loop_inputs.values:
             values["cache"] = kept
-        return entered
+        return loop_inputs
 
-    monkeypatch.setattr(any_modular, "enter", keep)
+    monkeypatch.setattr(any_modular, "run_to_loop", keep)
     refuses("its loop keeps a object, which may last", lambda: opened("Flux3", folder("Flux3")).known)
 
 
@@ -330,7 +330,7 @@ def test_ltx_2_3_is_a_network_of_ltx_2(tmp_path: Path) -> None:
     settings = dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True)
     network = diffusers.LTX2VideoTransformer3DModel.from_config({**read_settings(part / "config.json"), **settings})
     network.save_pretrained(part)
-    with surroundings("LTX2ModularPipeline", 32):
+    with replace_surroundings("LTX2ModularPipeline", 32):
         model = opened("LTX2", part.parent, call={"use_cross_timestep": True})
         assert model.check(model.build().eval(), prompts("LTX2")) == 0
 
@@ -351,10 +351,8 @@ def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkey
         place(self, pipe, blocks)
 
     monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
-    with surroundings("WanModularPipeline", 32):
-        refuses(
-            "its steps call the network 2 to 3 times, expected as often each", lambda: opened("Wan", folder("Wan")).known
-        )
+    with replace_surroundings("WanModularPipeline", 32):
+        refuses("its steps call the network 2 to 3 times, expected one number", lambda: opened("Wan", folder("Wan")).known)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +415,7 @@ def test_a_reference_has_the_class_of_its_kind_and_its_rate(folder: Folders) -> 
 def test_video_and_sound_have_levels_of_their_own(folder: Folders) -> None:
     """Those of MiniMax-H3's two schedulers, at the rows of each; the model is told those of its sample."""
     model = opened("MiniMaxH3", folder("MiniMaxH3"))
-    levels, (video, sound) = model.known.levels, (len(stream.places) for stream in model.known.model.streams)
+    levels, (video, sound) = model.known.levels, (len(stream.elements) for stream in model.known.model.streams)
     rows, width = model.known.shape
     assert levels.shape == (STEPS + 1, rows)
     assert video % width == sound % width == 0
@@ -435,6 +433,6 @@ def test_probes_leave_the_pipeline_as_it_was(folder: Folders) -> None:
     assert model.known.model.passes == (2,) * STEPS
     assert model._load_pipeline().components == before
     inputs = list[list[Tensor]]()
-    watched = Watched(model._load_pipeline().transformer, inputs)
+    watched = ProbedNetwork(model._load_pipeline().transformer, inputs)
     assert watched.dtype == torch.float32
     assert Path(model.folder, "modular_model_index.json").is_file()

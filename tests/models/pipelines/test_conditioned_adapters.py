@@ -213,7 +213,7 @@ def test_an_encoding_is_cached_by_text_and_images(
     for times in (count // 2 if getattr(plain, "decodes_prompts", False) else count, 0):
         model = opened(name, folders(name), cache=tmp_path / "texts")
         if not times:
-            model._load = None
+            model._load_parts = None
         found = encode(model)
         assert all(a is None or torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
         assert torch.equal(found[1], images)
@@ -237,7 +237,7 @@ def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_pa
         model = opened(name, folders(name))
         cond = model.encode(prompts_of(model, name, tmp_path))
         x = torch.zeros(2, 4, 8, 12)
-        assert model.network_input(x, cond).shape == (2, 24 + cond.image.shape[1], 16)
+        assert model.build_network_input(x, cond).shape == (2, 24 + cond.image.shape[1], 16)
         counts.append((cond.image.shape[1], None if cond.grid is None else cond.grid.tolist()))
     assert counts[0] == (3 * 5, None)
     assert counts[1] == (72, [[6, 3], [3, 5]])

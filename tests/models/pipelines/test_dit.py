@@ -16,12 +16,12 @@ from fluvial.models.pipelines.dit import DiT
 def test_a_prompt_is_the_number_or_a_name_of_a_class() -> None:
     model = DiT.__new__(DiT)
     model.names, model.folder = {"two cats": 1, "cats": 1, "tench": 0}, Path("dit")
-    cond = model.cond({"classes": torch.tensor([model.find_class(each) for each in ("207", "two cats", "cats", "1", "")])})
-    assert cond.classes.tolist() == [207, 1, 1, 1, 1000]
-    for prompt, says in {"1000": "'1000' is no class: expected a number from 0 to 999", "tow cats": "as two cats"}.items():
-        refuses(says, model.check_prompt, prompt)
+    classes = torch.tensor([model.find_class(each) for each in ("207", "two cats", "cats", "1", "")])
+    assert model.build_cond({"classes": classes}).classes.tolist() == [207, 1, 1, 1, 1000]
+    refuses("'1000' is not a class: expected a number from 0 to 999", model.check_prompt, "1000")
+    refuses("as two cats", model.check_prompt, "tow cats")
     model.names = {}
-    refuses("'tench' is no class: .*: dit has no id2label with names", model.check_prompt, "tench")
+    refuses("'tench' is not a class: .*: dit has no id2label with names", model.check_prompt, "tench")
 
 
 @pytest.mark.long

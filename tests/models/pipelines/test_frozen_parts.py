@@ -25,14 +25,14 @@ def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Fold
     expected, found = plain.encode(prompts), quantised.encode(prompts)
     assert not torch.equal(found.tokens, expected.tokens)
     assert torch.cosine_similarity(found.tokens.flatten(), expected.tokens.flatten(), dim=0) > 0.98
-    assert plain._encoders() != quantised._encoders()
+    assert plain._fingerprint_encoders() != quantised._fingerprint_encoders()
     for part in (part for part in quantised.parts if part.startswith("text_encoder")):
         held = getattr(quantised._text, part)
         assert find_quantised(held)
         import transformers
 
         options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-        empty = unfilled.network(transformers, quantised.parts[part], quantised.folder / part, base="int8", **options)
+        empty = unfilled.build_network(transformers, quantised.parts[part], quantised.folder / part, base="int8", **options)
         assert sum(t.nbytes for t in empty.buffers()) == pytest.approx(sum(t.nbytes for t in held.buffers()), rel=0.01)
     again = opened(name, folders(name), cache=tmp_path, text_base="int8").encode(prompts)
     assert torch.equal(again.tokens, found.tokens)
@@ -66,10 +66,10 @@ def test_a_vae_has_a_dtype_of_its_own_and_tiles_if_it_can(folders: Folders, monk
     assert torch.equal(model.decode(latents), expected.decode(latents))
     other = opened("sd3", folders("sd3"), dtype=torch.bfloat16)
     assert other.decode(latents).dtype == torch.float32
-    assert model.image_encoder() != other.image_encoder()
+    assert model.fingerprint_image_encoder() != other.fingerprint_image_encoder()
     model = opened("sd3", folders("sd3"), vae=VaeOptions(tile=64))
     monkeypatch.setattr(model, "_vae", torch.nn.Linear(1, 1))
-    refuses("has a Linear, which does not work in tiles", model._tile)
+    refuses("has a Linear, which does not work in tiles", model._set_tiles)
 
 
 def test_a_vae_is_on_the_device_only_while_it_works(folders: Folders, monkeypatch: Patch) -> None:
@@ -80,7 +80,7 @@ def test_a_vae_is_on_the_device_only_while_it_works(folders: Folders, monkeypatc
 
     def moved(device: Any) -> Any:
         with ThreadPoolExecutor(1) as other:  # another thread cannot move it meanwhile
-            assert not other.submit(base.MOVING.acquire, blocking=False).result()
+            assert not other.submit(base.VAE_LOCK.acquire, blocking=False).result()
         moves.append(str(device))
         return real(device)
 

@@ -37,7 +37,7 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: Pa
     found = layout.arguments(cond, (4, 4, 6))
     assert found["img_shapes"] == [[(1, 2, 3), (1, 2, 2), (1, 2, 2)]]
     assert found["txt_seq_lens"] == [4]
-    assert layout.shape((4, 4, 6)) == (6, 16)
+    assert layout.get_shape((4, 4, 6)) == (6, 16)
     assert layout.framed
     mixed = cond._replace(image=torch.ones(99, 16), grid=torch.tensor([3, 5]))  # padded
     assert layout.arguments(mixed, (4, 4, 6))["img_shapes"] == [[(1, 2, 3), (1, 3, 5)]]
@@ -46,8 +46,8 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: Pa
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME])
 def test_latents_come_back_from_every_layout(layout: Any) -> None:
     latents = torch.randn(2, 3, 4, 6, 10)
-    there = layout.of_event(latents)
-    assert there.shape == (2, 3, *layout.shape((4, 6, 10)))
+    there = layout.from_event(latents)
+    assert there.shape == (2, 3, *layout.get_shape((4, 6, 10)))
     assert torch.equal(layout.to_event(there, (4, 6, 10)), latents)
 
 
@@ -57,6 +57,6 @@ def test_tokens_are_those_of_the_pipelines_own_functions(name: str) -> None:
     latents = torch.randn(2, 4, 6, 10)
     framed = latents.unsqueeze(1) if name == "QwenImagePipeline" else latents  # [B, frames, C, H, W]
     tokens = kind._pack_latents(framed, 2, 4, 6, 10)
-    assert torch.equal(LAYOUTS[name].of_event(latents), tokens)
+    assert torch.equal(LAYOUTS[name].from_event(latents), tokens)
     opened = kind._unpack_latents(tokens, height=48, width=80, vae_scale_factor=8)
     assert torch.equal(LAYOUTS[name].to_event(tokens, (4, 6, 10)), opened.reshape(latents.shape))

@@ -101,7 +101,7 @@ def test_an_adapter_is_given_by_the_caller(adapter: Any, folder: Path) -> None:
 
 def test_an_installed_package_declares_an_adapter(folder: Path, monkeypatch: Patch) -> None:
     assert not has_adapter(folder)
-    refuses("holds a ToyPipeline, which there is no adapter for, expected one of StableDiff", open_model, folder)
+    refuses("holds a ToyPipeline, which has no adapter, expected one of StableDiff", open_model, folder)
     declare(monkeypatch, "own_adapter:Toy")
     assert has_adapter(folder)
     model = open_model(folder, gain=4.0)

@@ -43,7 +43,7 @@ def test_trimming_changes_neither_prediction_nor_gradient(name: str, folders: Fo
     def holds(prompts: list[str], more: int) -> None:
         uncond, scale = model.encode([PROMPTS[1]] * len(prompts)), torch.full((len(prompts),), 2.0)
         whole: Any = Guided(model.encode(prompts), uncond, scale)
-        longest = max(int(model.prompt_tokens(half).max()) for half in (whole.cond, whole.uncond))  # type: ignore[attr-defined]
+        longest = max(int(model.count_prompt_tokens(half).max()) for half in (whole.cond, whole.uncond))  # type: ignore[attr-defined]
         short = trim(model, whole, longest + more)
         assert short.cond.tokens.shape[1] == short.uncond.tokens.shape[1] == longest + more < 80
         (v, grads), (expected, expected_grads) = (
@@ -61,7 +61,7 @@ def test_a_short_prompt_of_qwen_image_costs_less(folders: Folders) -> None:
     model = opened("qwen-image", folders("qwen-image"), text_tokens=512)
     module, x = model.build(), start(model, 2, (16, 16))
     cond = model.encode(["a fox", "two cats"])
-    tokens = pad_length(int(model.prompt_tokens(cond).max()), limit=512)  # type: ignore[attr-defined]
+    tokens = pad_length(int(model.count_prompt_tokens(cond).max()), limit=512)  # type: ignore[attr-defined]
     counted = []
     for each in (cond, trim(model, cond, tokens)):
         with FlopCounter() as counter, torch.no_grad():

@@ -168,7 +168,7 @@ def test_a_rollout_makes_the_same_samples(edit: bool, scale: float, tmp_path: Pa
     """Of a recorded pipeline, whose prompts have passes of their own, with both halves of guidance; no other model can."""
     prompts = prompts_of(tmp_path, edit=edit)
     call = tiny.find_call(NAME).call | {"output_resolution": SIDE}
-    with tiny.surroundings(NAME, SIDE):
+    with tiny.replace_surroundings(NAME, SIDE):
         folder = tiny.save(NAME, tmp_path / "model")
         shown: list[Any] = [MediaPrompt(one.text, one.media) if edit else one.text for one in prompts]
         size: dict[str, Any] = {"height": SIDE, "width": SIDE, "steps": STEPS, "scale": scale, "call": call}
@@ -204,7 +204,7 @@ def sample_handwriting() -> Any:
 
 def edit_run(folder: Path, reuse: str) -> TrainConfig:
     """Return a run on edits of the tiny pipeline."""
-    with tiny.surroundings(NAME, SIDE):
+    with tiny.replace_surroundings(NAME, SIDE):
         tiny.save(NAME, folder / "model")
     records = [{"prompt": one.text, "image": str(one.media["image"])} for one in prompts_of(folder, edit=True)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -131,13 +131,13 @@ def counting(layer: nn.Module) -> Iterator[list[int]]:
 
 
 def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: Patch) -> None:
-    walks, matching = [], prompt_layers._matching
+    walks, matching = [], prompt_layers._match_layers
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         walks.append(args)
         return matching(*args, **kwargs)
 
-    monkeypatch.setattr(prompt_layers, "_matching", counted)
+    monkeypatch.setattr(prompt_layers, "_match_layers", counted)
     net = Twice()
     model: Any = Named()
     for _ in range(3):

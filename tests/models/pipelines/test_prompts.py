@@ -73,7 +73,7 @@ def test_encoded_prompts_are_cached_on_disk(
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "texts").iterdir()}
     assert len(files) == len(row.prompts)
     again = opened(name, folder, cache=tmp_path / "texts")
-    monkeypatch.setattr(again, "_load", None)
+    monkeypatch.setattr(again, "_load_parts", None)
     cached = again.encode(row.prompts)
     assert type(cached) is type(plain)
     assert all(
@@ -101,7 +101,7 @@ def test_encoded_prompts_are_cached_on_disk(
 def test_a_long_prompt_is_refused(name: str, folders: Folders) -> None:
     """One line names the number of tokens; the longest prompt that fits is accepted; `encode` refuses it too."""
     model = opened(name, folders(name))
-    tokenizer, most = model.longest(model._load("tokenizer"))
+    tokenizer, most = model.find_token_limit(model._load_parts("tokenizer"))
     words = "b " * 90
     lengths = [length for length in range(1, 90) if fits(model, words[: 2 * length])]
     assert lengths == list(range(1, lengths[-1] + 1))

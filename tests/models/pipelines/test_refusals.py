@@ -45,7 +45,7 @@ def test_a_size_that_does_not_divide_is_refused(name: str, folders: Folders) -> 
             {"scheduler": ["diffusers", "DDIMScheduler"]},
             "has the scheduler DDIMScheduler, expected FlowMatchEuler",
         ),
-        ("sd3", INDEX, {"_class_name": "KandinskyPipeline"}, "holds a KandinskyPipeline, which there is no adapter for"),
+        ("sd3", INDEX, {"_class_name": "KandinskyPipeline"}, "holds a KandinskyPipeline, which has no adapter"),
         ("sd3", INDEX, {"vae": [None, None]}, "names no vae: save or download the whole pipeline"),
         ("sd3", "transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "expected a SD3Transformer2DModel"),
     ],

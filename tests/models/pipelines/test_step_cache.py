@@ -16,7 +16,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.engines.sampling.solvers import solve
 from fluvial.engines.streams import Stream
-from fluvial.models.guidance import guidance_halves, scale_at
+from fluvial.models.guidance import predict_halves, scale_at
 from fluvial.models.handwriting import BASE, Handwriting
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache, StepCache, StepCacheChoice
 
@@ -209,7 +209,7 @@ def take_over(model: Any, module: nn.Module, requests: Requests, sampling: Sampl
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
         timestep = sampling.schedule.timesteps[step].expand(2)
         options: Any = {"timestep": timestep, "forwards": sampling.guidance.forwards}
-        v, v_uncond = guidance_halves(model, module, x, level, cond, **options)
+        v, v_uncond = predict_halves(model, module, x, level, cond, **options)
         differences.append(v - v_uncond)
         return model.guide(v, v - differences[0], scale_at(model, cond, level, timestep))
 

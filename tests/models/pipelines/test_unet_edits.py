@@ -33,7 +33,7 @@ def test_the_noise_of_a_step_is_the_pipelines(name: str, tmp_path: Path) -> None
     ours = model.schedule(STEPS, model.latent_shape(*SIZE))
     from_image = model.takes == ("image",)
     assert float(torch.sqrt(1 - ours.levels[0])) == pytest.approx(1, abs=1e-7 if from_image else 1)
-    powers = model.scheduler().alphas_cumprod[ours.timesteps.long()]
+    powers = model.build_scheduler().alphas_cumprod[ours.timesteps.long()]
     for step in range(STEPS - 1):
         own = ddim(ours.levels[step], ours.levels[step + 1], eta=1.0).std
         unit = torch.sqrt(powers[step + 1] / ours.levels[step + 1]) * (2.0**-16 if from_image else 1.0)
@@ -50,7 +50,7 @@ def test_what_image_to_image_cannot_do_is_refused(tmp_path: Path) -> None:
     refuses("StableDiffusionImg2ImgPipeline is not trained on images", model.encode_images, torch.zeros(1, 3, 16, 24))
     index = folder / "model_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "requires_aesthetics_score": True}))
-    refuses("is a refiner, whose network is given an aesthetic score: use a base model", open_model, folder)
+    refuses("is a refiner, whose network takes an aesthetic score: use a base model", open_model, folder)
     write_random(EDITS["sd-inpaint"]._replace(channels=4).make, tmp_path / "inpaint")
     refuses("4 input channels", open_model, tmp_path / "inpaint")
 
@@ -79,10 +79,10 @@ def test_samples_that_start_as_noise_are_noise_mixed_with_the_image() -> None:
     noise, image = normal(fold_in(key(0), torch.arange(2)), (2, 4, 3, 2, 2)).unbind()
     powers = torch.tensor([0.005, 0.3, 0.9, 0.9991])
     levels = unet_edits._rescale(powers.double(), 1 / unet_edits.UNIT).float()
-    mixed = unet_edits._with_image(noise, levels, image)
+    mixed = unet_edits._to_pipeline_samples(noise, levels, image)
     power = powers.reshape(-1, 1, 1, 1)
     torch.testing.assert_close(mixed, torch.sqrt(power) * image + torch.sqrt(1 - power) * noise, rtol=1e-5, atol=1e-5)
-    whole = unet_edits._with_image(noise, torch.ones(4), image)
+    whole = unet_edits._to_pipeline_samples(noise, torch.ones(4), image)
     torch.testing.assert_close(whole, image + unet_edits.UNIT * noise)
 
 

@@ -28,7 +28,7 @@ from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.recipe import SampleInput
+from fluvial.models.replay.recipe import RowInput
 from fluvial.models.tiny.pipelines import find_call, save
 
 STEPS = 4
@@ -212,7 +212,7 @@ def test_impossible_calls_are_refused(name: str, options: dict[str, Any], says: 
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        ({"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}, "there is no adapter"),
+        ({"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}, "which has no adapter"),
         ({"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]}, "TomorrowsPipeline, which diffusers"),
         ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
     ],
@@ -285,7 +285,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     assert model.check(model.build().eval(), PROMPTS) < 1e-5
     assert model.known.model.ragged
     (recipe,) = model.known.model.recipes
-    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, SampleInput) and not leaf.repeats]
+    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, RowInput) and not leaf.repeats]
 
 
 def test_the_stand_in_takes_no_memory(replayed: Folders) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fluvial.core.random import key, normal
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, foreign
-from fluvial.models.tiny.pipelines import build, random_weights, write
+from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, wrap_errors
+from fluvial.models.tiny.pipelines import build, build_random, save_pipeline
 
 STEPS = 4
 SIZE: dict[str, Any] = {"height": 16, "width": 16, "steps": STEPS}
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         if name in tiny_replayed.ROWS:
             tiny_replayed.load(name, root / name)
         elif not (root / name).exists():
-            write(random_weights(partial(build, name), 0.1), root / name)
+            save_pipeline(build_random(partial(build, name), 0.1), root / name)
         return root / name
 
     return of
@@ -88,7 +88,7 @@ def test_what_depends_on_one_samples_noise_is_refused(folder: Folders, monkeypat
 
     monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", noisy)
     says = "its transformer is given something besides the sample that depends on it"
-    refused(lambda: list(model._runs(model._load_pipeline(), PROMPTS[0], single=[True])), says)
+    refused(lambda: list(model._try_copies(model._load_pipeline(), PROMPTS[0], single=[True])), says)
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Folder
         image = torch.zeros(1, 3, 64, 64)
         image[0, 0, 32, 32] = value
         call = {"image": image, "strength": 1.0, **SHORT}
-        prints.append(AnyPipeline(folder("FluxImg2ImgPipeline"), call=call, scale=2.5, **SIZE)._encoders())
+        prints.append(AnyPipeline(folder("FluxImg2ImgPipeline"), call=call, scale=2.5, **SIZE)._fingerprint_encoders())
     assert prints[0] != prints[1]
 
 
@@ -179,7 +179,7 @@ def test_a_pipeline_that_lacks_a_property_is_refused(name: str, folder: Folders,
 def test_a_run_that_differs_from_the_first_or_fails_is_refused(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_replayed.opened("sana", folder("sana"))
     module, kind = model.build().eval(), type(model._load_pipeline())
-    refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
+    refused(lambda: model.decode_sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
     with monkeypatch.context() as patch:
         prepare = kind.prepare_latents
 
@@ -259,7 +259,7 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Folders) -> None:
     processor = ProcessorMixin.__new__(type("Processor", (ProcessorMixin,), {}))
     processor.tokenizer = own
     pipe.tokenizer = processor
-    assert model.longest(pipe) == (own, 24)
+    assert model.find_token_limit(pipe) == (own, 24)
     model.check_prompt("a fox")
     pipe.tokenizer = None
     refused(lambda: model.check_prompt("a fox"), "^SanaPipeline has no tokenizer: it makes no images from text$")
@@ -314,9 +314,9 @@ def test_the_last_steps_are_taken_once_in_order() -> None:
 
 
 def test_refusals_pass_through_and_other_exceptions_name_the_pipeline() -> None:
-    with pytest.raises(ReplayError, match=r"^own$"), foreign("P", "run"):
+    with pytest.raises(ReplayError, match=r"^own$"), wrap_errors("P", "run"):
         raise ReplayError("own")
-    with pytest.raises(ValueError, match=r"^P cannot run: KeyError: 'x'$"), foreign("P", "run"):
+    with pytest.raises(ValueError, match=r"^P cannot run: KeyError: 'x'$"), wrap_errors("P", "run"):
         raise KeyError("x")
-    with pytest.raises(KeyboardInterrupt), foreign("P", "run"):
+    with pytest.raises(KeyboardInterrupt), wrap_errors("P", "run"):
         raise KeyboardInterrupt

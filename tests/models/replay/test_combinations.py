@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, _best, find_combinations
-from fluvial.models.replay.places import Places, Whole
+from fluvial.models.replay.combinations import Combination, FittedSum, JoinedPieces, RescaledSum, _choose, find_combinations
+from fluvial.models.replay.gather_maps import GatherMap, WholeInputs
 
 SIGMA = 0.6
 SHAPE = (3, 4, 8, 8)
@@ -51,7 +51,7 @@ def test_a_rescaled_guidance_is_found(formula: Callable[..., Tensor], cond: int,
     v = formula(parts[cond].float(), parts[1 - cond].float(), x)
     one = found(parts, v, x, rescales=(0.4, 0.7))
     weights = (-2.0, 3.0) if cond else (3.0, -2.0)
-    assert one == Rescaled(weights, cond, 0.7, formula is of_clean_samples, torch.float32)
+    assert one == RescaledSum(weights, cond, 0.7, formula is of_clean_samples, torch.float32)
     other = drawn(5).to(dtype), drawn(6).to(dtype)
     expected = formula(other[cond].float(), other[1 - cond].float(), x[:1])[:1]
     level = torch.full((1,), SIGMA)
@@ -84,8 +84,8 @@ def test_pieces_are_rescaled_apart() -> None:
     (c, sound), (u, other) = (part.split([64, 32], dim=1) for part in parts)
     v = torch.cat([of_clean_samples(c, u, x[:, :64]), other + 5.0 * (sound - other)], dim=1)
     one = found(parts, v, x, sizes=(64, 32))
-    first, second = Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32), Fitted((5.0, -4.0), 0.0, torch.float32)
-    assert one == Joined((64, 32), (first, second))
+    first, second = RescaledSum((3.0, -2.0), 0, 0.7, True, torch.float32), FittedSum((5.0, -4.0), 0.0, torch.float32)
+    assert one == JoinedPieces((64, 32), (first, second))
     torch.testing.assert_close(one(parts, x, torch.full((3,), SIGMA)), v, rtol=1e-5, atol=1e-5)
 
 
@@ -98,12 +98,12 @@ def test_guidance_of_parts_of_outputs() -> None:
     assert one == Combination(cond=0, scale=3.0, guided=3, first_half=True, negative=True)
     long, short, x = drawn(1, 3, 9, 4), drawn(2, 3, 6, 4), drawn(3, 3, 6, 4)
     v = -(3.0 * long[:, 3:] + (1.0 - 3.0) * short)
-    assert found([long, short], v, x) == Fitted((-3.0, 2.0), 0.0, torch.float32)
+    assert found([long, short], v, x) == FittedSum((-3.0, 2.0), 0.0, torch.float32)
     c, u = (drawn(seed, 3, 2, 4, 4, 4) for seed in (1, 2))
     v = (u + 3.0 * (c - u))[:, 1:]
     one = found([c, u], v, drawn(3, 3, 1, 4, 4, 4))
-    assert one.places is not None
-    assert one._replace(places=None) == Combination(cond=0, scale=3.0)
+    assert one.gather_map is not None
+    assert one._replace(gather_map=None) == Combination(cond=0, scale=3.0)
     # What is the first half of the channels is that, and not elements of the whole.
     c, u = (drawn(seed, 3, 8, 4, 4) for seed in (1, 2))
     assert found([c, u], (u + 3.0 * (c - u))[:, :4], drawn(3, 3, 4, 4, 4)) == Combination(cond=0, scale=3.0, first_half=True)
@@ -111,18 +111,18 @@ def test_guidance_of_parts_of_outputs() -> None:
 
 def test_guidance_of_larger_outputs_is_rescaled_by_the_whole() -> None:
     parts, x, level = [drawn(1, 3, 40), drawn(2, 3, 40) * 1.5], drawn(3, 3, 40), torch.full((3,), SIGMA)
-    whole = Whole((0, 1), (Places(torch.arange(10, 30), (20,)), Places(torch.arange(9, -1, -1), (10,))))
+    whole = WholeInputs((0, 1), (GatherMap(torch.arange(10, 30), (20,)), GatherMap(torch.arange(9, -1, -1), (10,))))
     pieces = [of_clean_samples(*(each[:, part] for each in (*parts, x))) for part in (slice(0, 30), slice(30, 40))]
     v = torch.cat([pieces[0][:, 10:], pieces[1].flip(1)], dim=1)
     (one,) = find_combinations(parts, v, v, level, scales=[3.0], rescales=(0.7,), sizes=(30, 10), whole=(whole, x))
-    assert one == Joined((30, 10), (Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32),) * 2, whole)
+    assert one == JoinedPieces((30, 10), (RescaledSum((3.0, -2.0), 0, 0.7, True, torch.float32),) * 2, whole)
     torch.testing.assert_close(one(parts, x, level), v, rtol=0, atol=1e-5)
 
 
 def test_the_fewest_digits_count_where_noise_is_in_the_others() -> None:
     """As of a sound of 20 numbers, whose least squares are off by more than the velocity's rounding."""
     parts, x = [torch.randn(5, 20, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)], torch.zeros(5, 20)
-    few, many = (Fitted((3.0, -2.0 + off), 0.0, torch.float32) for off in (0.0, 1e-5))
+    few, many = (FittedSum((3.0, -2.0 + off), 0.0, torch.float32) for off in (0.0, 1e-5))
     level = torch.full((5,), 0.5)
-    assert _best([few, many], parts, few(parts, x, level), x, level, None) == few
-    assert _best([many, many], parts, few(parts, x, level), x, level, None) is None
+    assert _choose([few, many], parts, few(parts, x, level), x, level, None) == few
+    assert _choose([many, many], parts, few(parts, x, level), x, level, None) is None

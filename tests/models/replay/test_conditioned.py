@@ -17,7 +17,7 @@ from torch import nn
 from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.media import MediaPrompt, use_modes
-from fluvial.models.replay.recorded import generators
+from fluvial.models.replay.recorded import make_generators
 from fluvial.models.replay.start import remove_offset
 
 pytestmark = [  # diffusers' own use
@@ -80,8 +80,8 @@ def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     levels = model.schedule(STEPS, model.known.shape).levels
     noise, theirs = [], []
     for number, prompt in enumerate(asked):
-        options = {**model.asked, **model._forms(prompt, 1)[model._form].one, "output_type": "pt"}
-        (generator,) = generators(type(key(0))(torch.tensor([number]), torch.tensor([0])))
+        options = {**model.call_arguments, **model._list_forms(prompt, 1)[model._form].one, "output_type": "pt"}
+        (generator,) = make_generators(type(key(0))(torch.tensor([number]), torch.tensor([0])))
         seen: list[torch.Tensor] = []
         step = pipe.scheduler.step
 
@@ -100,7 +100,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    ours = model.decode(x, asked) if model.sound_rate is None else model.sounds(x, asked).waves
+    ours = model.decode(x, asked) if model.sound_rate is None else model.decode_sounds(x, asked).waves
     amplifies = name in ("z-img2img", "fibo", "kandinsky-video")  # a rounding of samples, to 1.7e-5 of the images
     torch.testing.assert_close(ours, torch.cat(theirs).float(), rtol=0, atol=2e-5 if amplifies else 1e-5)
 
@@ -169,7 +169,7 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(folder: Folders, monk
     first, second = model.decode(latents, asked)
     assert not torch.equal(first, second)
     torch.testing.assert_close(model.decode(latents, asked[::-1])[1], first)
-    monkeypatch.setattr(type(model), "_decoding_sees_images", lambda self: False)  # all with the example's
+    monkeypatch.setattr(type(model), "_needs_images_to_decode", lambda self: False)  # all with the example's
     refuses("its last samples, decoded, differ from its own images", model.check, module, asked)
 
 

@@ -25,7 +25,7 @@ from fluvial.models.replay.kinds import (
     read_sound,
     read_video,
 )
-from fluvial.models.replay.media import MediaPrompt, digest
+from fluvial.models.replay.media import MediaPrompt, digest_source
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 16, 24, 3), dtype=np.uint8)
 
@@ -116,7 +116,7 @@ def test_sounds_of_other_formats_are_read_by_ffmpeg(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
-def test_a_changed_one_has_the_same_size_and_no_number_in_common(kind: kinds.Kind) -> None:
+def test_a_changed_one_has_the_same_size_and_no_number_in_common(kind: kinds.MediaKind) -> None:
     """What is written is read again to the bit: it takes the place of a prompt's own to see whether that has an effect."""
     made: Any = {"image": images()[0], "video": images(), "audio": Sound(torch.rand(2, 40) - 0.7, 400)}[kind.name]
 
@@ -125,7 +125,7 @@ def test_a_changed_one_has_the_same_size_and_no_number_in_common(kind: kinds.Kin
         return np.asarray(found.wave) if kind is SOUND else np.stack([np.asarray(one) for one in frames])
 
     own = numbers(kind.read(kind.write(made)))
-    other = numbers(kind.read(kind.write(kind.changed(made))))
+    other = numbers(kind.read(kind.write(kind.change(made))))
     assert own.shape == other.shape
     assert (own != other).mean() > 0.9
     np.testing.assert_allclose(own, numbers(made), atol=1e-4)
@@ -186,6 +186,6 @@ def test_prompts_are_equal_by_the_contents_of_all_their_files(tmp_path: Path) ->
         MediaPrompt("a fox", {"images": pair}) for pair in ((first, second), (second, first), (first.read_bytes(), second))
     ]
     assert pairs[0] == pairs[2] != pairs[1]
-    assert digest((first, second)) == f"{digest(first)} {digest(second)}"
+    assert digest_source((first, second)) == f"{digest_source(first)} {digest_source(second)}"
     assert [image.size for image in pairs[0].open_files()["images"]] == [(24, 16)] * 2
     assert pairs[0].change("images") != pairs[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_conditioned
 
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.tiny import pipelines as tiny
@@ -17,7 +17,7 @@ from fluvial.models.tiny import pipelines as tiny
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="the processor opens with torchvision")
 def test_the_tokenizer_takes_the_place_of_a_processor_of_text(tmp_path: Path) -> None:
     """FLUX.2 dev's folder has a PixtralProcessor, which its pipeline calls with text alone."""
-    with quietly():
+    with silence():
         tiny.build("Flux2Pipeline").save_pretrained(tmp_path / "model")
     index = json.loads((tmp_path / "model/model_index.json").read_text())
     index["tokenizer"] = ["transformers", "PixtralProcessor"]

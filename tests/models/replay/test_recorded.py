@@ -19,10 +19,10 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import _find_samples, _sources, frozen_networks
-from fluvial.models.replay.combinations import Combination, Fitted, _list_known
-from fluvial.models.replay.recipe import Fixed, Latent, Made, SampleInput
-from fluvial.models.replay.recorded import Recording, check_replay, cut, record, replay
+from fluvial.models.replay.capture import _match_sample, _trace_inputs, find_frozen_networks
+from fluvial.models.replay.combinations import Combination, FittedSum, _list_known
+from fluvial.models.replay.recipe import ControlOutput, RowInput, SampleInput, SharedInput
+from fluvial.models.replay.recorded import Recording, check_replay, record, replay, strip_padding
 from fluvial.models.replay.scheduler import RecordingScheduler
 
 STEPS = 4
@@ -106,12 +106,12 @@ def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str
     recording = recorded(pipe, "sana")
     (recipe,) = recording.model.recipes
     leaves = recipe.calls[0].leaves
-    assert sum(isinstance(leaf, Latent) for leaf in leaves) == 1
-    assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, SampleInput)) == [False, False, True]
+    assert sum(isinstance(leaf, SampleInput) for leaf in leaves) == 1
+    assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, RowInput)) == [False, False, True]
     assert sorted(tuple(leaf.shape) for leaf in recording.cond[0]) == [(3, 2, 24), (3, 2, 24, 16), (3, STEPS, 2)]
     pipe = load("flux")
     leaves = recorded(pipe, "flux").model.recipes[0].calls[0].leaves
-    shared = [leaf.value for leaf in leaves if isinstance(leaf, Fixed) and isinstance(leaf.value, Tensor)]
+    shared = [leaf.value for leaf in leaves if isinstance(leaf, SharedInput) and isinstance(leaf.value, Tensor)]
     assert sorted(tuple(tensor.shape) for tensor in shared) == [(12, 3), (16, 3)]
 
 
@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "interrupted": (interrupted, {}, "^Interrupted cannot be trained without an adapter: its scheduler takes no step"),
     "component": (lambda pipe: pipe, {"component": "unet"}, "SanaPipeline has no unet to train"),
     "uncalled": (lambda pipe: pipe, {"component": "vae"}, "SanaPipeline .* at step 0 the vae is not called"),
-    "option": (lambda pipe: pipe, {"hight": 32}, "SanaPipeline cannot be called so: .*hight"),
+    "option": (lambda pipe: pipe, {"hight": 32}, "SanaPipeline cannot be called with these arguments: .*hight"),
     "scheduler": (heun, {}, "the config is of FlowMatchHeunDiscreteScheduler"),
 }
 
@@ -359,7 +359,7 @@ def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], An
     pipe = changed(load("sana"), lambda v, x: 0.9 * v + 0.25 * x)
     recording = recorded(pipe, "sana")
     (recipe,) = recording.model.recipes
-    assert isinstance(recipe.combination, Fitted)
+    assert isinstance(recipe.combination, FittedSum)
     unconditional, conditional = recipe.combination.weights
     assert (unconditional, conditional) == pytest.approx((0.9 * (1 - 4.5), 0.9 * 4.5), rel=1e-6)
     assert recipe.combination.of_sample == pytest.approx(0.25, rel=1e-6)
@@ -387,7 +387,7 @@ def test_the_norm_of_guidance_is_told_apart(norm: str, load: Callable[[str], Any
 def test_inputs_without_their_padding_lie_as_the_pipelines() -> None:
     """A view of padded rows has other strides, with which products in bfloat16 have other bits (Bria FIBO)."""
     padded = torch.randn(1, 2, 6, 4)
-    ((row,),) = cut(((padded,),), [2, 4, 3])
+    ((row,),) = strip_padding(((padded,),), [2, 4, 3])
     assert torch.equal(row, padded[:, :, :4, :3])
     assert row.is_contiguous()
 
@@ -396,14 +396,14 @@ def test_control_networks_are_told_from_inputs_and_share_no_layers() -> None:
     x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     made = [[first.bfloat16(), first], [second]]
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
-    kinds, rows, _ = _sources(given, x, made, False, partial(_find_samples, single=False, known=()))
-    assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
-    assert [type(kind) for kind in kinds[3:]] == [SampleInput, Fixed]
+    kinds, rows, _ = _trace_inputs(given, x, made, False, partial(_match_sample, single=False, known=()))
+    assert kinds[:3] == [SampleInput(x.dtype, 1), ControlOutput(x.dtype, 1, 0), ControlOutput(x.dtype, 0, 1)]
+    assert [type(kind) for kind in kinds[3:]] == [RowInput, SharedInput]
     assert torch.equal(rows[0][:, 0], second + 1)
     pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
-    assert set(frozen_networks(pipe)) == {"controlnet"}
+    assert set(find_frozen_networks(pipe)) == {"controlnet"}
     pipe.controlnet.append(pipe.transformer)
-    refuses("a network beside the transformer shares layers with it, which are trained", frozen_networks, pipe)
+    refuses("a network beside the transformer shares layers with it, which are trained", find_frozen_networks, pipe)
 
 
 def test_other_weights_are_found_before_the_first_update(load: Callable[[str], Any]) -> None:

@@ -17,7 +17,7 @@ from fluvial.core.table import Record
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError
 from fluvial.models.replay.scheduler import RecordingScheduler
-from fluvial.models.replay.sounds import Output, drawings, split_output
+from fluvial.models.replay.sounds import Output, draw_waves, split_output
 from fluvial.models.replay.stand_in import split_pieces
 from fluvial.models.tiny import pipelines as tiny
 from fluvial.models.tiny.settings import LATENT
@@ -51,7 +51,7 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    sounds = model.sounds(x)
+    sounds = model.decode_sounds(x)
     assert sounds.rate == tiny_sounds.RATE
     torch.testing.assert_close(sounds.waves, torch.cat(theirs).float(), rtol=0, atol=1e-5)
     assert (sounds.waves[0] - sounds.waves[1]).abs().max() > 1e-3
@@ -61,8 +61,8 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
 def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """The check compares sounds as it does images; guidance that depends on the steps before is no function of a sample."""
     model = opened(tmp_path)
-    module, own = model.build().eval(), model.sounds
-    monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
+    module, own = model.build().eval(), model.decode_sounds
+    monkeypatch.setattr(model, "decode_sounds", lambda latents, prompts: own(latents + 0.1, prompts))
     with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
         model.check(module, ["rain"])
     with pytest.raises(ReplayError, match="velocity is no known combination of 2 outputs"):
@@ -73,7 +73,7 @@ def test_drawings_and_kinds_of_output() -> None:
     """Silence is a line in the middle; a video has a sound, or a sound is alone; transparent pixels are white."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
-    (drawing,) = drawings(wave, 64, 256)
+    (drawing,) = draw_waves(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
@@ -142,7 +142,7 @@ def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, f
     assert expected.waves is not None
     assert expected.waves.std() > 1e-3
     torch.testing.assert_close(model.decode(x), expected.images, rtol=0, atol=1e-5)
-    torch.testing.assert_close(model.sounds(x).waves, expected.waves, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.decode_sounds(x).waves, expected.waves, rtol=0, atol=1e-5)
 
 
 def test_pieces_of_a_recording_step_together() -> None:
@@ -173,4 +173,4 @@ def test_pieces_of_a_recording_step_together() -> None:
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
         scheduler.step(v, scheduler.timesteps[0], x)
-        refuses("other steps or noise levels than one another", other.step, change, other.timesteps[0], sound)
+        refuses("different steps or noise levels", other.step, change, other.timesteps[0], sound)

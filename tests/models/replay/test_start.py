@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.models.replay.checks import ReplayError
-from fluvial.models.replay.start import Mixture, WithoutNoise, add_offset, find_step_counts, remove_offset, start_of
+from fluvial.models.replay.start import Mixture, ZeroNoise, add_offset, find_start, find_step_counts, remove_offset
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,16 +23,16 @@ def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
     eps, image, sigma = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype), 0.6
     mixed = (sigma * eps + (1 - sigma) * image).to(dtype)
     other = Mixture(image, noise(2, 4, 2, 2), noise(2, 4, 2, 2))
-    found = start_of("P", packed(mixed), [Mixture(image, eps, mixed), other], sigma, fail)
+    found = find_start("P", packed(mixed), [Mixture(image, eps, mixed), other], sigma, fail)
     assert found is not None
     assert torch.equal(found.noise, packed(eps).float())
     torch.testing.assert_close(found.offset, 0.4 * packed(image).expand(3, -1, -1).float())
     eps, image = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype).expand(3, -1, -1, -1)
-    found = start_of("P", 0.6 * eps + 0.4 * image, [], 0.6, lambda: 0.4 * image)
+    found = find_start("P", 0.6 * eps + 0.4 * image, [], 0.6, lambda: 0.4 * image)
     assert found is not None
     torch.testing.assert_close(found.noise, eps.float(), rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
     assert torch.equal(found.offset, (0.4 * image).float())
-    assert start_of("P", eps, [], 0.6, lambda: torch.zeros_like(eps)) is None
+    assert find_start("P", eps, [], 0.6, lambda: torch.zeros_like(eps)) is None
 
 
 def fail() -> torch.Tensor:
@@ -40,7 +40,7 @@ def fail() -> torch.Tensor:
 
 
 def test_no_noise_is_drawn_on_request() -> None:
-    with WithoutNoise():
+    with ZeroNoise():
         drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
         assert not drawn.any()
         assert torch.rand(2, 3).any()
@@ -54,7 +54,7 @@ def test_other_samples_are_refused() -> None:
         with pytest.raises(
             ReplayError, match=f"it starts at noise level {sigma}, from samples that are no noise mixed with"
         ):
-            start_of("P", initial, [Mixture(image, eps, mixed)], sigma, fail)
+            find_start("P", initial, [Mixture(image, eps, mixed)], sigma, fail)
 
 
 @given(steps=st.integers(1, 60), strength=st.floats(0.05, 1))

@@ -61,14 +61,14 @@ def test_spectrograms_are_those_of_the_published_extractor(samples: int) -> None
     """Of sounds that are as long as the model hears, shorter, and so short that they are repeated."""
     expected = extractor()(list(sounds(samples).numpy()), sampling_rate=RATE, return_tensors="pt")["input_features"]
     features = LogMel(extractor().to_dict())
-    found = features(features.windows(sounds(samples).double())[:, 0])
+    found = features(features.split_windows(sounds(samples).double())[:, 0])
     torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-3)
 
 
 def test_a_long_sound_is_cut_into_windows_that_cover_it() -> None:
     features = LogMel(extractor().to_dict())
     audio = torch.arange(20000.0).expand(2, -1)
-    windows = features.windows(audio)
+    windows = features.split_windows(audio)
     assert windows.shape == (2, 3, 8000)
     assert windows[0, :, 0].tolist() == [0, 6000, 12000]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from fluvial.models.rewards.geneval import (
     COLOURS,
     Detection,
-    EmbeddedColours,
+    EmbeddingColourNamer,
     GenEval,
     crop,
     evaluate,
-    positions,
+    find_positions,
     select_objects,
 )
 
@@ -109,14 +109,14 @@ def test_offsets_that_are_positions_and_their_targets() -> None:
     def at(x: float, y: float, size: float = 10) -> Detection:
         return Detection((x, y, x + size, y + size), 1.0)
 
-    assert positions(at(0, 0), at(40, 40)) == {"left of", "above"}
-    assert positions(at(40, 0), at(0, 40)) == {"right of", "above"}
-    assert positions(at(0, 0), at(40, 5)) == {"left of"}
-    assert positions(at(1, 1), at(0, 0)) == set()
-    assert positions(at(0, 0), at(0, 0)) == set()
+    assert find_positions(at(0, 0), at(40, 40)) == {"left of", "above"}
+    assert find_positions(at(40, 0), at(0, 40)) == {"right of", "above"}
+    assert find_positions(at(0, 0), at(40, 5)) == {"left of"}
+    assert find_positions(at(1, 1), at(0, 0)) == set()
+    assert find_positions(at(0, 0), at(0, 0)) == set()
     # offset 4 of sizes 10 + 10: clear by 2, which is half of it and no more
-    assert positions(at(4, 0), at(0, 0)) == set()
-    assert positions(at(4.1, 0), at(0, 0)) == {"right of"}
+    assert find_positions(at(4, 0), at(0, 0)) == set()
+    assert find_positions(at(4.1, 0), at(0, 0)) == {"right of"}
 
 
 def test_the_surest_sixteen_objects_count_and_are_cropped() -> None:
@@ -144,7 +144,7 @@ def test_colours_are_named_by_the_nearest_embedding() -> None:
     def embedded(crops: Sequence[Tensor]) -> Tensor:
         return torch.stack([torch.eye(len(COLOURS))[int(crop[0, 0, 0])] for crop in crops])
 
-    name = EmbeddedColours(embedded, texts)
+    name = EmbeddingColourNamer(embedded, texts)
     crops = [torch.full((3, 2, 2), float(number)) for number in (3, 0, 9)]
     assert name(crops, "dog") == ["green", "red", "white"]
     assert asked[:3] == ["a photo of a red dog", "a photo of a red-colored dog", "a photo of a red object"]

@@ -16,7 +16,7 @@ from helpers.refusals import refuses
 from fluvial.models.rewards import table
 from fluvial.models.rewards.hpsv2 import FILE, Hpsv2, clean_prompt
 from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, pad_to_square, resize
-from fluvial.models.tiny.encoders import clip_tokenizer
+from fluvial.models.tiny.encoders import build_clip_tokenizer
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 TEXT, HEADS, SIDE, LENGTH = 20, 2, 30, 24
@@ -25,7 +25,7 @@ TEXT, HEADS, SIDE, LENGTH = 20, 2, 30, 24
 def vocabulary() -> Any:
     from transformers import CLIPTokenizer
 
-    words = [word for word in sorted(clip_tokenizer().get_vocab()) if not word.startswith("<|")]
+    words = [word for word in sorted(build_clip_tokenizer().get_vocab()) if not word.startswith("<|")]
     vocab = {word: i for i, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=LENGTH)
 

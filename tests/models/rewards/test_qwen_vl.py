@@ -28,11 +28,11 @@ from fluvial.models.rewards.qwen_vl import (
     Hpsv3,
     VideoReward,
     choose_frame_count,
-    fitting,
+    fit_size,
+    format_request,
     merge_lora,
-    patches,
-    request,
     resize_image,
+    to_patches,
 )
 
 PROMPTS = ["a red cat", "two dogs and a {prompt} of the <|image_pad|> kind", "a red cat"]
@@ -191,12 +191,12 @@ def test_images_are_prepared_as_the_original_does(height: int, width: int, monke
         IMAGE_FACTOR=28, MIN_PIXELS=0, MAX_PIXELS=0,
     )  # fmt: skip
     wanted = sizes["smart_resize"](height, width, min_pixels=area, max_pixels=area)
-    assert fitting(height, width, least=area, most=area) == wanted
+    assert fit_size(height, width, least=area, most=area) == wanted
     (image,) = tiny_rewards.images(1, height, width)
     pixels, grid = processed([as_pil(image).resize(wanted[::-1], Image.Resampling.BICUBIC)])
     found = resize_image(image)
     assert (1, found.shape[-2] // 14, found.shape[-1] // 14) == tuple(grid[0].tolist())
-    torch.testing.assert_close(patches(found), pixels, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(to_patches(found), pixels, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -230,12 +230,12 @@ def test_editreward_is_its_formula(folders: dict[str, Path]) -> None:
     found = made("editreward", folders)(after, PROMPTS[:2], before)
     for i in range(2):
         both = [as_pil(image) for image in (before[i], after[i])]
-        sizes = [fitting(image.height, image.width, least=SMALL, most=SMALL) for image in both]
+        sizes = [fit_size(image.height, image.width, least=SMALL, most=SMALL) for image in both]
         pixels, grid = processed([image.resize(size[::-1]) for image, size in zip(both, sizes, strict=True)])
         parts = []
         for head, (part, file) in enumerate(EditReward.requests.items()):
             if i == 0:  # the other prompt has a token of an image, which is none of the media's
-                hidden = reference("editreward", folders, request(file, PROMPTS[i]), pixels, grid)
+                hidden = reference("editreward", folders, format_request(file, PROMPTS[i]), pixels, grid)
                 wanted = ranknet(tiny.head(f"rm_heads.head_{head}.", 2, seed=2 + head), f"rm_heads.head_{head}.", hidden)
                 torch.testing.assert_close(found[part][i], wanted[0, 0], rtol=1e-4, atol=1e-5)
             parts.append(found[part][i])
@@ -254,11 +254,11 @@ def test_videoreward_is_its_formula(folders: dict[str, Path]) -> None:
     reward = made("videoreward", folders, fps=16.0)
     found = reward(torch.cat([video, video.flip(2)]), PROMPTS[:2])
     chosen = [round(i * 39 / 3) for i in range(4)]  # 40 frames at 16 per second, two per second: 5, the nearest even is 4
-    size = fitting(60, 90, least=4 * 28 * 28, most=448 * 448)
+    size = fit_size(60, 90, least=4 * 28 * 28, most=448 * 448)
     frames = functional.interpolate(video[0, :, chosen].transpose(0, 1).double() * 255, size, mode="bicubic", antialias=True)
     whole = frames.clamp(0, 255).round()
     grid = torch.tensor([[2, size[0] // 14, size[1] // 14]])
-    hidden = reference("videoreward", folders, request("videoreward", PROMPTS[0]), patches(whole), grid)
+    hidden = reference("videoreward", folders, format_request("videoreward", PROMPTS[0]), to_patches(whole), grid)
     y = functional.linear(hidden, normal(key(9), (1, tiny.WIDTH)))[:, 0]
     wanted = (y - torch.tensor([3.7, 1.2, -1.0])) / torch.tensor([2.2, 1.4, 2.6])
     got = torch.stack([found[part][0] for part in ("VQ", "MQ", "TA")])

@@ -10,7 +10,7 @@ from helpers.refusals import refuses
 
 from fluvial.models.rewards.clip import Siglip
 from fluvial.models.rewards.shared.pixels import Preprocess
-from fluvial.models.tiny.encoders import t5_tokenizer
+from fluvial.models.tiny.encoders import build_t5_tokenizer
 
 PROMPTS = ["a red cat", "two dogs", "a red cat"]
 HALF = (0.5, 0.5, 0.5)
@@ -23,10 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("siglip")
     common = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_size": 16}
-    text = {**common, "vocab_size": len(t5_tokenizer()), "max_position_embeddings": LENGTH}
+    text = {**common, "vocab_size": len(build_t5_tokenizer()), "max_position_embeddings": LENGTH}
     config = SiglipConfig(vision_config={**common, "image_size": 30, "patch_size": 10}, text_config=text)
     tiny_rewards.randomise(SiglipModel(config)).save_pretrained(place)
-    t5_tokenizer(LENGTH).save_pretrained(place)
+    build_t5_tokenizer(LENGTH).save_pretrained(place)
     settings = {**tiny_rewards.clip_settings(), "size": {"height": 30, "width": 30}, "do_center_crop": None}
     tiny_rewards.write_settings(place, {**settings, "image_mean": HALF, "image_std": HALF})
     return place

@@ -14,12 +14,12 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.models.words import (
     WordRecogniser,
     Words,
-    heldout_recogniser,
+    draw_words,
     legibility,
+    list_words,
+    load_heldout_recogniser,
+    load_reward_recogniser,
     recognisers,
-    reward_recogniser,
-    words,
-    write,
 )
 from fluvial.models.words.model import (
     ADVANCE,
@@ -31,13 +31,13 @@ from fluvial.models.words.model import (
     LIST,
     SHIFT,
     WIDTH,
-    draw,
-    typeface,
+    draw_word,
+    load_font,
 )
 
 
 def test_a_fifth_of_the_words_is_held_out() -> None:
-    train, heldout = words("train"), words("heldout")
+    train, heldout = list_words("train"), list_words("heldout")
     listed = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
     assert sorted(train + heldout) == sorted(set(listed))
     assert not set(train) & set(heldout)
@@ -49,22 +49,22 @@ def test_a_fifth_of_the_words_is_held_out() -> None:
 
 def test_words_are_drawn_by_the_key_within_the_image_and_moved_by_whole_pixels() -> None:
     prompts = ["river", "river", "act"]
-    images = write(key(3), prompts)
+    images = draw_words(key(3), prompts)
     assert images.shape == (3, 1, HEIGHT, WIDTH)
-    assert torch.equal(images, write(key(3), prompts))
-    assert torch.equal(images[:1], write(key(3), ["river"]))
+    assert torch.equal(images, draw_words(key(3), prompts))
+    assert torch.equal(images[:1], draw_words(key(3), ["river"]))
     assert not torch.equal(images[0], images[1])
-    assert not torch.equal(images, write(key(4), prompts))
-    assert write(key(3), []).shape == (0, 1, HEIGHT, WIDTH)
+    assert not torch.equal(images, draw_words(key(4), prompts))
+    assert draw_words(key(3), []).shape == (0, 1, HEIGHT, WIDTH)
     for letter in LETTERS[1:]:
-        left, top, right, bottom = typeface().getbbox(letter, anchor="ms")
+        left, top, right, bottom = load_font().getbbox(letter, anchor="ms")
         assert max(-left, right) + SHIFT <= ADVANCE / 2
         assert BASELINE - SHIFT + top >= 0
         assert BASELINE + SHIFT + bottom <= HEIGHT
-    assert draw("wwwwww").min() < 64  # dark on white
-    assert np.median(draw("wwwwww")) == 255
-    images = write(key(7), ["river"] * 90)
-    moved = {(i, j): torch.tensor(draw("river", i, j)) / 127.5 - 1 for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    assert draw_word("wwwwww").min() < 64  # dark on white
+    assert np.median(draw_word("wwwwww")) == 255
+    images = draw_words(key(7), ["river"] * 90)
+    moved = {(i, j): torch.tensor(draw_word("river", i, j)) / 127.5 - 1 for i in (-1, 0, 1) for j in (-1, 0, 1)}
     counts = [sum(torch.equal(image[0], one) for image in images) for one in moved.values()]
     assert sum(counts) == 90
     assert min(counts) >= 2
@@ -78,9 +78,9 @@ def test_a_prompt_that_is_not_a_word_is_refused(prompt: str) -> None:
 
 
 def test_both_recognisers_read_drawn_words() -> None:
-    prompts = list(words("heldout")[3::35])
-    images = Words().decode(write(key(1), prompts))
-    for recogniser in (reward_recogniser(), heldout_recogniser()):
+    prompts = list(list_words("heldout")[3::35])
+    images = Words().decode(draw_words(key(1), prompts))
+    for recogniser in (load_reward_recogniser(), load_heldout_recogniser()):
         assert (recogniser.letters(images, prompts) == 1).float().mean() >= 0.9
         assert recogniser.letters(images[:2], ["zzzzzz", "qqqqqq"]).max() < 0.5
         assert recogniser.letters(torch.ones(1, 1, HEIGHT, WIDTH), ["act"]).tolist() == [0.0]
@@ -90,14 +90,14 @@ def test_both_recognisers_read_drawn_words() -> None:
 def test_the_unseen_recogniser_is_the_packages_own() -> None:
     """Our session, in one thread, reads what ddddocr's class reads, of good and of broken images."""
     package = import_module("ddddocr")
-    prompts = list(words("heldout")[:4])
-    images = Words().decode(write(key(2), prompts))
+    prompts = list(list_words("heldout")[:4])
+    images = Words().decode(draw_words(key(2), prompts))
     noise = normal(fold_in(key(5), torch.arange(4)), tuple(images.shape))
     images = torch.cat([images, (images + 0.4 * noise).clamp(0, 1)])
     whole = package.DdddOcr(show_ad=False)
     pixels = (images * 255).round().to(torch.uint8).numpy()[:, 0]
     theirs = [whole.classification(Image.fromarray(image)).lower() for image in pixels]
-    assert heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
+    assert load_heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
 
 
 def test_letters_are_one_minus_the_edit_distance_and_repeats_are_one() -> None:
@@ -126,7 +126,7 @@ def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: Patch) -> None:
             assert image.shape == (HEIGHT, WIDTH, 3)
             return Found(*next(answers))
 
-    monkeypatch.setattr(recognisers, "rapidocr", Engine)
+    monkeypatch.setattr(recognisers, "load_rapidocr", Engine)
     found = legibility(torch.rand(5, 1, HEIGHT, WIDTH), ["river"] * 5)
     assert found["letters"].tolist() == pytest.approx([1, 1, 1, 0.8, 0])
     assert found["sure"].tolist() == pytest.approx([0.6529, 1, 0, 0, 0], abs=1e-3)
@@ -173,7 +173,7 @@ def test_the_conditioning_tells_letters_and_places() -> None:
     assert not cond.tokens[3].any()
     hot = [cond.tokens[i, :, 27:].nonzero()[:, 1].tolist() for i in range(3)]
     assert hot == [[3, 5, 7], [3, 5, 7], [2, 4, 6, 8]]
-    ink = write(key(0), ["act"])[0, 0].lt(0).any(0).nonzero()
+    ink = draw_words(key(0), ["act"])[0, 0].lt(0).any(0).nonzero()
     middles = [WIDTH / 2 + (place - 5) * ADVANCE / 2 for place in (3, 7)]
     assert middles[0] - ADVANCE / 2 <= ink.min() <= middles[0] < middles[1] <= ink.max() <= middles[1] + ADVANCE / 2
 

@@ -51,9 +51,9 @@ from fluvial.engines.sampling.window import (
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
-from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, write
+from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, draw_codes
 from fluvial.models.lora import Dora, Lokr, LowRank
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.step_cache import FirstBlockCache
 
 CODES = ("0427", "1999", "3141", "8650", "7777", "1234")
@@ -92,7 +92,7 @@ def job(*, unet: bool = False, **changes: Any) -> Job:
         {"bold": bold, "neat": neat},
         heldout=["0001", "0002"],
         load=load,
-        data=lambda key, prompts: write(key, [prompt.text for prompt in prompts]),
+        data=lambda key, prompts: draw_codes(key, [prompt.text for prompt in prompts]),
         encode=lambda images: 2 * images - 1,
     )
     return replace(made, **changes)
@@ -109,7 +109,7 @@ def job_of_sources() -> Job:
 def prepare(folder: Path, models: Collection[str]) -> None:
     """Write what the cases read: preferences, images with captions, prompts, and the tiny pipelines of these names."""
     model = Handwriting(BASE)
-    better, worse = (model.decode(write(key(seed), list(CODES))) for seed in (1, 2))
+    better, worse = (model.decode(draw_codes(key(seed), list(CODES))) for seed in (1, 2))
     write_preferences(folder / "pairs", [(c, a, b.flip(-1)) for c, a, b in zip(CODES, better, worse, strict=True)])
     (folder / "foxes").mkdir()
     noise = torch.Generator().manual_seed(0)
@@ -123,7 +123,7 @@ def prepare(folder: Path, models: Collection[str]) -> None:
         if name in tiny_pipelines.ROWS:
             tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
         elif name in tiny_replayed.ROWS:
-            with quietly():
+            with silence():
                 tiny_replayed.load(name, folder / name)
 
 

@@ -25,15 +25,15 @@ def check(report: Report, *, units: int | None = None, read_backs: Sequence[int]
     """
     assert report.error is None, report.error
     assert report.fits, f"{report.peak} bytes"
-    update = report.phase("update")
+    update = report.find_phase("update")
     read_back = [wait for wait in update.waits if wait.kind in WAITS]
     assert [wait.times for wait in read_back] == [*read_backs], f"reads of the update: {read_back}"
     for name in {"rollout", "decode", "update"} & {phase.name for phase in report.phases}:
-        copies = [wait for wait in report.phase(name).waits if wait.kind == BLOCKING]
+        copies = [wait for wait in report.find_phase(name).waits if wait.kind == BLOCKING]
         ours = [wait for wait in copies if " < " not in wait.line]  # others are made by diffusers and transformers
         assert not ours, f"blocking copies of the {name}: {ours}"
     for name in {"rollout"} & {phase.name for phase in report.phases}:
-        waits = [wait for wait in report.phase(name).waits if wait.kind in WAITS]
+        waits = [wait for wait in report.find_phase(name).waits if wait.kind in WAITS]
         others = [wait for wait in waits if ENCODED not in wait.line]
         assert not others, f"reads of the {name}: {others}"
     if units is not None:

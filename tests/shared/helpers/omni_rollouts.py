@@ -9,7 +9,7 @@ from torch import Tensor
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import bind
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import pack
@@ -49,7 +49,7 @@ class Policy:
             add_lora(self.module, LoraConfig(rank=rank, alpha=alpha, targets=tuple(targets)), ())
 
     def parameter(self, name: str) -> Tensor:
-        return base_tensors(self.module)[name.removeprefix(f"{self.part}.")]
+        return list_base_tensors(self.module)[name.removeprefix(f"{self.part}.")]
 
     @torch.no_grad()
     def sample(self, prompt: str, negative: str | None, params: Any) -> Sampled:

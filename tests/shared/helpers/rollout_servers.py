@@ -10,14 +10,14 @@ from helpers import tiny_jobs as tiny
 from torch import Tensor, nn
 
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
+from fluvial.engines.extensions.servers.rollout.image_routes import build_image_routes
 from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
-from fluvial.engines.extensions.servers.rollout.sampling import batcher as batches_of
+from fluvial.engines.extensions.servers.rollout.sampling import build_batcher as batches_of
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
-from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
-from fluvial.engines.extensions.servers.rollout.video_routes import video_routes
-from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.extensions.servers.rollout.service import RolloutService, build_application
+from fluvial.engines.extensions.servers.rollout.video_routes import build_video_routes
+from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, build_control_routes
 from fluvial.engines.extensions.wire.request import RequestLimits
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample, read_response
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
@@ -76,11 +76,13 @@ def served(
     batcher = batches_of(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
     atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
-    control = control_routes(WeightRoutes(of.weights, of.between))
+    control = build_control_routes(WeightRoutes(of.weights, of.run_between))
     return Server(
         of,
         batcher,
-        application(service, key=key, admin=admin, control=control, more=[*image_routes(service), *video_routes(service)]),
+        build_application(
+            service, key=key, admin=admin, control=control, more=[*build_image_routes(service), *build_video_routes(service)]
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from fluvial.engines.extensions.report import charts
 from fluvial.engines.run.monitoring import diagnostics
 
-curves, as_svg = charts.curves, charts.as_svg  # for the tests that look at them
+curves, as_svg = charts.draw_curves, charts.to_svg  # for the tests that look at them
 
 
 def one_pixel(path: Path, charts: Any) -> None:
@@ -21,4 +21,4 @@ def only_title(figure: Any, title: str, unit: str = "", labels: Any = ()) -> str
 
 def shorten_runs() -> None:
     """Draw no charts, and measure drift on 4 samples, in this process and in its forks."""
-    charts.curves, charts.as_svg, diagnostics.SAMPLES = one_pixel, only_title, 4
+    charts.draw_curves, charts.to_svg, diagnostics.SAMPLES = one_pixel, only_title, 4

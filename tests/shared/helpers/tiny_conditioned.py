@@ -13,10 +13,10 @@ from helpers.tiny_replayed import flux2
 from helpers.tiny_sounds import RATE
 from PIL import Image
 
-from fluvial.models.pipelines.folder import entries, quietly
+from fluvial.models.pipelines.folder import read_entries, silence
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import read_processors
-from fluvial.models.tiny.pipelines import PARTS, build, build_network, find_call, random_weights, write
+from fluvial.models.tiny.pipelines import PARTS, build, build_network, build_random, find_call, save_pipeline
 
 
 class ConditionedCase(NamedTuple):
@@ -163,7 +163,7 @@ def without_scaling(patch: Any) -> None:
 def load(folder: Path) -> Any:
     from diffusers import DiffusionPipeline
 
-    absent = {name: None for name, kind in entries(folder).items() if kind is None}
+    absent = {name: None for name, kind in read_entries(folder).items() if kind is None}
     return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent, **read_processors(folder))
 
 
@@ -175,8 +175,8 @@ def save(name: str, folder: Path) -> Path:
 
 
 def write_random(make: Callable[[], Any], folder: Path) -> None:
-    with quietly():
-        write(random_weights(make, 0.1), folder)
+    with silence():
+        save_pipeline(build_random(make, 0.1), folder)
 
 
 def draw(folder: Path, name: str, argument: str, seed: int, row: ConditionedCase) -> str:

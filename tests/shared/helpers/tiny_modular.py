@@ -67,9 +67,9 @@ TRAIN: dict[str, TinyRow] = {
     "ZImage": TinyRow(),
 }
 REFUSED = {
-    "Flux3Distilled": "its network is given the time of the next step, so that it is no velocity but a flow map",
+    "Flux3Distilled": "its network is given the time of the next step, so it is a flow map, not a velocity",
     "HeliosPyramid": "a chunk of its loop has several schedules, as of stages of other sizes",
-    "WanAnimate2": "it calls its network before the loop, so that what it computes would not follow the weights",
+    "WanAnimate2": "it calls its network before the loop, so its outputs would not follow the weights",
 }
 
 

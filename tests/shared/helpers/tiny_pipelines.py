@@ -25,15 +25,15 @@ from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.dit import DiT
 from fluvial.models.pipelines.flux import Flux
-from fluvial.models.pipelines.folder import quietly
+from fluvial.models.pipelines.folder import silence
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.qwen_image import QwenImage
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.pipelines.wan import Wan
 from fluvial.models.pipelines.z_image import ZImage
-from fluvial.models.tiny.encoders import clip_encoder, clip_tokenizer, t5_encoder
-from fluvial.models.tiny.pipelines import build, build_network, random_weights, write
+from fluvial.models.tiny.encoders import build_clip_encoder, build_clip_tokenizer, build_t5_encoder
+from fluvial.models.tiny.pipelines import build, build_network, build_random, save_pipeline
 
 STEPS = 3
 TEXT = 40  # tokens per prompt, padding included
@@ -80,7 +80,7 @@ def sd3() -> Any:
     """Build a tiny SD3.5 medium: with normed queries and keys, and a second attention in one block."""
     sizes = {"joint_attention_dim": 16, "pooled_projection_dim": 16, "pos_embed_max_size": 16, "sample_size": 16}
     network = build_network("SD3Transformer2DModel", **sizes, qk_norm="rms_norm", dual_attention_layers=(0,))
-    encoders = {"text_encoder": clip_encoder, "text_encoder_2": clip_encoder, "text_encoder_3": t5_encoder}
+    encoders = {"text_encoder": build_clip_encoder, "text_encoder_2": build_clip_encoder, "text_encoder_3": build_t5_encoder}
     return build("StableDiffusion3Pipeline", transformer=network, **encoders)
 
 
@@ -96,7 +96,7 @@ def flux(*, distilled: bool = True) -> Any:
     """Build a tiny FLUX.1: the guidance-distilled model (dev), or the one without a guidance input (schnell)."""
     sizes = {"num_single_layers": 2, "pooled_projection_dim": 8}
     network = build_network("FluxTransformer2DModel", **sizes, guidance_embeds=distilled)
-    encoder = partial(clip_encoder, projected=False)
+    encoder = partial(build_clip_encoder, projected=False)
     return build("FluxPipeline", transformer=network, text_encoder=encoder, scheduler=flow(**MOVING if distilled else {}))
 
 
@@ -147,7 +147,7 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
         "timestep_spacing": "leading",
         "prediction_type": predicts,
     }
-    tokenizer, encoder = clip_tokenizer(TEXT), clip_encoder(projected=False)
+    tokenizer, encoder = build_clip_tokenizer(TEXT), build_clip_encoder(projected=False)
     if large:
         return StableDiffusionXLPipeline(
             unet=unet,
@@ -155,8 +155,8 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
             vae=images,
             text_encoder=encoder,
             tokenizer=tokenizer,
-            text_encoder_2=clip_encoder(),
-            tokenizer_2=clip_tokenizer(TEXT),
+            text_encoder_2=build_clip_encoder(),
+            tokenizer_2=build_clip_tokenizer(TEXT),
             add_watermarker=False,
         )
     return StableDiffusionPipeline(
@@ -326,8 +326,8 @@ def save(row: TinyArchitecture, folder: Path) -> Path:
 
 
 def _make(row: TinyArchitecture, folder: Path) -> None:
-    with quietly():
-        write(random_weights(row.make, 0.1), folder)
+    with silence():
+        save_pipeline(build_random(row.make, 0.1), folder)
 
 
 _rows = {name: long(name) if row.variant else name for name, row in ROWS.items()}

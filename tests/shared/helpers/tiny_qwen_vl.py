@@ -9,7 +9,7 @@ from helpers.tiny_rewards import randomise
 from torch import Tensor
 
 from fluvial.core.random import key, normal
-from fluvial.models.tiny.encoders import qwen_tokenizer
+from fluvial.models.tiny.encoders import build_qwen_tokenizer
 
 WIDTH = 16
 # Renders a conversation as Qwen2-VL's template does.
@@ -24,7 +24,7 @@ MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def tokenizer() -> Any:
-    found = qwen_tokenizer()
+    found = build_qwen_tokenizer()
     found.add_tokens(list(MEDIA), special_tokens=True)
     found.chat_template = CHAT
     return found

@@ -12,7 +12,7 @@ from helpers.tiny_pipelines import flux, sd3
 from torch import Tensor
 
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.tiny.pipelines import build, random_weights
+from fluvial.models.tiny.pipelines import build, build_random
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
 
@@ -109,4 +109,4 @@ def load(name: str, folder: Path) -> Any:
 
 
 def _make(row: ReplayedCase, folder: Path) -> None:
-    random_weights(row.make, 0.2).save_pretrained(folder)
+    build_random(row.make, 0.2).save_pretrained(folder)

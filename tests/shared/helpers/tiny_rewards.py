@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import key, normal, uniform
-from fluvial.models.tiny.encoders import clip_tokenizer
+from fluvial.models.tiny.encoders import build_clip_tokenizer
 
 
 def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> Tensor:
@@ -99,7 +99,7 @@ def clip(*, act: str = "quick_gelu") -> Any:
         text_config={
             **common,
             "hidden_size": 20,
-            "vocab_size": len(clip_tokenizer()),
+            "vocab_size": len(build_clip_tokenizer()),
             "max_position_embeddings": 24,
             "bos_token_id": 0,
             "eos_token_id": 1,
@@ -113,7 +113,7 @@ def save_clip(folder: Path) -> Any:
     """Save a CLIPModel, its tokenizer and the settings of its image processor to a folder, and return the model."""
     model = clip()
     model.save_pretrained(folder)
-    clip_tokenizer(24).save_pretrained(folder)
+    build_clip_tokenizer(24).save_pretrained(folder)
     write_settings(folder, {**clip_settings(), "image_processor_type": "CLIPImageProcessor"})
     return model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers import stored
 from torch import Tensor
 
-from fluvial.models.tiny.pipelines import build, random_weights
+from fluvial.models.tiny.pipelines import build, build_random
 
 RATE = 400
 
@@ -19,7 +19,7 @@ def save(folder: Path) -> Path:
 
 
 def _make(folder: Path) -> None:
-    random_weights(partial(build, "AceStepPipeline"), 0.2).save_pretrained(folder)
+    build_random(partial(build, "AceStepPipeline"), 0.2).save_pretrained(folder)
 
 
 def loud(audios: Tensor, prompts: list[str], audio_rate: int) -> Tensor:

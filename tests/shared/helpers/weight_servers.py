@@ -17,7 +17,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
-from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, build_control_routes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.models.lora import Form, LoraConfig, LowRank, add_lora
 from fluvial.models.lora_layer import Product
@@ -48,7 +48,7 @@ class Served:
             return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
 
         self.routes = WeightRoutes(self.weights, between)
-        routes = [Route("/v1/models", models), *control_routes(self.routes)]
+        routes = [Route("/v1/models", models), *build_control_routes(self.routes)]
         self.app = Starlette(routes=routes)
         transport = asgi.Transport(self.app)
         self.requests = transport.paths

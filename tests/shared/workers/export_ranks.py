@@ -16,11 +16,11 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.gathered import gather
-from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
+from fluvial.models.lora import blend_adapter, copy_adapter, find_adapter_parameters, use_adapter
 
 
 def full(module: nn.Module, adapter: str) -> list[Tensor]:
-    return [gather(parameter).detach().clone() for parameter in adapter_parameters(module, adapter).values()]
+    return [gather(parameter).detach().clone() for parameter in find_adapter_parameters(module, adapter).values()]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.weight_sync import Method, WeightSync
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.extensions.wire.weight_buckets import BROADCAST, SHARED_FILES, checksum
+from fluvial.engines.extensions.wire.weight_buckets import BROADCAST, SHARED_FILES, compute_checksum
 from fluvial.models.lora import LoraConfig, add_lora
 
 
@@ -47,7 +47,7 @@ class Noting:
 def _digest(file: Path) -> str:
     """Return the SHA-256 of a bucket, or of the tensors of a file, whose header may hold its settings in any order."""
     if file.suffix == ".safetensors":
-        return checksum(sorted(load_file(file).items()))
+        return compute_checksum(sorted(load_file(file).items()))
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

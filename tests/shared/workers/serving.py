@@ -16,7 +16,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, WeightSync
 from fluvial.engines.extensions.servers.rollout.policy import open_policy
 from fluvial.engines.extensions.wire.client import HttpClient
@@ -94,7 +94,9 @@ def refuse_pickles(event: str, args: Any) -> None:
 def write(folder: Path) -> None:
     """Write all weights of another network, and an adapter."""
     net, generator = tiny.flux(), torch.Generator().manual_seed(4)
-    moved = {name: each + 0.05 * torch.randn(each.shape, generator=generator) for name, each in base_tensors(net).items()}
+    moved = {
+        name: each + 0.05 * torch.randn(each.shape, generator=generator) for name, each in list_base_tensors(net).items()
+    }
     (folder / "full/transformer").mkdir(parents=True)
     save_file(moved, folder / "full/transformer/diffusion_pytorch_model.safetensors")
     layer = "transformer_blocks.0.attn.to_q"

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 
 from fluvial.core.sigmas import from_scheduler
-from fluvial.engines.extensions.verl.plugin import adapter
+from fluvial.engines.extensions.verl.plugin import find_adapter_class
 from fluvial.models import Schedule
 from fluvial.models.lora_files import load_lora
 
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(self, model: Any) -> None:
         self.tokenizer = model.tokenizer
-        scheduler = adapter(model).build_scheduler(model)
+        scheduler = find_adapter_class(model).build_scheduler(model)
         schedule = Schedule(from_scheduler(scheduler), scheduler.timesteps.float())
         lora = (model.lora_rank, model.lora_alpha, model.target_modules)
         self.policy = omni_rollouts.Policy(Path(model.local_path), schedule, *lora)

@@ -1,1 +1,1 @@
-"""The rollout server: samples of a policy over HTTP, and its weights."""
+"""Rollout server: samples of a policy over HTTP, and updates of its weights."""

@@ -1,11 +1,11 @@
-"""Images of a prompt in the format of OpenAI, with the fields that sglang adds to it.
+"""Endpoints of images in OpenAI's format, with the fields that sglang adds to it.
 
 POST /v1/images/generations    JSON
-POST /v1/images/edits          a form with images: `image` and `mask`, files, or `url`, data URLs or files in our folders
+POST /v1/images/edits          a form: files `image` and `mask`, or `url`, data URLs or files in the server's folders
 
-Images come back as base64 in `b64_json`; nothing is written to disk, so there are no URLs. Fields that change no sample here
-are ignored (`IGNORED`). Fields that would change one, and that this server lacks, are refused unless they are off, and
-unknown fields are refused.
+Images are returned as base64 in `b64_json`; nothing is written to disk, so there are no URLs. Fields without an influence on
+samples are ignored (`IGNORED`). Unsupported fields that would change a sample are refused unless they are off. Unknown
+fields are refused.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from fluvial.engines.extensions.servers.asgi import FORM, RequestError, body_of, json_of
+from fluvial.engines.extensions.servers.asgi import FORM, RequestError, read_body, read_json
 from fluvial.engines.extensions.servers.rollout.service import RolloutService
 from fluvial.engines.extensions.wire.decode import convert
 from fluvial.engines.extensions.wire.request import Id, Positive, Scale, read_request
 from fluvial.engines.extensions.wire.response import RolloutSample
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 MOST_FIELDS = 64
 OFF: tuple[Any, ...] = (None, False, "", "auto", "opaque")
-# Fields of sglang 0.5.23 that this server lacks (openai/protocol.py of its entrypoints, ImageGenerationsRequest).
+# Unsupported fields of sglang 0.5.23 (openai/protocol.py of its entrypoints, ImageGenerationsRequest).
 UNSUPPORTED = (
     *("enhance_prompt", "background", "max_sequence_length", "flow_shift", "enable_teacache", "enable_upscaling"),
     *("upscaling_model_path", "diffusers_kwargs", "progressive_mode", "perf_dump_path", "profile"),
     *("enable_cache_dit", "cache_dit_params"),
 )
-# Fields of a form; the further ones are those of videos.
+# Fields of a form, including those of videos.
 FILES, MASK = ("image", "image[]", "input_reference", "video_reference"), "mask"
 LINKS = ("url", "url[]", "reference_url", "video_url", "video_path")
 NUMBERS = (
@@ -50,17 +50,17 @@ NUMBERS = (
 
 IGNORED = {
     *("model", "quality", "style", "user", "output_quality", "generator_device"),
-    # Numbers of what is refused above.
+    # Parameters of unsupported fields.
     *("upscaling_scale", "num_profiled_timesteps", "profile_all_stages", "progressive_levels", "progressive_delta"),
 }
 
 
-class AskedSamples(Struct, frozen=True, forbid_unknown_fields=True):
-    """Samples of a prompt to make.
+class SamplesRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Request for samples of a prompt.
 
     Args:
         n: number of samples; sample i has the seed `seed` + i, or the i-th of a list of seeds.
-        size: "WIDTHxHEIGHT" in pixels; without it, or with auto, the server's own. `width` and `height` go before it.
+        size: "WIDTHxHEIGHT" in pixels; None or "auto" takes the server's. `width` and `height` take precedence.
     """
 
     prompt: str
@@ -83,15 +83,15 @@ class AskedSamples(Struct, frozen=True, forbid_unknown_fields=True):
             return width, height
         return self.width, self.height
 
-    def requests(self, media: Sequence[str] = (), mask: str = "", **more: Any) -> list[dict[str, Any]]:
-        """Return the requests of a rollout that make the samples, as JSON values.
+    def build_requests(self, media: Sequence[str] = (), mask: str = "", **more: Any) -> list[dict[str, Any]]:
+        """Build the rollout requests of the samples, as JSON values.
 
         Args:
-            media, mask: what is edited, as the `image_path` of a request.
+            media, mask: images to edit and mask, in the form of `image_path`.
             more: further fields.
 
         Raises:
-            RequestError: there is another number of seeds than of samples.
+            RequestError: the numbers of seeds and samples differ.
         """
         width, height = self.pixels
         names = ("prompt", "negative_prompt", "guidance_scale", "true_cfg_scale", "num_inference_steps")
@@ -111,8 +111,8 @@ class AskedSamples(Struct, frozen=True, forbid_unknown_fields=True):
         return [{**shared, "seed": seed} for seed in self.seed]
 
 
-class ImagesRequest(AskedSamples, frozen=True, forbid_unknown_fields=True):
-    """Images to make.
+class ImagesRequest(SamplesRequest, frozen=True, forbid_unknown_fields=True):
+    """Request for images.
 
     Args:
         output_compression: quality of a JPEG or WebP file, 0 to 100.
@@ -123,62 +123,59 @@ class ImagesRequest(AskedSamples, frozen=True, forbid_unknown_fields=True):
     output_compression: Annotated[int, Meta(ge=0, le=100)] = 95
 
 
-Asked = TypeVar("Asked", bound=AskedSamples)
+Parsed = TypeVar("Parsed", bound=SamplesRequest)
 
 
-def read_asked(value: dict[str, Any], kind: type[Asked], unsupported: Sequence[str], most: int) -> Asked:
-    """Return what a body asks for.
+def parse_fields(value: dict[str, Any], kind: type[Parsed], unsupported: Sequence[str], most: int) -> Parsed:
+    """Parse the fields of a body.
 
     Args:
-        unsupported: fields that this server lacks.
+        unsupported: fields that this server does not support.
         most: largest number of samples.
 
     Raises:
-        RequestError: one of those is not off, or there are too many samples.
+        RequestError: an unsupported field is not off, or there are too many samples.
         WireError: a field is wrong or unknown.
     """
     if unknown := [name for name in unsupported if value.get(name) not in OFF]:
         raise RequestError(f"{unknown[0]} is {str(value[unknown[0]])[:40]!r}, which this server lacks: leave it out")
-    read = {name: each for name, each in value.items() if name not in IGNORED and name not in unsupported}
-    asked = convert(read, kind, lenient=True)
-    if asked.n > most:
-        raise RequestError(f"n is {asked.n}, expected at most {most}")
-    return asked
+    supported = {name: each for name, each in value.items() if name not in IGNORED and name not in unsupported}
+    request = convert(supported, kind, lenient=True)
+    if request.n > most:
+        raise RequestError(f"n is {request.n}, expected at most {most}")
+    return request
 
 
-def image_routes(service: RolloutService) -> list[Route]:
-    """Return the endpoints.
+def build_image_routes(service: RolloutService) -> list[Route]:
+    """Build the endpoints of images of a service."""
 
-    Args:
-        service: service that makes the samples.
-    """
+    async def generate_images(request: Request) -> JSONResponse:
+        return await respond(request, await read_json(request, dict[str, Any], most_bytes=service.limits.body))
 
-    async def generations(request: Request) -> JSONResponse:
-        return await answer(request, await json_of(request, dict[str, Any], most_bytes=service.limits.body))
-
-    async def edits(request: Request) -> JSONResponse:
-        body = await body_of(request, most_bytes=service.limits.body)
+    async def edit_images(request: Request) -> JSONResponse:
+        body = await read_body(request, most_bytes=service.limits.body)
         values, images, mask = await asyncio.to_thread(read_media_form, bytes(body), request.headers["content-type"])
         if values.get("num_frames") == 1:
             del values["num_frames"]
         if not images:
             raise RequestError("the form has no image: expected a file named image, or a url")
-        return await answer(request, values, images, mask)
+        return await respond(request, values, images, mask)
 
-    async def answer(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
-        asked = read_asked(value, ImagesRequest, UNSUPPORTED, service.limits.request.outputs)
-        if asked.response_format == "url":
+    async def respond(request: Request, value: dict[str, Any], images: Sequence[str] = (), mask: str = "") -> JSONResponse:
+        parsed = parse_fields(value, ImagesRequest, UNSUPPORTED, service.limits.request.outputs)
+        if parsed.response_format == "url":
             raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:
             raise RequestError("the model makes videos, which this endpoint does not: POST /v1/videos")
-        wanted = [read_request(each, service.limits.request) for each in asked.requests(images, mask)]
-        return JSONResponse(await asyncio.to_thread(_answer, asked, await service.generate_all(request, wanted)))
+        requests = [read_request(each, service.limits.request) for each in parsed.build_requests(images, mask)]
+        samples = await service.generate_all(request, requests)
+        return JSONResponse(await asyncio.to_thread(_build_answer, parsed, samples))
 
-    return [Route(GENERATIONS, generations, methods=["POST"]), Route(EDITS, edits, methods=["POST"])]
+    return [Route(GENERATIONS, generate_images, methods=["POST"]), Route(EDITS, edit_images, methods=["POST"])]
 
 
 def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], list[str], str]:
-    """Return the values of a form, which are texts, its files and links, and its mask; what is off is left out."""
+    """Return the values of a form, its files and links, and its mask; empty and false values are left out."""
     values, images, masks = dict[str, Any](), list[str](), list[str]()
     for field in read_form(body, content_type):
         if field.name in (*FILES, MASK):
@@ -195,7 +192,7 @@ def read_media_form(body: bytes, content_type: str) -> tuple[dict[str, Any], lis
 
 
 class Field(NamedTuple):
-    """A field of a form; a file has a file name."""
+    """Field of a form; a file has a file name."""
 
     name: str
     data: bytes
@@ -203,7 +200,7 @@ class Field(NamedTuple):
 
 
 def read_form(body: bytes, content_type: str) -> list[Field]:
-    """Return the fields of a form (RFC 7578) in their order; RequestError if it is none, or has more than `MOST_FIELDS`."""
+    """Read the fields of a form (RFC 7578) in their order; RequestError if it is malformed or has over `MOST_FIELDS`."""
     match = re.fullmatch(rf'{FORM};.*?boundary="?([\w\'()+,./:=? -]{{1,70}})"?(;.*)?', content_type.strip(), re.IGNORECASE)
     if match is None:
         raise RequestError(f"the content type is {content_type[:60]!r}, expected {FORM} with a boundary", 415)
@@ -212,7 +209,7 @@ def read_form(body: bytes, content_type: str) -> list[Field]:
         raise RequestError(f"the form has more than {MOST_FIELDS} fields", 413)
     before, *parts = (b"\r\n" + body).split(line)
     if before.strip() or not parts or not parts[-1].startswith(b"--"):
-        raise RequestError("the form is cut off, or is none")
+        raise RequestError("the form is cut off or malformed")
     return [_read_field(part) for part in parts[:-1]]
 
 
@@ -229,18 +226,20 @@ def _read_field(part: bytes) -> Field:
     return Field(name, data, file if isinstance(file, str) else None)
 
 
-def _answer(asked: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any]:
+def _build_answer(request: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any]:
     return {
         "id": samples[0].request_id,
         "created": int(time.time()),
-        "data": [{"b64_json": _encode(each.generated_output, asked), "revised_prompt": asked.prompt} for each in samples],
+        "data": [
+            {"b64_json": _encode_image(each.generated_output, request), "revised_prompt": request.prompt} for each in samples
+        ],
         "inference_time_s": max(sample.inference_time_s or 0.0 for sample in samples),
         "peak_memory_mb": samples[0].peak_memory_mb,
     }
 
 
-def _encode(image: Tensor, asked: ImagesRequest) -> str:
-    """Return an image `[C, H, W]` in [0, 1] as the base64 of a file."""
-    file, kind = io.BytesIO(), asked.output_format.upper()
-    as_image(image, width=1).save(file, format=kind, **({} if kind == "PNG" else {"quality": asked.output_compression}))
+def _encode_image(image: Tensor, request: ImagesRequest) -> str:
+    """Encode an image `[C, H, W]` in [0, 1] as the base64 of a file."""
+    file, kind = io.BytesIO(), request.output_format.upper()
+    to_image(image, width=1).save(file, format=kind, **({} if kind == "PNG" else {"quality": request.output_compression}))
     return base64.b64encode(file.getvalue()).decode("ascii")

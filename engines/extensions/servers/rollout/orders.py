@@ -1,6 +1,6 @@
-"""Requests as orders of single samples, and what samples must have in common to be made in one batch.
+"""Translation of requests to orders of single samples, which the batcher groups by their `BatchSpec`.
 
-A prompt's images, videos and sounds are files in the server's own folders, or data URLs.
+A prompt's images, videos and sounds are files in the server's folders, or data URLs.
 """
 
 import base64
@@ -28,7 +28,7 @@ from fluvial.engines.extensions.wire.request import (
     RequestLimits,
     RolloutRequest,
     check_steps,
-    guidance_of,
+    resolve_guidance,
 )
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
@@ -38,43 +38,43 @@ from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, find_list_arguments, list_arguments
 
 MOST_NAME = 4096  # characters
-FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
+FORMATS = ("PNG", "JPEG", "WEBP")  # decoders for untrusted input
 
 
-def prompt_of(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int, most_pixels: int) -> Prompt:
-    """Return the prompt of a request with the images that the pipeline is given.
+def read_prompt(request: RolloutRequest, policy: ServedPolicy, *, most_bytes: int, most_pixels: int) -> Prompt:
+    """Read the prompt of a request, with the images for the pipeline.
 
     Args:
         most_bytes: largest file of an image.
-        most_pixels: largest image or video. An image's is known from its header, before anything is decoded.
+        most_pixels: largest image or video. An image's size is read from its header, before anything is decoded.
 
     Raises:
-        RequestError: there are other images than the model was recorded with, or one cannot be read.
+        RequestError: the images do not fit the recorded pipeline, or one cannot be read.
     """
     expected, images = list_arguments(policy.model), request.image_path or ()
     names = request.fluvial.media if request.fluvial.media is not None else expected
     if images and not expected:
         raise RequestError(
-            "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
-            "takes images with --prompts, a file of prompts with images"
+            "image_path is set, and this server samples from prompts without images: leave it out, or serve a pipeline "
+            "that takes images with --prompts, a file of prompts with images"
         )
-    if request.fluvial.media is None and len(expected) == 1:  # a sample may have several
+    if request.fluvial.media is None and len(expected) == 1:  # all images belong to the only argument
         names = expected * len(images)
     if len(images) != len(names) or {*names} != {*expected}:
-        got = f"{len(images)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
-        raise RequestError(f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
+        content = f"{len(images)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
+        raise RequestError(f"image_path holds {content}, expected {len(expected)}: {', '.join(expected) or 'none'}")
     lists = find_list_arguments(policy.model)
     for name in names:
         if (count := names.count(name)) > 1 and name not in lists:
             raise RequestError(f"image_path holds {count} images for {name}, expected one")
     media: dict[str, bytes | tuple[bytes, ...]] = {}
     for name, image in zip(names, images, strict=True):
-        file = check_file(_file(image, policy, most_bytes), name, most_pixels)
+        file = check_file(_read_file(image, policy, most_bytes), name, most_pixels)
         media[name] = (*media.get(name, ()), file) if name in lists else file
     return Prompt(request.prompt, media=media)
 
 
-def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
+def _read_file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
     if image.startswith("data:"):
         head, _, data = image.partition(",")
         if not head.endswith(";base64"):
@@ -86,9 +86,9 @@ def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
     else:
         if len(image) > MOST_NAME:
             raise RequestError(f"image_path holds a name of {len(image)} characters, expected at most {MOST_NAME}")
-        path = policy.weights.inside(image)
+        path = policy.weights.resolve_path(image)
         if not S_ISREG(path.stat().st_mode):
-            raise RequestError(f"image_path holds {image!r}, which is no file")
+            raise RequestError(f"image_path holds {image!r}, which is not a file")
         if (size := path.stat().st_size) > most_bytes:
             raise RequestError(f"{image!r} has {size} bytes, expected at most {most_bytes}", 413)
         with convert_errors(RequestError, OSError, says=f"{str(path)!r} cannot be read"):
@@ -99,7 +99,7 @@ def _file(image: str, policy: ServedPolicy, most_bytes: int) -> bytes:
 
 
 def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
-    """Return the bytes of a file that is an image or a video of at most `most_pixels`, or a WAV file, by its argument."""
+    """Check that a file is an image or a video of at most `most_pixels`, or a WAV file, as its argument needs; return it."""
     if name in SOUND.arguments and not file.startswith(b"RIFF"):
         raise RequestError(f"image_path: {name} cannot be read as WAV")
     if name in SOUND.arguments:
@@ -123,8 +123,9 @@ class ServeLimits:
     """Largest requests and responses.
 
     Args:
+        request: limits of a request's fields.
         body: bytes of a request's body.
-        response: bytes of the tensors of a response, counted before they are made.
+        response: bytes of the tensors of a response, counted before they are computed.
     """
 
     request: RequestLimits
@@ -133,15 +134,16 @@ class ServeLimits:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the samples of one batch are made; samples with different recipes are made in different batches.
+class BatchSpec:
+    """Settings that the samples of one batch share.
 
     Args:
-        options: fluvial's own fields of the request that are the same for all samples.
-        sampler: name of the sampler of the stochastic steps; None takes none.
+        options: fluvial's own fields of the request, without those of single samples.
+        sampler: name of the sampler of the stochastic steps; None has no such steps.
         eta: scale of the noise.
-        window: the stochastic steps; None where each sample has a window of its own.
-        window_size: number of steps of such a window.
+        window: the stochastic steps; None if each sample has its own window.
+        window_size: number of stochastic steps.
+        record: whether log-probabilities are recorded.
         shared: prompt and key of the samples that share the first steps.
     """
 
@@ -159,9 +161,9 @@ class Recipe:
 
 
 class SampleOrder(NamedTuple):
-    """One sample to make."""
+    """Single sample to generate."""
 
-    recipe: Recipe
+    spec: BatchSpec
     prompt: Prompt
     request: RolloutRequest
     key: Key
@@ -171,20 +173,20 @@ class SampleOrder(NamedTuple):
     boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
 
 
-OPTIONS = (Recipe, Guidance, Tail, RolloutRequest, ExtraParams, FluvialOptions)
-CLASSES = (SampleOrder, Key, Prompt, MediaPrompt, *OPTIONS)  # that orders are made of, for `together`
+OPTIONS = (BatchSpec, Guidance, Tail, RolloutRequest, ExtraParams, FluvialOptions)
+CLASSES = (SampleOrder, Key, Prompt, MediaPrompt, *OPTIONS)  # classes within orders, for `on_all_ranks`
 
 
-def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
-    """Return the seed of a request, None where its noise comes from a key, and its orders.
+def build_orders(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
+    """Return the seed of a request, which may be None if its noise comes from a key, and its orders.
 
     Raises:
-        RequestError: the model cannot make these samples, or they are too large.
-        WireError: the request names steps that its schedule does not have.
+        RequestError: the model does not support the request, or the response would be too large.
+        WireError: the request names steps outside its schedule.
     """
-    fluvial_options, guidance = request.fluvial, guidance_of(request, policy.guidance)
+    fluvial_options, guidance = request.fluvial, resolve_guidance(request, policy.guidance)
     _check_texts(request, guidance, policy)
-    prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
+    prompt = read_prompt(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
     policy.check_guidance(guidance)
     policy.check_rate(request.fps)
     shape = policy.latent_shape(request.height, request.width, request.num_frames)
@@ -192,66 +194,67 @@ def orders_of(request: RolloutRequest, policy: ServedPolicy, limits: ServeLimits
     check_steps(request, steps)
     with convert_errors(RequestError, ValueError):
         schedule = policy.schedule(steps, shape)
-    # Without what names single samples, and what the recipe holds in another way.
+    # Without fields of single samples, and fields that the spec holds in another form.
     options = replace_fields(
         fluvial_options, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
     )
-    recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True))
+    spec = BatchSpec(
+        shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True)
+    )
     first = 0 if fluvial_options.prefix is None else fluvial_options.prefix[0]
     if request.rollout and request.sampler != "ode":
-        sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
+        sampler = policy.bind_sampler(request.sampler, request.rollout_noise_level, schedule)
         positive = (step_coefficients(sampler, schedule.levels).std > 0).reshape(steps, -1).all(1).tolist()
         noisy = {step for step in range(steps) if request.form == "unscaled" or positive[step]}
-        windows = _windows(request, steps, first)
+        windows = _list_windows(request, steps, first)
         size = len(windows[0])
-        if fluvial_options.windows is not None and (
-            size == 0 or not noisy.issuperset(step for row in windows for step in row)
-        ):
+        has_windows = fluvial_options.windows is not None
+        if has_windows and (size == 0 or not noisy.issuperset(step for window in windows for step in window)):
             raise RequestError(
                 "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
             )
         if size:
-            recipe = replace(
-                recipe,
+            spec = replace(
+                spec,
                 sampler=request.sampler,
                 eta=request.rollout_noise_level,
-                window=windows[0] if fluvial_options.windows is None else None,
+                window=None if has_windows else windows[0],
                 window_size=size,
                 record=not noisy.isdisjoint(windows[0]),
             )
     else:
         windows = [()] * request.outputs
         if fluvial_options.solver == "sa_solver":
-            recipe = replace(recipe, eta=request.rollout_noise_level)
-    _check_parts(request, recipe, windows, policy)
-    keys, ids, seed = _noise(request)
+            spec = replace(spec, eta=request.rollout_noise_level)
+    _check_parts(request, spec, windows, policy)
+    keys, ids, seed = _choose_noise(request)
     if fluvial_options.prefix is not None:
-        recipe = replace(recipe, shared=(prompt.model_input, keys[0]))
+        spec = replace(spec, shared=(prompt.model_input, keys[0]))
     initial = ids if fluvial_options.initial_ids is None else fluvial_options.initial_ids
     traced = request.rollout and request.rollout_return_dit_trajectory
     orders = [
         SampleOrder(
-            recipe,
+            spec,
             prompt,
             request,
-            keys[row],
-            ids[row],
-            initial[row],
-            windows[row],
-            _boundaries(request, recipe, windows[row]) if traced else (),
+            keys[index],
+            ids[index],
+            initial[index],
+            windows[index],
+            _choose_boundaries(request, spec, windows[index]) if traced else (),
         )
-        for row in range(request.outputs)
+        for index in range(request.outputs)
     ]
     _check_size(orders, limits)
     return seed, orders
 
 
 def _check_texts(request: RolloutRequest, guidance: Guidance, policy: ServedPolicy) -> None:
-    """Raise RequestError for prompts that the model cannot encode, and for what it has no input for."""
-    named = {"prompt": request.prompt}
+    """Raise RequestError for prompts that the model cannot encode, and for an unsupported `text_tokens`."""
+    texts = {"prompt": request.prompt}
     if guidance.negative and guidance.is_guided(policy.model):
-        named["negative_prompt"] = guidance.negative
-    for field, text in named.items():
+        texts["negative_prompt"] = guidance.negative
+    for field, text in texts.items():
         with convert_errors(RequestError, ValueError, says=f"{field}"):
             policy.model.check_prompt(text)
     tokens, most = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
@@ -259,71 +262,71 @@ def _check_texts(request: RolloutRequest, guidance: Guidance, policy: ServedPoli
         raise RequestError(f"text_tokens is {tokens}, expected at most {most}, or null for a model that keeps its padding")
 
 
-def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
-    """Return the stochastic steps of each sample."""
+def _list_windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
+    """List the stochastic steps of each sample."""
     if request.fluvial.windows is not None:
         return list(request.fluvial.windows)
     shared = request.rollout_sde_step_indices
     return [tuple(range(first, steps)) if shared is None else shared] * request.outputs
 
 
-def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: ServedPolicy) -> None:
-    """Raise RequestError for steps that do not fit together."""
-    options, taken = request.fluvial, [step for row in windows for step in row]
-    if options.prefix is not None and (not taken or min(taken) < options.prefix[0]):
+def _check_parts(request: RolloutRequest, spec: BatchSpec, windows: Sequence[tuple[int, ...]], policy: ServedPolicy) -> None:
+    """Raise RequestError for prefix, window, `after` and debug tensors that contradict each other."""
+    options, stochastic = request.fluvial, [step for window in windows for step in window]
+    if options.prefix is not None and (not stochastic or min(stochastic) < options.prefix[0]):
         raise RequestError(f"prefix has {options.prefix[0]} steps, expected stochastic steps after it, and none within")
-    if options.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
+    if options.after != Tail() and (spec.window is None or not stochastic or policy.model.prediction != "velocity"):
         raise RequestError("after is set, expected one window for all samples, and a model that predicts a velocity")
-    if request.debug and len(_find_boundaries(recipe)) < recipe.steps + 1:
-        raise RequestError("prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
+    if request.debug and len(_list_known_boundaries(spec)) < spec.steps + 1:
+        raise RequestError("prefix or after is set, so not all steps are computed: set rollout_debug_mode false")
 
 
-def _find_boundaries(recipe: Recipe) -> list[int]:
-    """Return the boundaries of steps at which the latents of a batch are known."""
-    first = 0 if recipe.options.prefix is None else recipe.options.prefix[0]
-    if recipe.options.after == Tail() or recipe.window is None:
-        return list(range(first, recipe.steps + 1))
-    return [*range(first, min(max(recipe.window) + 2, recipe.steps)), recipe.steps]
+def _list_known_boundaries(spec: BatchSpec) -> list[int]:
+    """List the step boundaries at which the latents of a batch are known."""
+    first = 0 if spec.options.prefix is None else spec.options.prefix[0]
+    if spec.options.after == Tail() or spec.window is None:
+        return list(range(first, spec.steps + 1))
+    return [*range(first, min(max(spec.window) + 2, spec.steps)), spec.steps]
 
 
-def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the boundaries whose latents are returned; raise RequestError if one of them is not known."""
+def _choose_boundaries(request: RolloutRequest, spec: BatchSpec, window: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the boundaries whose latents are returned; RequestError if one of them is unknown."""
     if request.fluvial.recorded_only:
-        last = {recipe.steps} if request.fluvial.final else set[int]()
+        last = {spec.steps} if request.fluvial.final else set[int]()
         return tuple(sorted({*window, *(step + 1 for step in window)} | last))
-    asked = request.rollout_return_step_indices
-    wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
-    if missing := sorted(set(wanted) - set(_find_boundaries(recipe))):
+    indices = request.rollout_return_step_indices
+    boundaries = tuple(range(spec.steps + 1)) if indices is None else indices
+    if missing := sorted(set(boundaries) - set(_list_known_boundaries(spec))):
         raise RequestError(
-            f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
-            "set rollout_return_step_indices, or recorded_only"
+            f"latents at boundary {missing[0]} are requested, but unknown because prefix or after is set: set "
+            "rollout_return_step_indices, or recorded_only"
         )
-    return wanted
+    return boundaries
 
 
-def _noise(request: RolloutRequest) -> tuple[list[Key], tuple[int, ...], int | None]:
-    """Return key and id of each sample's noise, and the seed; without a seed one is drawn."""
+def _choose_noise(request: RolloutRequest) -> tuple[list[Key], tuple[int, ...], int | None]:
+    """Return key and id of each sample's noise, and the seed, which is drawn if there is neither key nor seed."""
     options = request.fluvial
     if options.key is not None and options.ids is not None:
         return [Key(*options.key)] * request.outputs, options.ids, request.seed
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
-    return [key(seed + row) for row in range(request.outputs)], (0,) * request.outputs, seed
+    return [key(seed + index) for index in range(request.outputs)], (0,) * request.outputs, seed
 
 
 def _check_size(orders: Sequence[SampleOrder], limits: ServeLimits) -> None:
-    """Raise RequestError if the tensors of the response, images aside, take too many bytes."""
-    recipe, debug = orders[0].recipe, len(orders[0].request.debug)
-    numbers = sum(len(order.boundaries) + debug * recipe.steps for order in orders)
-    size = 4 * math.prod(recipe.shape) * numbers
+    """Raise RequestError if the tensors of the response, without images, take too many bytes."""
+    spec, debug = orders[0].spec, len(orders[0].request.debug)
+    numbers = sum(len(order.boundaries) + debug * spec.steps for order in orders)
+    size = 4 * math.prod(spec.shape) * numbers
     if size > limits.response:
         raise RequestError(
-            f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
+            f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: request fewer "
             "samples, set rollout_return_step_indices, or rollout_debug_mode false",
             413,
         )
 
 
-def words(keys: Sequence[Key], device: torch.device) -> Key:
-    """Return keys as one key per sample."""
+def stack_keys(keys: Sequence[Key], device: torch.device) -> Key:
+    """Stack keys to tensors with one key per sample."""
     low, high = zip(*keys, strict=True)
     return Key(torch.tensor(low, device=device), torch.tensor(high, device=device))

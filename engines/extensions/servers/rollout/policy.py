@@ -1,4 +1,4 @@
-"""The policy that is served: how it is opened, and turns between batches and changes of the weights."""
+"""Served policy: opening a model, and mutual exclusion of batches and weight changes."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
-from fluvial.engines.extensions.remote.push_folder import remove_left
+from fluvial.engines.extensions.remote.push_folder import remove_dead_folders
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.ranks import Ranks
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
@@ -29,22 +29,22 @@ from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.models import DiffusionModel, Schedule, is_recorded
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import find_default_device, is_accelerator
 from fluvial.models.host_values import fresh_copy
 from fluvial.models.protocol import Weights
 
 Result = TypeVar("Result")
-RATES = "frame_rate", "fps"  # arguments of a pipeline's call
+RATES = "frame_rate", "fps"  # names of the frame rate in a pipeline's call
 
 
 class ServedPolicy:
-    """A model whose samples are served. One batch at a time is sampled, and weights change between two batches only.
+    """Model with served weights. One batch is sampled at a time, and weights change only between two batches.
 
     Args:
-        name: what the user calls the model.
-        shape: shape of a sample where a request names no size.
-        steps: steps of the schedule where a request names none.
-        guidance: guidance where a request names none.
+        name: name that the user gave for the model.
+        shape: default shape of a sample.
+        steps: default number of steps.
+        guidance: default guidance.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServedPolicy:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes that share every sample; None for one."""
+        """Processes that share every sample; None for one process."""
         return self.weights.ranks
 
     @property
@@ -74,34 +74,34 @@ class ServedPolicy:
         return self.weights.version
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the model's schedule for samples of a shape, its timesteps on the device.
+        """Return the model's schedule for samples of a shape, with its timesteps on the device.
 
         Raises:
-            ValueError: the model has no such schedule.
+            ValueError: the model does not support it.
         """
         return on_device(self._schedule(steps, shape), self.device)
 
-    def sampler(self, name: str, eta: float, schedule: Schedule) -> Sampler:
-        """Return a built-in sampler bound to a schedule.
+    def bind_sampler(self, name: str, eta: float, schedule: Schedule) -> Sampler:
+        """Bind a built-in sampler to a schedule.
 
         Raises:
-            RequestError: it samples from models that predict something else.
+            RequestError: the sampler needs another prediction than the model's.
         """
         if name == "ode":
             return deterministic_step(self.model.prediction)
         rule = SAMPLERS[name]
         if rule.prediction not in (None, self.model.prediction):
             raise RequestError(
-                f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
+                f"sampler is {name}, which needs a model that predicts {rule.prediction}, and this one predicts "
                 f"{self.model.prediction}"
             )
         return rule.bind(eta, schedule.levels)
 
     def latent_shape(self, height: int | None, width: int | None, frames: int | None) -> tuple[int, ...]:
-        """Return the shape of a sample; None in place of a size takes the server's.
+        """Return the shape of a sample; None for all sizes takes the default shape.
 
         Raises:
-            RequestError: the model does not support the size, or only one of width and height is given.
+            RequestError: the model does not support the size, or only one of width and height is set.
         """
         if height is None and width is None and frames is None:
             return self.shape
@@ -111,20 +111,20 @@ class ServedPolicy:
             return tuple(self.model.latent_shape(height, width, 1 if frames is None else frames))
 
     def check_guidance(self, guidance: Guidance) -> None:
-        """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""
-        opened = self.guidance
-        if is_recorded(self.model) and (guidance.scale, guidance.negative) != (opened.scale, opened.negative):
+        """Raise RequestError if the guidance differs from that of a recorded pipeline."""
+        recorded = self.guidance
+        if is_recorded(self.model) and (guidance.scale, guidance.negative) != (recorded.scale, recorded.negative):
             raise RequestError(
                 f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
-                f"adapter: expected {opened.scale:g} with {opened.negative!r}, as it was opened"
+                f"adapter: expected {recorded.scale:g} with {recorded.negative!r}, as it was opened"
             )
 
     def check_rate(self, fps: int | None) -> None:
-        """Raise RequestError for another frame rate than that of a recorded pipeline whose call takes one."""
+        """Raise RequestError if the frame rate differs from that of a recorded pipeline whose call takes one."""
         model: Any = self.model
-        asked, takes = getattr(model, "asked", {}), getattr(model, "takes", {})
+        arguments, takes = getattr(model, "call_arguments", {}), getattr(model, "takes", {})
         for name in RATES if fps is not None and is_recorded(model) else ():
-            rate = asked.get(name, takes[name].default) if name in takes else fps
+            rate = arguments.get(name, takes[name].default) if name in takes else fps
             if rate != fps:
                 raise RequestError(f"fps is {fps}, and this pipeline was opened with {name} {rate}: leave fps out")
 
@@ -134,15 +134,15 @@ class ServedPolicy:
             raise RequestError("the weights are released: POST /resume_memory_occupation", 503, retry_after=1)
 
     def check_version(self, wanted: int | None) -> None:
-        """Raise RequestError if a request is for other weights than the present ones; weights do not go back."""
+        """Raise RequestError if a request needs a version other than the current one, since old weights are not kept."""
         if wanted not in (None, self.version):
             raise RequestError(
-                f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first", 409
+                f"the weights have version {self.version}, and the request needs {wanted}: push these weights first", 409
             )
 
     @contextmanager
-    def sampling(self) -> Iterator[nn.Module]:
-        """Yield the network, whose weights stay as they are in this block. Changes that wait go first.
+    def hold_weights(self) -> Iterator[nn.Module]:
+        """Yield the network, whose weights do not change in the context. Waiting changes go first.
 
         Raises:
             RequestError: the weights are released.
@@ -156,11 +156,11 @@ class ServedPolicy:
         finally:
             self._end()
 
-    async def between(self, function: Callable[[], Result]) -> Result:
-        """Run a function while no batch is sampled, before the next one, and return its result."""
-        return await asyncio.to_thread(self._alone, function)
+    async def run_between(self, function: Callable[[], Result]) -> Result:
+        """Run a function between two batches, before the next one, and return its result."""
+        return await asyncio.to_thread(self._run_alone, function)
 
-    def _alone(self, function: Callable[[], Result]) -> Result:
+    def _run_alone(self, function: Callable[[], Result]) -> Result:
         with self._turn:
             self._changes += 1
             try:
@@ -194,25 +194,25 @@ def open_policy(
     prompts: Sequence[str] = (),
     world: World | None = None,
 ) -> ServedPolicy:
-    """Return the policy of a name, with its network on the device.
+    """Open a policy by name, with its network on the device.
 
-    On several ranks all of them hold a part of the weights, and a part of the tokens of each sample while it is denoised.
+    With several ranks, each holds a part of the weights, and denoises a part of the tokens of each sample.
 
     Args:
-        name: built-in model, folder or id on the Hub of a pipeline, `module:name`, or folder of a run.
+        name: built-in model, folder or Hub id of a pipeline, `module:name`, or folder of a run.
         weights: folder of other base weights; None takes the model's own.
-        steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
+        steps, guidance, pipeline: default settings of a request, and settings of the pipeline.
         dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on a GPU, else float32.
-        roots: folders that weights and images may be read from later; by default `find_shared_folder()` and the folders of
+        roots: folders from which clients may read weights and images; by default `find_shared_folder()` and the folders of
             the model's weights.
-        prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
-        world: the ranks of the server; None for one process, on the GPU, or the CPU without one.
+        prompts: files of the run's prompts, on which a pipeline without an adapter is recorded.
+        world: ranks of the server; None for one process, on the GPU if there is one.
 
     Raises:
-        UsageError: there is no such model, it cannot be loaded, or its tokens cannot be split over the ranks.
-        RunError: the folder in shared memory belongs to somebody else.
+        UsageError: the model does not exist or cannot be loaded, or its tokens cannot be split over the ranks.
+        RunError: the folder in shared memory belongs to another user.
     """
-    device = default_device() if world is None else world.device
+    device = find_default_device() if world is None else world.device
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
     base = find_base_model(name)
     if is_run(name):
@@ -220,33 +220,33 @@ def open_policy(
             raise UsageError("weights", weights, hint=f"{name} is a run with its own; leave one out")
         weights = Path(name) / WEIGHTS
         if not weights.is_dir():
-            raise UsageError(f"{name} is a run that has exported no weights: let it end (--resume)")
+            raise UsageError(f"{name} is a run without exported weights: finish it (--resume)")
     job = jobs.open_to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
     module = _build_alone(job, kind, device) if world is None else _share_network(job, world, kind)
     served = ServedWeights(
         module,
-        roots=roots or [find_shared_folder(), *_folders(job.model.weights)],
+        roots=roots or [find_shared_folder(), *_list_folders(job.model.weights)],
         device=device,
         ranks=None if world is None else Ranks(world),
     )
     for root in served.roots:
-        remove_left(root)
+        remove_dead_folders(root)
     return ServedPolicy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
 
 
 def _build_alone(job: jobs.Job, kind: torch.dtype, device: torch.device) -> nn.Module:
-    """Return a job's network on the device."""
+    """Build a job's network on the device."""
     module = jobs.build(job).eval()
-    cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
-    for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
-        # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
+    cast_samples(module, kind)  # as in training: samples are cast, but not numbers per sample
+    for parameter in module.parameters():  # but not buffers, such as frequencies, which FSDP2 does not cast either
+        # Copied for the trainer's alignment: mapped weights of a file begin where its header ends.
         parameter.data = fresh_copy(parameter.data.to(kind), device)
     return module.to(device)
 
 
 @collective
 def _share_network(job: jobs.Job, world: World, dtype: torch.dtype) -> nn.Module:
-    """Return a job's network, sharded over the ranks, which split the tokens of each sample."""
+    """Build a job's network, sharded over the ranks, which split the tokens of each sample."""
     name: Any = str(dtype).removeprefix("torch.")
     config = EngineConfig(comm="reshard", context_parallel=world.size, compute=name, masters=name, compile=False)
     module = jobs.build(job, empty=job.model.weights is not None)
@@ -254,7 +254,7 @@ def _share_network(job: jobs.Job, world: World, dtype: torch.dtype) -> nn.Module
         return ShardedModule(module, job.model.blocks(module), world, config, weights=job.model.weights).module.eval()
 
 
-def _folders(weights: Weights | None) -> list[Path]:
-    """Return the folders of a model's own weights, each with those beside it that belong to the same pipeline."""
+def _list_folders(weights: Weights | None) -> list[Path]:
+    """List the folders of a model's own weights, or of the pipelines that they belong to."""
     folders = [] if weights is None else [weights] if isinstance(weights, Path) else list(weights.values())
     return [folder.parent if (folder.parent / "model_index.json").is_file() else folder for folder in folders]

@@ -1,7 +1,7 @@
-"""Processes that hold a part of the weights each and share every sample: the first one serves, the others repeat its calls.
+"""Processes of a server that share weights and samples: the first one serves, and the others repeat its calls.
 
-What they must do together is marked `together`, and the first process does it in one order. Arguments travel as msgpack,
-weights as raw bytes: nothing is unpickled.
+Functions marked `on_all_ranks` run on all processes, in the order of the first one. Arguments travel as msgpack, weights as
+raw bytes: nothing is unpickled.
 """
 
 import os
@@ -18,23 +18,21 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import LostProcessError, convert_errors
-from fluvial.engines.extensions.wire.tensors import pack, tree_of
+from fluvial.engines.extensions.wire.tensors import pack, unpack_tree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-IDLE = 1e7  # seconds that a request may be away; a process that dies closes its connections
+IDLE = 1e7  # timeout between two requests, in seconds: a dead process is detected by its closed connections
 LOST = "a process that shares the samples is gone, or failed alone; its own message says why"
-
-
 PLAIN = (str, bytes, int, float, Tensor, type(None))
 _marked: dict[str, tuple[Callable[..., Any], Mapping[str, type]]] = {}  # functions, and classes of their arguments
 
 
-def together(*classes: type) -> Callable[[Function], Function]:
-    """Mark a function that all processes call when the first does; its first argument has `ranks`, None for one process.
+def on_all_ranks(*classes: type) -> Callable[[Function], Function]:
+    """Decorate a function that all processes call with the first one; its first argument has `ranks`, None for one process.
 
     Args:
-        classes: what its other arguments may hold beside texts, numbers, tensors, lists, tuples and maps: dataclasses,
-            named tuples and structs, which are made of their fields.
+        classes: dataclasses, named tuples and structs that other arguments may hold, beside texts, numbers, tensors, lists,
+            tuples and maps. They are rebuilt from their fields.
     """
 
     def mark(function: Function) -> Function:
@@ -51,10 +49,10 @@ def together(*classes: type) -> Callable[[Function], Function]:
 
 
 class Ranks:
-    """The processes of a server.
+    """Processes of a server.
 
     Args:
-        world: their process group. Every rank must make this at the same time.
+        world: their process group. Every rank must construct this at the same time.
     """
 
     def __init__(self, world: World) -> None:
@@ -63,61 +61,61 @@ class Ranks:
         self._lost = False
 
     def call(self, name: str, served: Any, args: tuple[Any, ...]) -> Any:
-        """Call a marked function on all processes, and return what it returns here, or raise what it raises on all of them.
+        """Call a marked function on all processes. Return this process's result, or raise if all processes raise.
 
         Raises:
-            LostProcessError: another process is gone, or one failed alone. The server ends.
+            LostProcessError: another process is gone, or only some failed. The server ends.
         """
         function, classes = _marked[name]
         with self._turn:
-            if self._depth:  # a call within one
+            if self._depth:  # a nested call
                 return function(served, *args)
-            asked = pack([name, type(served).__name__, take_apart(args, classes)])
+            call = pack([name, type(served).__name__, encode_arguments(args, classes)])
             try:
-                self._share(asked)
-                return self._act(function, served, args)
+                self._share(call)
+                return self._run(function, served, args)
             except LostProcessError:
                 self._lost = True
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise
 
     def send(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """Return on every process, on the host, the tensor that the first one gives; `like` has its shape and dtype."""
-        whole = torch.empty_like(like, device="cpu") if tensor is None else tensor.cpu().contiguous()
+        """Send a tensor of the first process to all, on the host; `like` has its shape and dtype."""
+        received = torch.empty_like(like, device="cpu") if tensor is None else tensor.cpu().contiguous()
         with convert_errors(LostProcessError, RuntimeError, says=LOST):
-            dist.broadcast(whole.reshape(-1).view(torch.uint8), 0, group=self._weights.group)
-        return whole
+            dist.broadcast(received.reshape(-1).view(torch.uint8), 0, group=self._weights.group)
+        return received
 
     @collective
     def follow(self, *served: Any) -> None:
-        """Repeat the calls of the first process with the objects of its kinds, until it ends.
+        """Repeat the calls of the first process on these objects, one per class, until it ends.
 
         Raises:
-            LostProcessError: another process is gone, or one failed alone.
+            LostProcessError: another process is gone, or only some failed.
         """
-        kinds = {type(each).__name__: each for each in served}
+        objects = {type(each).__name__: each for each in served}
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        while asked := self._share(b""):
-            name, kind, args = tree_of(asked)
+        while call := self._share(b""):
+            name, kind, args = unpack_tree(call)
             function, classes = _marked[name]
-            given = put_together(args, classes)
+            arguments = decode_arguments(args, classes)
             try:
-                self._act(function, kinds[kind], given)
+                self._run(function, objects[kind], arguments)
             except LostProcessError:
                 raise
-            except Exception:  # of all processes, which the first one answers with
+            except Exception:  # raised by all processes; the first one reports it
                 continue
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def end(self) -> None:
-        """End the other processes, after the call at work; LostProcessError if one of them is gone."""
+        """End the other processes, after the current call; LostProcessError if one of them is gone."""
         with self._turn:
             if self._lost:
                 raise LostProcessError(LOST)
             self._share(b"")
 
-    def _act(self, function: Function, served: Any, args: tuple[Any, ...]) -> Any:
+    def _run(self, function: Function, served: Any, args: tuple[Any, ...]) -> Any:
         result, problem = None, None
         self._depth += 1
         try:
@@ -135,22 +133,22 @@ class Ranks:
         return result
 
     def _share(self, sent: bytes) -> bytes:
-        """Return on every process the bytes of the first one."""
+        """Send bytes of the first process to all, and return them."""
         with convert_errors(LostProcessError, RuntimeError, says=LOST):
             size = torch.tensor([len(sent)])
             dist.broadcast(size, 0, group=self._calls.group)
-            held = torch.empty(int(size), dtype=torch.uint8)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
             if self._is_main and sent:
-                held = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-            dist.broadcast(held, 0, group=self._calls.group)
-        return held.numpy().tobytes()
+                buffer = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            dist.broadcast(buffer, 0, group=self._calls.group)
+        return buffer.numpy().tobytes()
 
 
-def take_apart(value: Any, classes: Mapping[str, type]) -> Any:
-    """Return a value as plain data, in which each container is a pair of its class's name and what it holds.
+def encode_arguments(value: Any, classes: Mapping[str, type]) -> Any:
+    """Encode a value as plain data: each container becomes a pair of its class's name and its content.
 
     Raises:
-        TypeError: it holds an object of another class than `classes`.
+        TypeError: the value holds an object of a class that is not in `classes`.
     """
     kind = type(value).__name__
     if isinstance(value, Tensor) and value.is_meta:
@@ -158,30 +156,30 @@ def take_apart(value: Any, classes: Mapping[str, type]) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
-        return "dict", {key: take_apart(each, classes) for key, each in value.items()}
+        return "dict", {key: encode_arguments(each, classes) for key, each in value.items()}
     if classes.get(kind) is type(value):
-        return kind, [take_apart(getattr(value, name), classes) for name in _field_names(type(value))]
+        return kind, [encode_arguments(getattr(value, name), classes) for name in _list_field_names(type(value))]
     if type(value) not in (list, tuple):
-        raise TypeError(f"a {kind} is no argument of a call of all processes: name its class at `together`")
-    return kind, [take_apart(each, classes) for each in value]
+        raise TypeError(f"a {kind} cannot be an argument of a call on all processes: name its class in `on_all_ranks`")
+    return kind, [encode_arguments(each, classes) for each in value]
 
 
-def put_together(value: Any, classes: Mapping[str, type]) -> Any:
-    """Return the value that `take_apart` took apart, after msgpack carried it; only objects of `classes` are made."""
+def decode_arguments(value: Any, classes: Mapping[str, type]) -> Any:
+    """Decode a value of `encode_arguments` after msgpack; only objects of `classes` are constructed."""
     if not isinstance(value, list):
         return value
-    kind, held = value
+    kind, content = value
     if kind == "dict":
-        return {key: put_together(each, classes) for key, each in held.items()}
+        return {key: decode_arguments(each, classes) for key, each in content.items()}
     if kind == "meta":
-        return torch.empty(held[1:], dtype=getattr(torch, held[0]), device="meta")
-    parts = [put_together(each, classes) for each in held]
+        return torch.empty(content[1:], dtype=getattr(torch, content[0]), device="meta")
+    parts = [decode_arguments(each, classes) for each in content]
     if kind in classes:
-        return classes[kind](**dict(zip(_field_names(classes[kind]), parts, strict=True)))
+        return classes[kind](**dict(zip(_list_field_names(classes[kind]), parts, strict=True)))
     return tuple(parts) if kind == "tuple" else parts
 
 
-def _field_names(kind: Any) -> tuple[str, ...]:
+def _list_field_names(kind: Any) -> tuple[str, ...]:
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)

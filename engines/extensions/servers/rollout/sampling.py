@@ -1,4 +1,4 @@
-"""A batch of orders as samples, by `engines.sampling.generate`: there is no second sampler."""
+"""Sampling of a batch of orders, by `engines.sampling.generate`, as in training."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,9 +18,9 @@ from fluvial.core.transitions import Sampler
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.rollout.orders import CLASSES, Recipe, SampleOrder, words
+from fluvial.engines.extensions.servers.rollout.orders import CLASSES, BatchSpec, SampleOrder, stack_keys
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
-from fluvial.engines.extensions.servers.rollout.ranks import together
+from fluvial.engines.extensions.servers.rollout.ranks import on_all_ranks
 from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, SharedPrefix, StochasticSteps, generate
@@ -31,79 +31,76 @@ from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import Guided
 from fluvial.models.pipelines.layouts import PLAIN, embed_guidance, find_layout
 
-NOT_LAID_OUT = "rollout_noise_std_devs"  # debug tensor of a number per step
+NOT_LAID_OUT = "rollout_noise_std_devs"  # debug tensor with one number per step
 
 
 class ReplyForm:
-    """The form of the replies to a request: sglang's where it has no `extra_sampling_params["fluvial"]`, or fluvial's own.
+    """Form of the reply to a request: fluvial's with `extra_sampling_params["fluvial"]`, else sglang's.
 
                    fluvial                               sglang
-    latents        [K, *event]                           as its pipeline denoises them, e.g. tokens [K, H W / 4, 4 C]
+    latents        [K, *event]                           in its pipeline's layout, e.g. tokens [K, H W / 4, 4 C]
     timesteps      of the schedule, [T]                  of the returned boundaries, [K], 0 at the last one
     debug tensors  [T, *event]                           in the layout of the latents; standard deviations are [T, 1]
-    image          [C, H, W], or [C, F, H, W]            [C, 1, H, W] of pipelines whose VAE is one of videos
-    conditioning   fields of the model's own, [1, ...]   arguments of sglang's network, without the batch dimension
+    image          [C, H, W], or [C, F, H, W]            [C, 1, H, W] for pipelines with a video VAE
+    conditioning   fields of the model, [1, ...]         arguments of sglang's network, without the batch dimension
     """
 
     def __init__(self, request: RolloutRequest, model: DiffusionModel, event: tuple[int, ...]) -> None:
         self.sglang, self.event, self.video_dtype = request.wants_sglang_form, event, request.rollout_video_dtype
         self.layout = find_layout(model) if self.sglang else PLAIN
 
-    def image(self, image: Tensor) -> Tensor:
-        """Return an image or a video; videos are quantised where that is asked for."""
+    def format_image(self, image: Tensor) -> Tensor:
+        """Format an image or a video, which is quantised if requested."""
         if image.ndim == 4 and self.video_dtype == "uint8":
             return (image * 255).round().to(torch.uint8)
         return image.unsqueeze(1) if image.ndim == 3 and self.layout.framed else image.clone()
 
-    def trajectory(self, latents: Tensor, boundaries: Sequence[int], schedule: Schedule) -> DitTrajectory:
-        """Return latents `[K, *event]` at K boundaries of steps as a trajectory."""
+    def format_trajectory(self, latents: Tensor, boundaries: Sequence[int], schedule: Schedule) -> DitTrajectory:
+        """Format latents `[K, *event]` at K step boundaries as a trajectory."""
         timesteps = schedule.timesteps.float().cpu()
         if self.sglang:
             timesteps = torch.cat([timesteps, timesteps.new_zeros(1)])[list(boundaries)]
         levels = first_row(schedule.levels).clone()
-        return DitTrajectory(self.layout.of_event(latents), timesteps, levels, tuple(boundaries))
+        return DitTrajectory(self.layout.from_event(latents), timesteps, levels, tuple(boundaries))
 
-    def debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return debug tensors `[T, ...]` by name."""
-        lay = self.layout.of_event
-        return {name: tensor.clone() if name == NOT_LAID_OUT else lay(tensor).clone() for name, tensor in tensors.items()}
+    def format_debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Format debug tensors `[T, ...]` by name."""
+        convert = self.layout.from_event
+        return {name: (tensor if name == NOT_LAID_OUT else convert(tensor)).clone() for name, tensor in tensors.items()}
 
-    def conditioning(self, cond: Cond, row: int) -> dict[str, Any]:
-        """Return the conditioning of one sample of a batch."""
-        taken = slice(row, row + 1) if not self.sglang else row
-        on_host = optree.tree_map(lambda tensor: tensor[taken].cpu(), cond)
+    def format_conditioning(self, cond: Cond, row: int) -> dict[str, Any]:
+        """Format the conditioning of one sample of a batch."""
+        index = slice(row, row + 1) if not self.sglang else row
+        on_host = optree.tree_map(lambda tensor: tensor[index].cpu(), cond)
         positive, negative = (on_host.cond, on_host.uncond) if isinstance(on_host, Guided) else (on_host, None)
         guidance: Any = embed_guidance(positive)
         if not self.sglang:
             guidance = float(on_host.scale) if isinstance(on_host, Guided) else None
         return {
             "image_kwargs": None if self.sglang else {},
-            "pos_cond_kwargs": self._arguments(positive),
-            "neg_cond_kwargs": None if negative is None else self._arguments(negative),
+            "pos_cond_kwargs": self._to_arguments(positive),
+            "neg_cond_kwargs": None if negative is None else self._to_arguments(negative),
             "guidance": guidance,
         }
 
-    def _arguments(self, cond: Cond) -> Any:
-        """Return the conditioning of one sample as maps."""
-        return _maps(self.layout.arguments(cond, self.event) if self.sglang else _fields(cond))
+    def _to_arguments(self, cond: Cond) -> Any:
+        """Convert the conditioning of one sample to maps."""
+        if self.sglang:
+            return _to_maps(self.layout.arguments(cond, self.event))
+        return _to_maps(cond if isinstance(cond, Mapping) or hasattr(cond, "_asdict") else {"cond": cond})
 
 
-def _fields(cond: Cond) -> Any:
-    """Return the fields of a conditioning, or itself as the only one."""
-    return cond if isinstance(cond, Mapping) or hasattr(cond, "_asdict") else {"cond": cond}
-
-
-def _maps(value: Any) -> Any:
-    """Return a tree of maps and lists; fields of a named tuple that are None are left out."""
+def _to_maps(value: Any) -> Any:
+    """Convert a value to a tree of maps and lists; fields of a named tuple that are None are left out."""
     if hasattr(value, "_asdict"):
         value = {name: each for name, each in value._asdict().items() if each is not None}
     if isinstance(value, Mapping):
-        return {str(name): _maps(each) for name, each in value.items()}
-    return [_maps(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(name): _to_maps(each) for name, each in value.items()}
+    return [_to_maps(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-class _Steps:
-    """The samples and the predictions of every step of a batch."""
+class _StepObserver:
+    """Observer that stores the samples and predictions of every step of a batch."""
 
     def __init__(self) -> None:
         self.x: dict[int, Tensor] = {}
@@ -113,94 +110,89 @@ class _Steps:
         self.x[step.t], self.v[step.t] = step.x, step.v
 
 
-def batcher(
+def build_batcher(
     policy: ServedPolicy, *, micro_batch: int, linger: float, most_waiting: int
 ) -> Batcher[SampleOrder, RolloutSample]:
-    """Return what makes the samples of a policy; see `generate_samples` and `Batcher`."""
+    """Build the batcher of a policy's samples; see `generate_samples` and `Batcher`."""
     make = partial(generate_samples, policy, micro_batch=micro_batch)
-    return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
+    return Batcher(make, alike=lambda order: order.spec, size=micro_batch, linger=linger, most_waiting=most_waiting)
 
 
 def generate_samples(policy: ServedPolicy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
-    """Return the samples of at most `micro_batch` orders with one recipe.
+    """Generate the samples of at most `micro_batch` orders with one spec.
 
-    The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is
-    to make, and the bits of a sample do not depend on what else is asked for.
-
-    Args:
-        micro_batch: rows of a batch.
+    The batch is padded with repeats of the first order. So the network always computes the same number of rows, and the bits
+    of a sample do not depend on other requests.
 
     Raises:
-        RequestError: the orders are wrong, or of other weights.
-        RunError: the samples cannot be made.
+        RequestError: the orders are wrong, or need other weights.
+        RunError: sampling failed.
     """
     try:
-        with policy.sampling():
+        with policy.hold_weights():
             for order in orders:
                 policy.check_version(order.request.fluvial.version)
             return _generate(policy, orders, micro_batch)
     except RequestError:
         raise
     except Exception as error:
-        said = one_line(error) or type(error).__name__
+        problem = one_line(error) or type(error).__name__
         if isinstance(error, ValueError):
-            raise RequestError(said) from None
-        raise RunError(f"the samples cannot be made: {said}") from None
+            raise RequestError(problem) from None
+        raise RunError(f"sampling failed: {problem}") from None
 
 
-@together(*CLASSES)
+@on_all_ranks(*CLASSES)
 def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], micro_batch: int) -> list[RolloutSample]:
-    start, recipe, filled = time.perf_counter(), orders[0].recipe, [*orders, *[orders[0]] * (micro_batch - len(orders))]
-    schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
-    sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
+    start, spec, padded = time.perf_counter(), orders[0].spec, [*orders, *[orders[0]] * (micro_batch - len(orders))]
+    schedule, steps = policy.schedule(spec.steps, spec.shape), _StepObserver()
+    sampler = None if spec.sampler is None else policy.bind_sampler(spec.sampler, spec.eta, schedule)
     names = {name for order in orders for name in order.request.debug}
-    needed = names or any(order.boundaries for order in orders)
-    shared_window = recipe.window
-    window: tuple[int, ...] | Tensor = (
-        torch.tensor([order.window for order in filled]) if shared_window is None else shared_window
-    )
-    sampling = _sampling(recipe, window, schedule, sampler, observe=steps if needed else None)
-    keys = words([order.key for order in filled], policy.device)
+    observes = names or any(order.boundaries for order in orders)
+    window = torch.tensor([order.window for order in padded]) if spec.window is None else spec.window
+    sampling = _build_sampling(spec, window, schedule, sampler, observe=steps if observes else None)
+    keys = stack_keys([order.key for order in padded], policy.device)
     requests = Requests(
-        [order.prompt for order in filled],
-        [order.id for order in filled],
-        keys if recipe.shared is None else recipe.shared[1],
-        [order.initial_id for order in filled],
+        [order.prompt for order in padded],
+        [order.id for order in padded],
+        keys if spec.shared is None else spec.shared[1],
+        [order.initial_id for order in padded],
     )
-    (chunk,) = generate(policy.model, policy.weights.module, requests, sampling, micro_batch=len(filled))
-    log_probs, images = _log_probs(chunk, recipe), chunk.images.float().cpu()
+    (chunk,) = generate(policy.model, policy.weights.module, requests, sampling, micro_batch=len(padded))
+    log_probs, images = _scatter_log_probs(chunk, spec), chunk.images.float().cpu()
     debug: dict[str, Tensor] = {}
     if names:
         deterministic = deterministic_step(policy.model.prediction)
         table = plan(
             schedule.levels,
             deterministic if sampler is None else sampler,
-            batch=len(filled),
+            batch=len(padded),
             window=window,
             deterministic=deterministic,
             record=(),
             device=policy.device,
         )
-        debug = _debug(names, steps, fold_in(keys, torch.tensor(requests.ids, device=policy.device)), table)
-    latents = _latents(steps, chunk, recipe)
+        debug = _compute_debug(names, steps, fold_in(keys, torch.tensor(requests.ids, device=policy.device)), table)
+    latents = _collect_latents(steps, chunk, spec)
     seconds = time.perf_counter() - start
     samples = []
     for row, order in enumerate(orders):
-        asked = order.request
-        form = ReplyForm(asked, policy.model, recipe.shape)
-        traced, env = asked.rollout_return_dit_trajectory, asked.rollout_return_denoising_env
+        request = order.request
+        form = ReplyForm(request, policy.model, spec.shape)
+        has_env = request.rollout and request.rollout_return_denoising_env
+        trajectory = None
+        if request.rollout and request.rollout_return_dit_trajectory:
+            trajectory = form.format_trajectory(_choose_latents(order, row, latents), order.boundaries, schedule)
         samples.append(
             RolloutSample(
                 request_id="",
-                prompt=asked.prompt,
-                seed=asked.seed,
-                generated_output=form.image(images[row]),
-                rollout_log_probs=log_probs[row].clone() if asked.rollout else None,
-                rollout_debug_tensors=form.debug({name: debug[name][row] for name in asked.debug}) or None,
-                denoising_env=form.conditioning(chunk.cond, row) if asked.rollout and env else None,
-                dit_trajectory=form.trajectory(_choose_latents(order, row, latents), order.boundaries, schedule)
-                if asked.rollout and traced
-                else None,
+                prompt=request.prompt,
+                seed=request.seed,
+                generated_output=form.format_image(images[row]),
+                rollout_log_probs=log_probs[row].clone() if request.rollout else None,
+                rollout_debug_tensors=form.format_debug({name: debug[name][row] for name in request.debug}) or None,
+                denoising_env=form.format_conditioning(chunk.cond, row) if has_env else None,
+                dit_trajectory=trajectory,
                 inference_time_s=seconds,
                 weight_version=policy.version,
             )
@@ -208,19 +200,24 @@ def _generate(policy: ServedPolicy, orders: Sequence[SampleOrder], micro_batch: 
     return samples
 
 
-def _sampling(
-    recipe: Recipe, window: tuple[int, ...] | Tensor, schedule: Schedule, sampler: Sampler | None, *, observe: _Steps | None
+def _build_sampling(
+    spec: BatchSpec,
+    window: tuple[int, ...] | Tensor,
+    schedule: Schedule,
+    sampler: Sampler | None,
+    *,
+    observe: _StepObserver | None,
 ) -> Sampling:
-    options, stochastic = recipe.options, None
+    options, stochastic = spec.options, None
     if sampler is not None:
         windows = (lambda ids: window) if isinstance(window, Tensor) else window
-        stochastic = StochasticSteps(sampler, windows, record=recipe.record, form=recipe.form, reduction=options.reduction)
+        stochastic = StochasticSteps(sampler, windows, record=spec.record, form=spec.form, reduction=options.reduction)
     return Sampling(
-        recipe.shape,
+        spec.shape,
         schedule,
-        recipe.guidance,
+        spec.guidance,
         options.solver,
-        recipe.eta if sampler is None else 0.0,
+        spec.eta if sampler is None else 0.0,
         stochastic,
         autocast=options.autocast,
         prefix=None if options.prefix is None else SharedPrefix(*options.prefix),
@@ -231,30 +228,30 @@ def _sampling(
     )
 
 
-def _log_probs(chunk: Chunk, recipe: Recipe) -> Tensor:
+def _scatter_log_probs(chunk: Chunk, spec: BatchSpec) -> Tensor:
     """Return the log-probability of every step, `[B, T]` float32, 0 at steps without noise."""
     recorded = chunk.trajectory.log_prob.float().cpu()
-    table = torch.zeros(len(recorded), recipe.steps)
+    table = torch.zeros(len(recorded), spec.steps)
     return table.scatter_(1, chunk.trajectory.steps.cpu(), recorded)
 
 
-def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
-    """Return the samples at the boundaries of steps, as far as they are known."""
+def _collect_latents(steps: _StepObserver, chunk: Chunk, spec: BatchSpec) -> dict[int, Tensor]:
+    """Return the known latents by step boundary."""
     latents, trajectory = dict(steps.x), chunk.trajectory
-    if recipe.window is not None:  # with `after` the step behind the window is not observed
-        latents.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps[0].tolist())})
-    latents[recipe.steps] = trajectory.final
+    if spec.window is not None:  # with `after`, the step after the window is not observed
+        latents.update({step + 1: trajectory.x_next[:, index] for index, step in enumerate(trajectory.steps[0].tolist())})
+    latents[spec.steps] = trajectory.final
     return latents
 
 
 def _choose_latents(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:
-    """Return the latents of a sample at the boundaries that it is asked for, `[K, *event]`."""
+    """Return the latents of a sample at its requested boundaries, `[K, *event]`."""
     chosen = [latents[boundary][row] for boundary in order.boundaries]
     return torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
 
 
-def _debug(names: Collection[str], steps: _Steps, keys: Key, table: StepPlan) -> dict[str, Tensor]:
-    """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
+def _compute_debug(names: Collection[str], steps: _StepObserver, keys: Key, table: StepPlan) -> dict[str, Tensor]:
+    """Compute debug tensors, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
     noise_keys, stochastic = fold_in(keys, Stream.STEPS), mask(table.stochastic, len(table.levels) - 1, torch.device("cpu"))
 
     def noise(step: int) -> Tensor:

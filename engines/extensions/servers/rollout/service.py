@@ -1,10 +1,12 @@
-"""The rollout server, with the endpoints of sglang-diffusion that a trainer calls.
+"""Handlers of the rollout server, with the endpoints of sglang-diffusion that a trainer calls.
 
 POST /rollout/generate            samples of a prompt with their log-probabilities, as msgpack (`engines.extensions.wire`)
-GET  /health, /health_generate    200 once samples can be made
+GET  /health, /liveness           200 while the server runs
+GET  /health_generate             200 while the weights are not released
 GET  /v1/models, /v1/model_info   the model, and the version of its weights
-GET  /model_info, /server_info    the same for gateways; /liveness is 200 while the server runs
-and the endpoints of `image_routes`, and of `weight_routes`, which change the weights
+GET  /model_info, /server_info    the same, for gateways
+
+`image_routes` and `video_routes` have further endpoints for samples, and `weight_routes` those that change the weights.
 """
 
 import asyncio
@@ -22,9 +24,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fluvial.engines.extensions.servers import asgi
-from fluvial.engines.extensions.servers.asgi import RequestError, json_of, until_gone
+from fluvial.engines.extensions.servers.asgi import RequestError, read_json, run_until_disconnect
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits, orders_of
+from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits, build_orders
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
 from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
@@ -37,7 +39,7 @@ NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 class RolloutService:
-    """The handlers of the rollout server."""
+    """Handlers of the rollout server."""
 
     def __init__(
         self, policy: ServedPolicy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
@@ -50,47 +52,48 @@ class RolloutService:
 
         Raises:
             RequestError: the request is wrong or too large, too many samples wait, or it took too long.
-            RunError: the samples cannot be made.
+            RunError: sampling failed.
         """
-        value = await json_of(request, dict[str, Any], most_bytes=self.limits.body)
-        asked = await asyncio.to_thread(read_request, value, self.limits.request)
-        samples = await self.generate_all(request, [asked])
+        value = await read_json(request, dict[str, Any], most_bytes=self.limits.body)
+        rollout_request = await asyncio.to_thread(read_request, value, self.limits.request)
+        samples = await self.generate_all(request, [rollout_request])
         return Response(await asyncio.to_thread(write_response, samples), media_type=MSGPACK)
 
-    async def generate_all(self, request: Request | None, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
-        """Return the samples of rollout requests, one after the other.
+    async def generate_all(self, request: Request | None, rollout_requests: Sequence[RolloutRequest]) -> list[RolloutSample]:
+        """Return the samples of rollout requests, in their order.
 
         Args:
-            request: HTTP request that waits for them, whose body has been read; its client may hang up.
+            request: HTTP request that waits for the samples, whose body has been read; work ends when its client
+                disconnects.
 
         Raises:
             RequestError: a request is wrong or too large, too many samples wait, or it took too long.
-            RunError: the samples cannot be made.
+            RunError: sampling failed.
         """
         name, seeds, orders = secrets.token_hex(16), list[int | None](), list[SampleOrder]()
-        for asked in wanted:
-            seed, asked_orders = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
-            self.policy.check_version(asked.fluvial.version)
-            seeds += [seed] * len(asked_orders)
-            orders += asked_orders
+        for each in rollout_requests:
+            seed, new_orders = await asyncio.to_thread(build_orders, each, self.policy, self.limits)
+            self.policy.check_version(each.fluvial.version)
+            seeds += [seed] * len(new_orders)
+            orders += new_orders
         self.policy.check_resumed()
         work = asyncio.wait_for(asyncio.wrap_future(self.batcher.submit(orders)), self.deadline)
         try:
-            samples = await (work if request is None else until_gone(request, work))
+            samples = await (work if request is None else run_until_disconnect(request, work))
         except TimeoutError:
             raise RequestError(
-                f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline", 504
+                f"the samples took more than {self.deadline:g} s: request fewer, or serve with a longer deadline", 504
             ) from None
         peak = None
-        if is_accelerator(self.policy.device) and not wanted[0].suppress_logs:
+        if is_accelerator(self.policy.device) and not rollout_requests[0].suppress_logs:
             peak = torch.get_device_module(self.policy.device).max_memory_allocated(self.policy.device) / 2**20
         return [
             replace(sample, request_id=name, seed=seed, peak_memory_mb=peak)
             for sample, seed in zip(samples, seeds, strict=True)
         ]
 
-    async def health(self, request: Request) -> JSONResponse:
-        """Return that the server runs, and what it has made."""
+    async def report_health(self, request: Request) -> JSONResponse:
+        """Report that the server runs, and its counters."""
         batcher = self.batcher
         answer = {
             "status": "ok",
@@ -102,31 +105,31 @@ class RolloutService:
         }
         return JSONResponse(answer)
 
-    async def ready(self, request: Request) -> JSONResponse:
-        """Return that samples can be made; RequestError if the weights are released."""
+    async def report_readiness(self, request: Request) -> JSONResponse:
+        """Report that the server can sample; RequestError if the weights are released."""
         self.policy.check_resumed()
         return JSONResponse({"status": "ok", "weight_version": self.policy.version})
 
-    async def models(self, request: Request) -> JSONResponse:
-        """Return the model in the form of OpenAI's list of models."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+    async def list_models(self, request: Request) -> JSONResponse:
+        """Return the model in OpenAI's form of a list of models."""
+        return JSONResponse({"object": "list", "data": [self._build_card()]})
 
-    async def model(self, request: Request) -> JSONResponse:
+    async def show_model(self, request: Request) -> JSONResponse:
         """Return the model by its name; RequestError if it has another name."""
         name = request.path_params["model"]
         if name != self.policy.name:
             raise RequestError(f"there is no model {name[:80]!r}, expected {self.policy.name}", 404)
-        return JSONResponse(self._card())
+        return JSONResponse(self._build_card())
 
-    async def model_info(self, request: Request) -> JSONResponse:
-        """Return what is served, and how."""
+    async def show_info(self, request: Request) -> JSONResponse:
+        """Describe the served model and its settings."""
         policy = self.policy
         answer = {
             "model_path": policy.name,
             "served_model_name": policy.name,
             "is_generation": True,
             "model_type": "diffusion",
-            "architectures": [self._about()["pipeline_class"]],
+            "architectures": [self._describe_model()["pipeline_class"]],
             "has_image_understanding": bool(list_arguments(policy.model)),
             "has_audio_understanding": False,
             "output_types": ["VIDEO" if self._makes_videos else "IMAGE"],
@@ -134,7 +137,7 @@ class RolloutService:
             "tp_size": 1,
             "dp_size": 1,
             "version": version("fluvial"),
-            **self._about(),
+            **self._describe_model(),
             "latent_shape": list(policy.shape),
             "num_inference_steps": policy.steps,
             "guidance_scale": policy.guidance.scale,
@@ -150,8 +153,8 @@ class RolloutService:
     def _makes_videos(self) -> bool:
         return len(self.policy.shape) > 3
 
-    def _card(self) -> dict[str, Any]:
-        """Return the model as OpenAI describes one."""
+    def _build_card(self) -> dict[str, Any]:
+        """Describe the model in OpenAI's form."""
         name = self.policy.name
         return {
             "id": name,
@@ -161,10 +164,10 @@ class RolloutService:
             "root": name,
             "parent": None,
             "max_model_len": None,
-            **self._about(),
+            **self._describe_model(),
         }
 
-    def _about(self) -> dict[str, Any]:
+    def _describe_model(self) -> dict[str, Any]:
         """Return the fields that sglang adds to a model."""
         module, model = self.policy.weights.module, self.policy.model
         dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
@@ -181,27 +184,27 @@ class RolloutService:
         }
 
 
-def application(
+def build_application(
     service: RolloutService, *, key: str = "", admin: str = "", control: Sequence[Route] = (), more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a service.
+    """Build the ASGI application of a service.
 
     Args:
-        more: further endpoints that make samples.
-        key: API key that requests must send; empty asks for none.
-        admin: key that requests to the control endpoints must send; empty asks for the API key.
-        control: endpoints that change what is served.
+        key: API key that requests must send; empty requires none.
+        admin: key that requests to the control endpoints must send; empty requires the API key.
+        control: endpoints that change the weights.
+        more: further endpoints for samples.
     """
     routes = [
         Route(GENERATE, service.generate, methods=["POST"]),
-        Route("/health", service.health),
-        Route("/health_generate", service.ready),
-        Route("/v1/models", service.models),
-        Route("/v1/models/{model:path}", service.model),
-        *(Route(path, service.model_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
-        Route("/liveness", service.health),
+        Route("/health", service.report_health),
+        Route("/health_generate", service.report_readiness),
+        Route("/v1/models", service.list_models),
+        Route("/v1/models/{model:path}", service.show_model),
+        *(Route(path, service.show_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
+        Route("/liveness", service.report_health),
         *more,
         *control,
     ]
     paths = [route.path for route in control]
-    return asgi.application(routes, close=service.batcher.close, key=key, admin=admin, control=paths)
+    return asgi.build_application(routes, close=service.batcher.close, key=key, admin=admin, control=paths)

@@ -39,7 +39,7 @@ def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, lambda v, x: v / max(float(v.abs().max()), 1.0))
     report = dry_run(RECIPES["grpo"]())
-    reads = [wait for wait in report.phase("rollout").waits if wait.kind == "read"]
+    reads = [wait for wait in report.find_phase("rollout").waits if wait.kind == "read"]
     assert "test_faults.py" in reads[0].line
     assert reads[0].times >= RECIPES["grpo"]().method.sampling.steps
     with pytest.raises(AssertionError, match="reads of the update"):
@@ -50,7 +50,7 @@ def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.Mon
     planted(monkeypatch, lambda v, x: v * torch.ones(x.shape[-1]).to(x.device))
     report = dry_run(RECIPES["grpo"]())
     for name in ("rollout", "update"):
-        lines = [wait.line for wait in report.phase(name).waits if wait.kind == "blocking copy to the device"]
+        lines = [wait.line for wait in report.find_phase(name).waits if wait.kind == "blocking copy to the device"]
         assert "test_faults.py" in lines[0]
     with pytest.raises(AssertionError, match="blocking copies"):
         check(report)
@@ -79,6 +79,6 @@ def test_a_micro_batch_that_does_not_fit_is_found() -> None:
     check(dry_run(config, accelerator=gpu))
     large = dry_run(with_values(config, {"engine.update_micro_batch": 256}), accelerator=gpu)
     assert not large.fits
-    assert large.phase("update").peak > gpu.memory
+    assert large.find_phase("update").peak > gpu.memory
     with pytest.raises(AssertionError, match="bytes"):
         check(large)

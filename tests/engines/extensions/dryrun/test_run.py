@@ -18,10 +18,10 @@ from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.extensions.dryrun.passes import Repeated
+from fluvial.engines.extensions.dryrun.passes import PassRepeater
 from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import _complete, dry_run
-from fluvial.engines.extensions.plan.fit import plan_of
+from fluvial.engines.extensions.plan.fit import to_plan_config
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
@@ -79,9 +79,9 @@ def test_a_copy_of_a_built_in_method_is_planned_and_tried_alike(name: str, monke
     method: Any = config.method
     again = replace(config, method=copy(**{each.name: getattr(method, each.name) for each in fields(method)}))
     assert again.method.method_name == f"{__name__}:Copy"
-    plans = [plan_of(each, "handwriting", 8, torch.device("cpu")) for each in (config, again)]
+    plans = [to_plan_config(each, "handwriting", 8, torch.device("cpu")) for each in (config, again)]
     assert plans[0] == plans[1]
-    phases = [dry_run(each, ranks=8).record()["phases"] for each in (config, again)]
+    phases = [dry_run(each, ranks=8).as_dict()["phases"] for each in (config, again)]
     checked = {"before", "peak", "after", "lines", "operations"}  # its first loss is checked on copies
     same = [{name: {k: v for k, v in phase.items() if k not in checked} for name, phase in each.items()} for each in phases]
     assert same[0] == same[1]
@@ -120,8 +120,8 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     assert not config.pipeline.text_cache.exists(), "prompts without values are in the run's own cache"
     reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
     assert [wait.line.split(":")[0] for wait in reads] == ["engines/sampling/generate.py"], reads
-    assert report.phase("decode").operations > 0
-    assert report.phase("rollout").flops > 0
+    assert report.find_phase("decode").operations > 0
+    assert report.find_phase("rollout").flops > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
@@ -156,12 +156,12 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     check(report)
     waits = [wait for wait in between(found[0]) if wait.line.startswith("models/")]
     assert not waits, waits
-    assert report.phase("rollout").flops > 0
+    assert report.find_phase("rollout").flops > 0
     if name in tiny_replayed.ROWS:
         refuses("has no adapter, so that .* fluvial train --dry-run", plan, str(tmp_path / name), PlanConfig())
     elif name == "Flux3":  # tables of places, which the plan leaves out, are as large as the network of the others
-        planned = plan(str(tmp_path / name), plan_of(config, str(tmp_path / name), ranks, torch.device("cuda")))
-        assert 0.85 < planned.update.total / report.phase("update").peak < 1.0
+        planned = plan(str(tmp_path / name), to_plan_config(config, str(tmp_path / name), ranks, torch.device("cuda")))
+        assert 0.85 < planned.update.total / report.find_phase("update").peak < 1.0
     assert any("which are on the host here" in note for note in report.notes)
 
 
@@ -179,11 +179,11 @@ def test_keys_of_the_prompt_are_held_and_leave_out_operations(tmp_path: Path) ->
     assert whole.error is None, whole.error
     assert kept.error is None, kept.error
     for phase in ("rollout", "update"):  # diffusers' network reads values on the host; kept keys add none
-        held, before = (sum(wait.times for wait in each.phase(phase).waits) for each in (kept, whole))
+        held, before = (sum(wait.times for wait in each.find_phase(phase).waits) for each in (kept, whole))
         assert 0 < held <= before
-    assert kept.phase("update").flops == whole.phase("update").flops
-    assert kept.phase("rollout").flops < 0.7 * whole.phase("rollout").flops
-    assert kept.phase("rollout").peak > whole.phase("rollout").peak
+    assert kept.find_phase("update").flops == whole.find_phase("update").flops
+    assert kept.find_phase("rollout").flops < 0.7 * whole.find_phase("rollout").flops
+    assert kept.find_phase("rollout").peak > whole.find_phase("rollout").peak
     graphs = with_values(config, {"engine.compile": "reduce-overhead"})
     assert any(note.startswith("CUDA graphs of rollout passes") for note in dry_run(graphs).notes)
 
@@ -213,7 +213,7 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
     given |= {"train": "lora", "pipeline": pipeline}
     report = dry_run(with_values(config, {**given, **SMALL}), ranks=2)
     check(report)
-    assert report.phase("rollout").flops > 0
+    assert report.find_phase("rollout").flops > 0
 
 
 ENGINES = {"comm": "reshard", "checkpointing": "block", "offload": "always", "replicas": 2, "grad_sync": "every"}
@@ -225,7 +225,9 @@ def test_every_setting_of_the_engine_runs(field: str, value: Any) -> None:
     assert report.error is None
     assert report.fits
     if value == "phases":  # the optimizer's state is on the host during the rollout
-        assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
+        assert (
+            report.find_phase("rollout").before < report.find_phase("update").before or report.find_phase("rollout").peak > 0
+        )
 
 
 @pytest.mark.parametrize("base", ["auto", "int8"])
@@ -239,11 +241,11 @@ def test_blocks_on_the_host_are_copied_beside_the_passes(base: Any) -> None:
         plan("handwriting", PlanConfig(engine=replace(EngineConfig(), base=base, offload=offload))).update
         for offload in ("none", "blocks")
     )
-    more = swapped.phase("update").copied - plain.phase("update").copied
+    more = swapped.find_phase("update").copied - plain.find_phase("update").copied
     passes = min(swapped.micro_batches, 2)
     assert more == pytest.approx(passes * planned.copied + planned.gathered - whole.gathered, rel=0.05)
-    assert swapped.phase("rollout").copied > more
-    assert swapped.phase("update").peak < plain.phase("update").peak
+    assert swapped.find_phase("rollout").copied > more
+    assert swapped.find_phase("update").peak < plain.find_phase("update").peak
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
@@ -252,7 +254,7 @@ def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
     report = dry_run(with_values(config, {"engine.base": base}), ranks=8)
     check(report)
-    assert report.phase("update").count_waits("read") == 1
+    assert report.find_phase("update").count_waits("read") == 1
 
 
 @pytest.mark.parametrize("offload", ["none", "phases", "always"])
@@ -271,11 +273,11 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
     alone = dry_run(config, ranks=8)
     shared = dry_run(with_values(config, {"engine.context_parallel": 2}), ranks=8)
     assert shared.error is None
-    assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
-    assert shared.phase("rollout").flops < alone.phase("rollout").flops
+    assert any(each.ranks == 2 for each in shared.find_phase("rollout").communication)
+    assert shared.find_phase("rollout").flops < alone.find_phase("rollout").flops
     ring = dry_run(with_values(adapter("wan", tmp_path, "nft"), {"engine.context_parallel": 2, "engine.ring": 2}), ranks=2)
     assert ring.error is None
-    assert {each.name for each in ring.phase("rollout").communication if each.ranks == 2} == {"all_gather"}
+    assert {each.name for each in ring.find_phase("rollout").communication if each.ranks == 2} == {"all_gather"}
 
 
 def test_steps_that_take_over_half_of_guidance_have_half_of_its_operations() -> None:
@@ -283,7 +285,7 @@ def test_steps_that_take_over_half_of_guidance_have_half_of_its_operations() -> 
     changes = {"guidance": Guidance(2.0), "steps": 10, "window": RandomWindow(2, high=2)}
     config = with_values(RECIPES["grpo"](), {f"sampling.{name}": value for name, value in changes.items()})
     whole, kept = (
-        dry_run(with_values(config, {"rollout.step_cache": cache}), ranks=1).phase("rollout").flops
+        dry_run(with_values(config, {"rollout.step_cache": cache}), ranks=1).find_phase("rollout").flops
         for cache in (NoCache(), GuidanceCache())
     )
     assert kept == pytest.approx(whole * (1 - 4 / 20), rel=0.01)
@@ -296,7 +298,7 @@ def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     assert ahead.error is None
     assert ahead.concurrent > 0
     assert ahead.peak > alone.peak
-    assert ahead.phase("rollout").flops > 0
+    assert ahead.find_phase("rollout").flops > 0
 
 
 def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_path: Path) -> None:
@@ -304,27 +306,27 @@ def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_pat
     report = dry_run(adapter("wan-experts", tmp_path, "nft"), ranks=2)
     assert report.error is None, report.error
     assert report.micro_batches > 1
-    reads = {wait.line.split(":")[0]: wait.times for wait in report.phase("update").waits if wait.kind == "read"}
+    reads = {wait.line.split(":")[0]: wait.times for wait in report.find_phase("update").waits if wait.kind == "read"}
     assert reads == {"models/host_values.py": 1, "engines/engine/engine.py": 1}
 
 
 def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could meet one of another rank's main thread, whose passes agree on which of two experts run."""
-    collective, found = SimulatedMode._collective, list[tuple[str, str]]()
+    collective, found = SimulatedMode._run_collective, list[tuple[str, str]]()
 
     def noted(mode: SimulatedMode, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
         if (call := describe_call(func, args, kwargs)) is not None:
             found.append((threading.current_thread().name, call.name))
         return collective(mode, func, args, kwargs, fake=fake)
 
-    monkeypatch.setattr(SimulatedMode, "_collective", noted)
+    monkeypatch.setattr(SimulatedMode, "_run_collective", noted)
     config = adapter("wan-experts", tmp_path)
     config = with_values(config, {"rollout.ahead": 1, "correction": Truncate()})
     report = dry_run(config, ranks=8)
     assert report.error is None
-    assert report.phase("rollout").flops > 0
+    assert report.find_phase("rollout").flops > 0
     assert "rollouts" not in {thread for thread, _ in found}
-    update = [each for each in report.phase("update").communication if each.line.startswith("models/routing.py")]
+    update = [each for each in report.find_phase("update").communication if each.line.startswith("models/routing.py")]
     assert [each.name for each in update] == ["all_reduce"]
     assert update[0].calls >= 2  # of two micro-batches, and of the correction's passes
 
@@ -334,7 +336,7 @@ def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) 
     config = adapter("sd3", tmp_path)
     sharded = replace(config, train="full", optimizer=replace(config.optimizer, lr=1e-4))
     keep, reshard = (
-        dry_run(with_values(sharded, {"engine.comm": comm}), ranks=8).phase("decode") for comm in ("keep", "reshard")
+        dry_run(with_values(sharded, {"engine.comm": comm}), ranks=8).find_phase("decode") for comm in ("keep", "reshard")
     )
     assert keep.peak > reshard.peak
     held = sum(line.bytes for line in keep.lines if "fsdp" in line.line)
@@ -349,7 +351,7 @@ def test_gathers_of_an_update_are_those_promised() -> None:
     assert report.micro_batches > 1
     check(report, units=UNITS["handwriting"])
     resharded = dry_run(with_values(config, {"engine.comm": "reshard"}), ranks=8)
-    assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
+    assert gathers(resharded.find_phase("update")) > 2 * UNITS["handwriting"]
 
 
 COMPARING: list[tuple[str, dict[str, Any]]] = [
@@ -372,7 +374,7 @@ def test_an_update_that_compares_policies_gathers_each_unit_once(base: str, kl: 
     """For the predictions of the other policies and its own passes together; gradients are reduced once, too."""
     report = dry_run(comparing(base, kl), ranks=8)
     check(report, units=UNITS["handwriting"])
-    assert reductions(report.phase("update")) == UNITS["handwriting"]
+    assert reductions(report.find_phase("update")) == UNITS["handwriting"]
     if (base, kl) == COMPARING[0]:  # a reference of its own is gathered once besides the policy
         check(dry_run(replace(comparing(base, kl), train="full"), ranks=8), units=2 * UNITS["handwriting"])
 
@@ -385,7 +387,7 @@ def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
     report.show(console)
     text = console.export_text()
     assert all(name in text for name in (*names, "Not simulated", "NCCL", "overlap", "kernels", "allocator"))
-    record = json.loads(json.dumps(report.record()))
+    record = json.loads(json.dumps(report.as_dict()))
     assert set(record["phases"]) == set(names)
     assert record["checkpoint"]["bytes_of_rank"] < record["checkpoint"]["bytes"]
     draw(report, tmp_path / "memory.svg")
@@ -397,15 +399,15 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
     config = adapter("sd3", tmp_path)
     config = with_values(config, {"train": "full", "engine.comm": "reshard"})
     short = dry_run(config, ranks=2)
-    monkeypatch.setattr(Repeated, "_of", lambda self, kind, call: call())
+    monkeypatch.setattr(PassRepeater, "_of", lambda self, kind, call: call())
     whole = dry_run(config, ranks=2)
     for phase in ("rollout", "update", "evaluation"):
-        found, expected = short.phase(phase), whole.phase(phase)
+        found, expected = short.find_phase(phase), whole.find_phase(phase)
         assert (found.flops, found.calls, found.sent) == (expected.flops, expected.calls, expected.sent)
         # Keys of the prompt are not kept on paper, which are much of what a network as small as this one holds.
         assert found.peak == pytest.approx(expected.peak, rel=0.08)
         assert sorted(found.waits) == sorted(expected.waits)
-    assert short.phase("rollout").calls > 0
+    assert short.find_phase("rollout").calls > 0
 
 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     few = with_values(config, {**SMALL, "engine.micro_batch": 4, "sampling.prompts": 2, "sampling.group": 4})
     many = with_values(few, {"sampling.prompts": 20})
     reports = [dry_run(each) for each in (few, many)]
-    stored = [report.phase("update").stored for report in reports]
+    stored = [report.find_phase("update").stored for report in reports]
     assert stored[0] == 0
     assert stored[1] > 0
     assert reports[1].micro_batches == pytest.approx(10 * reports[0].micro_batches, rel=0.5)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges.batches import spread
+from fluvial.engines.extensions.judges.batches import pick_frames
 from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
-from fluvial.engines.extensions.judges.table import CLIENTS, maker
-from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo, spellings
+from fluvial.engines.extensions.judges.table import CLIENTS, build_maker
+from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo, spell
 from fluvial.engines.extensions.wire.client import HttpClient, Reply
 from fluvial.engines.scoring.options import from_factory
 
@@ -140,7 +140,7 @@ def test_flow_grpo_speaks_in_pickles(form: Any, fields: set[str], answer: Any) -
     assert abs(red(body["images"][1]) - 1) <= 2
     if form == "geneval":
         assert body["meta_datas"] == [{"prompt": "a cat", "tag": "two"}, {"prompt": "a dog", "tag": ""}]
-    with pytest.raises(UsageError, match="trust_pickle is False, and http://server:1 speaks in pickles"):
+    with pytest.raises(UsageError, match="trust_pickle is False, and http://server:1 uses pickles"):
         FlowGrpo(server)
 
 
@@ -206,7 +206,7 @@ def test_lists_of_questions_are_averaged() -> None:
     assert found.item() == pytest.approx((0.5 + 0.9) / 2)
     geometric = Questions(client(answer), model="m", mean="geometric")(images(1), PROMPTS[:1], [record])
     assert geometric.item() == pytest.approx((0.5 * 0.9) ** 0.5)
-    assert spellings(" Ten") == ["ten", "10"]
+    assert spell(" Ten") == ["ten", "10"]
     lists: list[Any] = [None, "How many?", [], [["How many?"]], [1]]
     for wrong in lists:
         with pytest.raises(RunError, match=r"prompt 'a cat' has .*vqa_list"):
@@ -245,12 +245,12 @@ def test_scores_come_back_in_order_whatever_the_order_of_the_replies() -> None:
     found = FlowFactory(client(answer, in_flight=5), batch=2)(images(19), ["x"] * 19)
     assert found.tolist() == list(range(19))
     video = torch.arange(21.0).view(1, 21, 1, 1)
-    assert [frame.item() for frame in spread(video, 5)] == [0, 5, 10, 15, 20]
-    assert (len(spread(video[:, :3], 5)), len(spread(video, 1))) == (3, 1)
+    assert [frame.item() for frame in pick_frames(video, 5)] == [0, 5, 10, 15, 20]
+    assert (len(pick_frames(video[:, :3], 5)), len(pick_frames(video, 1))) == (3, 1)
 
 
 def build(name: str, options: dict[str, str]) -> Any:
-    return from_factory(name, maker(name), options)
+    return from_factory(name, build_maker(name), options)
 
 
 def test_every_client_is_made_by_name_and_options(monkeypatch: pytest.MonkeyPatch) -> None:

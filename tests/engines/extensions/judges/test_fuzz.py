@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, ForbiddenPickleError, UniRL, loads
+from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, ForbiddenPickleError, UniRL, unpickle
 from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, YesNo
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.scoring.scores import LARGEST
@@ -134,7 +134,7 @@ def test_a_pickle_of_plain_data_is_read(value: Any) -> None:
     for protocol in (2, 3, 4, 5):
         data = pickle.dumps(value, protocol=protocol)
         try:
-            assert repr(loads(data)) == repr(value)
+            assert repr(unpickle(data)) == repr(value)
         except ForbiddenPickleError:
             assert any(abs(number) > 2**2000 for number in numbers(value))
 
@@ -151,4 +151,4 @@ def test_bytes_that_are_no_pickle(data: bytes) -> None:
     """They are a value or the one error, never a crash or gigabytes."""
     for made in (data, b"\x80\x04" + data + b"."):
         with contextlib.suppress(ForbiddenPickleError):
-            loads(made)
+            unpickle(made)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from fluvial.engines.extensions.judges import formats as unpickle
-from fluvial.engines.extensions.judges.formats import ForbiddenPickleError, loads
+from fluvial.engines.extensions.judges import formats
+from fluvial.engines.extensions.judges.formats import ForbiddenPickleError, unpickle
 
 
 class Evil:
@@ -29,7 +29,7 @@ class Evil:
 def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
     data = pickle.dumps({"scores": [1.0], "more": Evil(tmp_path / "here")})
     with pytest.raises(ForbiddenPickleError, match=r"names pathlib.*, which is not plain data"):
-        loads(data)
+        unpickle(data)
     assert not (tmp_path / "here").exists()
     pickle.loads(data)
     assert (tmp_path / "here").exists()  # the pickle was able to
@@ -39,13 +39,13 @@ def test_objects_are_no_plain_data() -> None:
     things: tuple[Any, ...] = os.system, subprocess.Popen, {1}, OrderedDict(), torch.zeros(1), np.zeros(2), object(), 1j
     for thing, protocol in itertools.product(things, (2, 3, 4, 5)):
         with pytest.raises(ForbiddenPickleError):
-            loads(pickle.dumps([thing], protocol=protocol))
+            unpickle(pickle.dumps([thing], protocol=protocol))
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
     made: tuple[Any, ...] = (np.float64(0.5), np.float32(2), np.float16(1), np.int64(-3), np.int32(7), np.bool_(True))
     for number, protocol in itertools.product(made, (3, 4, 5)):
-        first, second = loads(pickle.dumps([number, number + number], protocol=protocol))
+        first, second = unpickle(pickle.dumps([number, number + number], protocol=protocol))
         assert (first, second) == (number, number + number)
         assert type(first) in (float, int, bool)
 
@@ -61,19 +61,19 @@ def test_damaged_pickles_are_one_error() -> None:
         b"\x80\x04P1\n.",  # a persistent id
     ):
         with pytest.raises(ForbiddenPickleError):
-            loads(data)
+            unpickle(data)
 
 
 @pytest.mark.parametrize("one", [b"(K\x01|t", b"]|a", b"(|t"])
 def test_the_cost_of_a_pickle_is_linear_in_its_depth(one: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested tuples and lists: four times the depth is about four times the text that the check of the stack prints."""
     printed: list[int] = []
-    monkeypatch.setattr(unpickle.Nowhere, "write", lambda self, text: printed.append(len(text)))
+    monkeypatch.setattr(formats.NullFile, "write", lambda self, text: printed.append(len(text)))
     start, end = one.split(b"|")
 
     def cost(depth: int) -> int:
         printed.clear()
-        loads(b"\x80\x04" + start * depth + (end * (depth - 1) if start == b"]" else end * depth) + b".")
+        unpickle(b"\x80\x04" + start * depth + (end * (depth - 1) if start == b"]" else end * depth) + b".")
         return sum(printed)
 
     assert 3.5 < cost(4000) / cost(1000) < 4.5
@@ -82,7 +82,7 @@ def test_the_cost_of_a_pickle_is_linear_in_its_depth(one: bytes, monkeypatch: py
 def test_references_are_kept() -> None:
     """A list that stands twice is one list, and one that holds itself ends."""
     inner = [1]
-    found = loads(pickle.dumps([inner, inner]))
+    found = unpickle(pickle.dumps([inner, inner]))
     assert found[0] is found[1]
     inner.append(inner)  # type: ignore[arg-type]
-    assert loads(pickle.dumps(inner))[0] == 1
+    assert unpickle(pickle.dumps(inner))[0] == 1

@@ -123,7 +123,7 @@ def test_what_is_waited_for_is_one_line(
 def test_a_server_that_fails_is_an_error_of_the_group(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = people.reward(monkeypatch)
     scores = reward(IMAGES, PROMPTS, 0)
-    monkeypatch.setattr(people.service, "_state", lambda name: {"group": name, "done": "many"})
+    monkeypatch.setattr(people.service, "_describe_group", lambda name: {"group": name, "done": "many"})
     with pytest.raises(RunError, match="the server of votes http://localhost:1 answered with another form"):
         scores.result(20)
     with pytest.raises(RunError, match="answered with another form"):
@@ -134,5 +134,5 @@ def test_wrong_options_are_refused(people: People, monkeypatch: pytest.MonkeyPat
     for name in ("wait", "prior"):
         with pytest.raises(UsageError, match=f"{name} is 0"):
             people.reward(monkeypatch, **{name: 0})
-    with pytest.raises(UsageError, match="it takes images, and these are videos"):
+    with pytest.raises(UsageError, match="the reward votes takes images, got videos"):
         people.reward(monkeypatch)(torch.zeros(4, 3, 2, 4, 4), PROMPTS, 0)

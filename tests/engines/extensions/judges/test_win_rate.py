@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges.vlm import KINDS, UnifiedReward2, WinRate, verdict
+from fluvial.engines.extensions.judges.vlm import KINDS, UnifiedReward2, WinRate, parse_verdict
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.scoring.signature import signature_of
 
@@ -99,7 +99,7 @@ def test_verdicts() -> None:
         ("Edited image 1 is better <answer>so</answer>", "Edited image", 1),
         ("", "Image", 0.5),
     ):
-        assert verdict(text, kind) == value, text
+        assert parse_verdict(text, kind) == value, text
 
 
 def test_a_failed_comparison_does_not_count() -> None:

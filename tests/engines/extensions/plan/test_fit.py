@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan import fit
-from fluvial.engines.extensions.plan.fit import fit_config, plan_of
+from fluvial.engines.extensions.plan.fit import fit_config, to_plan_config
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
 from fluvial.engines.methods import HeadGan
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def asked(out: Path, share: float) -> TrainConfig:
     """Return a run of adapters that may take a share of what it takes as it is, beside the reserve."""
     config = handwriting_jobs.config(out, train="lora", **{"engine.micro_batch": 8, "engine.fit": "80GiB"})
-    need = planned("handwriting", plan_of(config, "handwriting", 1, CPU), device=CPU).need
+    need = planned("handwriting", to_plan_config(config, "handwriting", 1, CPU), device=CPU).need
     memory = PlanConfig.reserve_gib * GIB + share * need
     return with_values(config, {"engine.fit": f"{memory / 2**20:.6f}MiB"})
 
@@ -55,10 +55,12 @@ def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) ->
 
 
 def test_a_run_is_planned_with_the_passes_that_its_loss_holds() -> None:
-    graphs = [plan_of(RECIPES[name]("handwriting"), "handwriting", 1, CPU).graphs for name in ("ac-dmd", "dmd2", "grpo")]
+    graphs = [
+        to_plan_config(RECIPES[name]("handwriting"), "handwriting", 1, CPU).graphs for name in ("ac-dmd", "dmd2", "grpo")
+    ]
     assert graphs == [3, 1, 1]
     opposed = with_values(RECIPES["dmd2"]("handwriting"), {"gan": HeadGan()})
-    assert plan_of(opposed, "handwriting", 1, CPU).graphs == 2
+    assert to_plan_config(opposed, "handwriting", 1, CPU).graphs == 2
 
 
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
     assert found.pipeline.text_base == "auto"
     named = with_values(config, {"pipeline": replace(pipeline, text_cache=tmp_path / "mine")})
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
-    monkeypatch.setattr(fit, "text_encoder_bytes", lambda name, base, dtype: {None: 40, "int8": 20, "nf4": 17}[base] * GIB)
+    monkeypatch.setattr(fit, "count_text_encoder_bytes", lambda *args: {None: 40, "int8": 20, "nf4": 17}[args[1]] * GIB)
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
     with pytest.raises(RunError, match=r"do not fit into 22GiB .* 17.00 GiB with --pipeline.text-base nf4"):
         fit_config(with_values(named, {"engine.fit": "22GiB"}), ranks=1, device=CPU)

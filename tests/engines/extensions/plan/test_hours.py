@@ -10,19 +10,19 @@ import torch
 from fluvial.engines.cli.train import configure
 from fluvial.engines.extensions.plan.hours import PEAK, SHARE, count_pass, count_run
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import find
+from fluvial.engines.extensions.published.runs import find_run
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import LoraConfig
-from fluvial.models.shapes import ModelShape, PassShape, model_shape
+from fluvial.models.shapes import ModelShape, PassShape, find_model_shape
 
 PAGE = Path(__file__).parents[4] / "engines" / "extensions" / "published" / "README.md"
 
 
 def test_a_pass_is_what_is_counted_with_values() -> None:
     """The backward pass of a full fine-tuning counts twice the forward one, but for the first layers; of adapters less."""
-    shape = model_shape("handwriting")
+    shape = find_model_shape("handwriting")
     assert isinstance(shape, ModelShape)
     module = shape.build()
     with FlopCounter() as counter, torch.no_grad():
@@ -59,5 +59,5 @@ def test_hours_of_the_page_are_those_of_the_plan() -> None:
         run = configure("config", words)
         assert f"{count_run(run, run.model).hours:.0f}" == hours, command
     for name, most in (("dancegrpo/flux.1-dev/hpsv2-16gpu", 12 * 16), ("dancegrpo/flux.1-dev/hpsv2-8gpu", 24 * 8)):
-        run = resolve(find(name))
+        run = resolve(find_run(name))
         assert most / 10 < count_run(run, run.model).hours < most

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.check import measure
-from fluvial.engines.extensions.plan.memory import Accounting, Stretch, account, activations
+from fluvial.engines.extensions.plan.memory import Accounting, ActivationSpan, account, measure_activations
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.quantised import FORMATS
@@ -121,7 +121,7 @@ LIES: list[dict[str, Any]] = [
 def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dict[str, Any], ema_decay: float) -> None:
     config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
     shapes = net(train, meta=True)
-    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [Stretch(0, 0)]}
+    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [ActivationSpan(0, 0)]}
     paper = account(shapes, list(shapes.blocks), ranks=1, **options)
     module = net(train, meta=False)
     engine = Engine(module, list(module.blocks), config, one, updates=5, sharding=sharding)
@@ -132,7 +132,10 @@ def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dic
 
 
 # Of two blocks, backwards: the gradients of the second are there first.
-STRETCHES = [Stretch(1, 1000, 960, backward=True, reduces=True), Stretch(0, 990, 900, backward=True, reduces=True)]
+STRETCHES = [
+    ActivationSpan(1, 1000, 960, backward=True, reduces=True),
+    ActivationSpan(0, 990, 900, backward=True, reduces=True),
+]
 
 
 def on_paper(*, ranks: int = 1, micro_batches: int = 2, frozen: int = 0, phase: Any = "update", **lies: Any) -> Accounting:
@@ -187,11 +190,11 @@ def test_with_reshard_the_block_that_computes_is_gathered() -> None:
     blocks = [nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)]
     options: dict[str, Any] = {"optimizer": OptimizerConfig(), "engine": EngineConfig(comm="reshard"), "device": CPU}
 
-    def highest(stretches: list[Stretch], **more: Any) -> tuple[int, int]:
+    def highest(stretches: list[ActivationSpan], **more: Any) -> tuple[int, int]:
         found = account(nn.Sequential(*blocks), blocks, ranks=2, activations=stretches, **options, **more)
         return found.gathered, found.activations
 
-    forward = [Stretch(0, 200), Stretch(1, 90), Stretch(2, 210)]
+    forward = [ActivationSpan(0, 200), ActivationSpan(1, 90), ActivationSpan(2, 210)]
     assert highest(forward, phase="rollout") == (4 * 2 * 32, 90)
     backward = [stretch._replace(backward=True) for stretch in forward[::-1]]
     assert highest(backward) == (4 * (8 + 32), 210)
@@ -226,7 +229,7 @@ def live(count: int, *, grad: bool = True, **lies: Any) -> int:
         module, x = Wide(count), torch.zeros(8, 16)
     before = copy.deepcopy(module)
     engine = EngineConfig(**lies)
-    found = activations(module, list(module.blocks), lambda made: made(x), engine=engine, device=CPU, grad=grad)
+    found = measure_activations(module, list(module.blocks), lambda made: made(x), engine=engine, device=CPU, grad=grad)
     # The module that was given is left as it was.
     assert [(n, p.dtype, p.grad) for n, p in module.named_parameters()] == [
         (n, p.dtype, p.grad) for n, p in before.named_parameters()
@@ -246,4 +249,4 @@ def test_activations_grow_with_the_blocks_by_what_they_save() -> None:
     assert row * 16 < between <= row * (256 + 16)
     assert live(9, compute="bfloat16") - live(8, compute="bfloat16") == row * (256 + 16) // 2
     with pytest.raises(ValueError, match="expected it on the meta device"):
-        activations(Net(), [], lambda made: made(torch.zeros(2, 3)), engine=EngineConfig(), device=CPU, grad=True)
+        measure_activations(Net(), [], lambda made: made(torch.zeros(2, 3)), engine=EngineConfig(), device=CPU, grad=True)

@@ -19,9 +19,9 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
-from fluvial.engines.extensions.plan.fit import steps_to_fit
+from fluvial.engines.extensions.plan.fit import plan_steps_to_fit
 from fluvial.engines.extensions.plan.hours import count_run
-from fluvial.engines.extensions.plan.memory import Stretch, account
+from fluvial.engines.extensions.plan.memory import ActivationSpan, account
 from fluvial.engines.extensions.plan.plan import (
     GIB,
     KNOBS,
@@ -29,17 +29,17 @@ from fluvial.engines.extensions.plan.plan import (
     PlanConfig,
     Train,
     build_on_meta,
-    first_to_fit,
+    find_flags_to_fit,
     plan,
 )
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.models.lora import LoraConfig, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, add_lora, find_lora_layers
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
-from fluvial.models.shapes import MODELS, PassShape, blocks, model_shape
+from fluvial.models.shapes import MODELS, PassShape, find_model_shape, list_blocks
 from fluvial.models.step_cache import FirstBlockCache, GuidanceCache, NoCache
 from fluvial.models.tiny.modular import find_call
 
@@ -56,7 +56,7 @@ def test_published_transformers_have_their_size(name: str, parameters: float, un
         module = MODELS[name].build()
     count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
     assert count == pytest.approx(parameters, rel=0.03)
-    repeated = blocks(MODELS[name], module)
+    repeated = list_blocks(MODELS[name], module)
     assert len(repeated) == units
     inside = sum(parameter.numel() for block in repeated for parameter in block.parameters())
     assert inside / sum(parameter.numel() for parameter in module.parameters()) > 0.97
@@ -138,8 +138,8 @@ def test_more_gpus_never_take_more_on_each(name: str) -> None:
 
     def total(gpus: int, lies: dict[str, Any]) -> int:
         kept: dict[str, Any] = {"optimizer": OptimizerConfig(ema_decay=0.9), "device": torch.device("cuda")}
-        kept |= {"engine": EngineConfig(**lies), "ranks": gpus, "activations": [Stretch(0, 0)]}
-        return account(module, blocks(MODELS[name], module), **kept).total
+        kept |= {"engine": EngineConfig(**lies), "ranks": gpus, "activations": [ActivationSpan(0, 0)]}
+        return account(module, list_blocks(MODELS[name], module), **kept).total
 
     totals = [[total(gpus, lies) for gpus in (1, 2, 8, 64)] for lies in LESS]
     for sizes in totals:
@@ -189,7 +189,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
     assert sizes == [0, 3 * 4 * 8 * 32, 2 * tokens, 4 * tokens]
     assert all(each.update == held[0].update for each in held)
     apart, merged = (plan("handwriting", PlanConfig(merged=merged)) for merged in (False, True))
-    layers = lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
+    layers = find_lora_layers(build_on_meta("handwriting", "lora", LoraConfig())).values()
     adapted = sum(layer.base_layer.weight.numel() for layer in layers)
     assert merged.rollout.trajectory - apart.rollout.trajectory == 2 * adapted > 0
     assert merged.update == apart.update
@@ -204,7 +204,7 @@ def test_what_references_guidance_and_resolutions_take() -> None:
         small, large = (model.inputs(2, resolution) for resolution in (512, 1024))
         assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
         assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
-        video = model.inputs_of(1, PassShape(64, 33))["hidden_states"]
+        video = model.build_inputs(1, PassShape(64, 33))["hidden_states"]
         assert video.ndim != 5 or video.shape == (1, 16, 9, 8, 8)
 
 
@@ -214,7 +214,7 @@ def test_the_knobs_are_turned_from_the_cheapest() -> None:
     ladder = []
     need = plan("handwriting", start).need
     for _ in range(40):
-        flags, found = first_to_fit("handwriting", replace(start, memory_gib=need / GIB))
+        flags, found = find_flags_to_fit("handwriting", replace(start, memory_gib=need / GIB))
         if not found.fits:
             break
         ladder.append(flags)
@@ -230,7 +230,7 @@ def test_the_knobs_are_turned_from_the_cheapest() -> None:
 @pytest.mark.parametrize(("memory", "knobs"), [long(80.0, ""), long(48.0, "--engine.checkpointing block")])
 def test_large_transformers_fit_with_what_the_plan_says(memory: float, knobs: str) -> None:
     """12 billion parameters, frozen in bfloat16, are adapted on one GPU of 80 GiB; in 48, with a second forward pass."""
-    flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))
+    flags, found = find_flags_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))
     assert flags == knobs
     assert found.fits
     assert 2 * 11.9e9 < found.update.parameters < 2.1 * 11.9e9
@@ -241,12 +241,12 @@ def test_a_memory_is_fitted_with_the_cheapest_settings() -> None:
     start = PlanConfig(reserve_gib=0)
     need = plan("handwriting", start).need
     config = replace(start, fit=f"{need / 2**20 / 2:.4f}MiB")
-    steps = steps_to_fit("handwriting", config)
+    steps = plan_steps_to_fit("handwriting", config)
     assert [flags for flags, _ in steps][:2] == ["as it is", "--engine.checkpointing block"]
     assert steps[0][1].need == need
     assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
     with pytest.raises(RunError, match=r"handwriting does not fit into 0.01MiB with 0 GiB kept free: the least is .* --"):
-        steps_to_fit("handwriting", replace(start, fit="0.01MiB"))
+        plan_steps_to_fit("handwriting", replace(start, fit="0.01MiB"))
 
 
 def test_no_knob_divides_weights_that_a_rollout_needs_whole() -> None:
@@ -277,7 +277,7 @@ def test_bases_and_masters_are_knobs_of_what_they_act_on() -> None:
 def test_twelve_billion_parameters_are_adapted_on_a_small_card() -> None:
     """With a second forward pass, beside 6 GiB for the rest, and a quantised base or blocks on the host."""
     for memory, flags in (("24GiB", "--engine.base int8"), ("16GiB", "--engine.offload 44")):
-        steps = steps_to_fit("flux.1-dev", PlanConfig(fit=memory))
+        steps = plan_steps_to_fit("flux.1-dev", PlanConfig(fit=memory))
         assert [each for each, _ in steps] == ["as it is", "--engine.checkpointing block", flags]
 
 
@@ -324,7 +324,7 @@ def test_a_network_that_reads_values_is_left_to_a_dry_run(tmp_path: Path) -> Non
 def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
     """Keys and values of CLIP embeddings, which some Wan networks have, are adapted, too."""
     folder = tiny_conditioned.save("wan-clip", tmp_path / "wan")
-    shape, model = model_shape(str(folder)), open_model(folder)
+    shape, model = find_model_shape(str(folder)), open_model(folder)
     assert shape is not None
     counts = []
     for module, targets in ((shape.build(), shape.lora_targets), (model.build(empty=True), model.lora_targets)):
@@ -339,7 +339,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         "fit is '24', expected a number and a unit, e.g. 24GiB": {"fit": "24"},
         "fit is '0GiB', expected a number and a unit": {"fit": "0GiB"},
         "memory_gib has no effect with fit, which is the memory": {"fit": "24GiB", "memory_gib": 48.0},
-        "ask one question at a time": {"fit": "24GiB", "table": True},
+        "are both set: set one of them": {"fit": "24GiB", "table": True},
     }
     for says, changes in wrong.items():
         with pytest.raises(UsageError, match=re.escape(says)) as error:
@@ -347,7 +347,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
-    with pytest.raises(UsageError, match=r"pipeline.frames is 9.* makes images alone"):
+    with pytest.raises(UsageError, match=r"pipeline.frames is 9.* makes only images"):
         plan("handwriting", PlanConfig(pipeline=ImageSize(frames=9)))
     with pytest.raises(UsageError, match="images of one size only"):
         plan("handwriting", PlanConfig(pipeline=ImageSize(64, 64)))

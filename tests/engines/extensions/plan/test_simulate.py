@@ -14,13 +14,13 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.extensions.plan.simulate import (
     AheadConfig,
     Timeline,
-    best_split,
-    least,
-    run_of,
+    compute_steady_seconds,
+    draw_times,
+    find_best_split,
+    find_least,
     share_seconds,
     simulate,
-    steady,
-    times,
+    simulate_config,
 )
 
 SECONDS = st.floats(0.01, 100)
@@ -52,15 +52,15 @@ def test_events_follow_from_each_other(run: list[tuple[float, float]], push: flo
     found = drawn(run, push, ahead)
     for number, version in enumerate(found.versions):
         assert number - version == min(number, ahead)
-        assert found.begun[number] >= (found.learnt[version - 1] if version else 0.0)
-        assert not number or found.begun[number] >= found.made[number - 1]
-        assert found.learnt[number] >= found.made[number] + run[number][1] - ROUNDING * found.seconds
+        assert found.starts[number] >= (found.update_ends[version - 1] if version else 0.0)
+        assert not number or found.starts[number] >= found.rollout_ends[number - 1]
+        assert found.update_ends[number] >= found.rollout_ends[number] + run[number][1] - ROUNDING * found.seconds
 
 
 @given(RUNS, PUSHES, AHEAD)
 def test_more_updates_ahead_are_never_slower(run: list[tuple[float, float]], push: float, ahead: int) -> None:
     one, more = drawn(run, push, ahead), drawn(run, push, ahead + 1)
-    assert all(b <= a + ROUNDING * a for a, b in zip(one.learnt, more.learnt, strict=True))
+    assert all(b <= a + ROUNDING * a for a, b in zip(one.update_ends, more.update_ends, strict=True))
 
 
 @given(RUNS, PUSHES)
@@ -74,14 +74,14 @@ def test_equal_times_have_a_closed_form(rollout: float, update: float, push: flo
     """A run of n rollouts takes n times what the closed form says, up to the circle that it begins and ends with."""
     count, circle = 200 * (ahead + 1), push + rollout + update
     seconds = simulate([rollout] * count, [update] * count, push=push, ahead=ahead).seconds
-    expected = count * steady(rollout, update, push=push, ahead=ahead)
+    expected = count * compute_steady_seconds(rollout, update, push=push, ahead=ahead)
     assert abs(seconds - expected) <= (ahead + 1) * circle * (1 + ROUNDING)
 
 
 @given(st.integers(1, 64), st.integers(1, 20), AHEAD, st.floats(0, 1))
 def test_more_servers_are_never_slower(samples: int, servers: int, ahead: int, spread: float) -> None:
     config = AheadConfig(rollout_seconds=10, update_seconds=3, push_seconds=1, samples=samples, spread=spread)
-    one, more = (run_of(config, servers=count, ahead=ahead).seconds for count in (servers, servers + 1))
+    one, more = (simulate_config(config, servers=count, ahead=ahead).seconds for count in (servers, servers + 1))
     assert more <= one * (1 + ROUNDING)
 
 
@@ -93,29 +93,31 @@ def test_the_largest_share_of_whole_samples_decides(seconds: float, samples: int
 
 
 def test_random_times_have_their_mean_and_spread() -> None:
-    found = times(5.0, 0.5, Random(0), 20_000)
+    found = draw_times(5.0, 0.5, Random(0), 20_000)
     mean = sum(found) / len(found)
     assert mean == pytest.approx(5.0, rel=0.02)
     assert math.sqrt(sum((x - mean) ** 2 for x in found) / len(found)) == pytest.approx(2.5, rel=0.05)
-    assert times(5.0, 0.0, Random(0), 3) == [5.0] * 3
+    assert draw_times(5.0, 0.0, Random(0), 3) == [5.0] * 3
 
 
 def test_the_least_servers_and_updates_ahead_are_found() -> None:
     config = AheadConfig(rollout_seconds=120, update_seconds=40, push_seconds=3, samples=64, spread=0.3)
-    found = least(config)
+    found = find_least(config)
     every = itertools.product(range(1, 9), range(config.ahead + 1))
-    busy = [(count, ahead) for count, ahead in every if run_of(config, servers=count, ahead=ahead).idle <= config.idle]
+    busy = [
+        (count, ahead) for count, ahead in every if simulate_config(config, servers=count, ahead=ahead).idle <= config.idle
+    ]
     assert found == min(busy)
     assert found is not None
     assert found[1] == 2  # one update ahead is too few for times that differ
-    assert least(replace(config, servers=2)) is None
-    assert least(replace(config, push_seconds=41)) is None  # which more servers do not shorten
+    assert find_least(replace(config, servers=2)) is None
+    assert find_least(replace(config, push_seconds=41)) is None  # which more servers do not shorten
 
 
 def test_gpus_are_divided_so_that_no_other_division_is_faster() -> None:
     """Of 16 GPUs, with servers of two; a rollout costs three times an update."""
     config = AheadConfig(rollout_seconds=120, update_seconds=40, gpus=4, samples=960, server_gpus=2)
-    found = best_split(config, 16)
+    found = find_best_split(config, 16)
     assert found.gpus + 2 * found.servers == 16
     for servers in range(1, 8):
         update = 40 * 4 / (16 - 2 * servers)

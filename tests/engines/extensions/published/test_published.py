@@ -17,17 +17,17 @@ from helpers import launch
 import fluvial.engines
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.runs import describe_run
-from fluvial.engines.cli.train import _recipe
+from fluvial.engines.cli.train import _find_recipe
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import runs as published
-from fluvial.engines.extensions.published.resolve import ASSUMED, resolve, side_by_side
-from fluvial.engines.extensions.published.runs import find, load_published
+from fluvial.engines.extensions.published.resolve import ASSUMED, compare_settings, resolve
+from fluvial.engines.extensions.published.runs import find_run, load_published
 from fluvial.engines.run.recipes import grpo
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import select
 from fluvial.models import LoraConfig
-from fluvial.models.lora import add_lora, lora_layers
+from fluvial.models.lora import add_lora, find_lora_layers
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
@@ -37,12 +37,12 @@ RUNS = load_published()
 
 @cache
 def config_of(name: str) -> Any:
-    return resolve(find(name))
+    return resolve(find_run(name))
 
 
 @cache
 def rows_of(name: str) -> dict[str, Any]:
-    return {row.setting: row for row in side_by_side(find(name))}
+    return {row.setting: row for row in compare_settings(find_run(name))}
 
 
 def test_every_run_says_where_it_was_read() -> None:
@@ -86,12 +86,12 @@ def test_a_published_run_is_a_configuration(name: str) -> None:
 
     Each setting is what its source states, differs for a reason that is told, or is assumed.
     """
-    run, rows, settings = find(name), rows_of(name), flat_record(name)
+    run, rows, settings = find_run(name), rows_of(name), flat_record(name)
     assert set(run.published) | set(run.deviations) | set(settings) <= set(rows)
     printed = describe_run(run)
     assert all(setting in printed for setting in rows)
     config = config_of(name)
-    assert _recipe(name)() == read_record(json.loads(json.dumps(as_record(config)))) == config
+    assert _find_recipe(name)() == read_record(json.loads(json.dumps(as_record(config)))) == config
     assert (config.model, str(config.out)) == (run.model, f"runs/{name}")
     for deviation in run.deviations.values():
         assert deviation.kind in ("hardware", "precision", "reward", "model", "method")
@@ -99,7 +99,7 @@ def test_a_published_run_is_a_configuration(name: str) -> None:
     tables = {path.rpartition(".")[0] for path in settings} | {"sampling.sampler", "noising"}
     for path, value in run.published.items():
         if path not in {*settings, *tables, *run.deviations, *run.fixed}:
-            assert published.always()[path] == value, path
+            assert published.load_constants()[path] == value, path
     for path in settings:
         row, setting = rows[path], run.settings.get(path)
         is_stated = path in run.published or (setting is not None and setting.source is not None)
@@ -173,16 +173,16 @@ def test_what_the_sources_of_these_settings_state() -> None:
         assert flat_record(name)[path] == value, (name, path)
         assert value is None or rows_of(name)[path].why != ASSUMED, (name, path)
     for (name, path), words in DIFFERS.items():
-        assert find(name).deviations[path].published == words
+        assert find_run(name).deviations[path].published == words
     assert rows_of("flow_grpo/qwen-image/pickscore")["sampling.guidance.negative"][1:3] == ('" "', '" "')
     assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["sampling.shared_noise"].published.startswith("true: 2 x 9")
-    vq = find("dancegrpo/hunyuanvideo/videoalign-vq").published["advantage.combine"]
+    vq = find_run("dancegrpo/hunyuanvideo/videoalign-vq").published["advantage.combine"]
     assert vq.startswith("the losses of both rewards are summed")
     assert config_of("rtdmd/sd3.5-medium/multi-reward").method.advantage.combine == "gdpo"
-    assert set(find("spo/sdxl/4k-prompts").settings["lora.targets"].value) == {"to_q", "to_k", "to_v", "to_out.0"}
-    video = find("unirl/hunyuanvideo-1.5/dancegrpo")
+    assert set(find_run("spo/sdxl/4k-prompts").settings["lora.targets"].value) == {"to_q", "to_k", "to_v", "to_out.0"}
+    video = find_run("unirl/hunyuanvideo-1.5/dancegrpo")
     assert set(video.deviations) == {"model", "prompts", "precision.trainable", "rewards"}
-    assert not any(name.startswith("sampling") for name in find("ddpo/sd1.4/compressibility").deviations)
+    assert not any(name.startswith("sampling") for name in find_run("ddpo/sd1.4/compressibility").deviations)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ def test_what_the_settings_of_these_runs_amount_to() -> None:
     assert flat_record("diffusion_dpo/sdxl/pickapic")["noising.levels.kind"] == "schedule"
     assert flat_record("verl_omni/qwen-image/ocr-online-dpo")["noising.levels.mean"] == 0
     for name in ("flow_grpo/bagel-7b/pickscore-full", "unirl/hunyuanvideo-1.5/dancegrpo"):
-        assert [path for path, found in find(name).deviations.items() if found.kind == "model"] == ["model"]
+        assert [path for path, found in find_run(name).deviations.items() if found.kind == "model"] == ["model"]
 
 
 def test_the_runs_without_deviations() -> None:
     """The number of runs that differ in hardware, precision and rewards alone does not fall."""
     elsewhere = ("hardware", "precision", "reward")
-    clean = [name for name in RUNS if all(found.kind in elsewhere for found in find(name).deviations.values())]
+    clean = [name for name in RUNS if all(found.kind in elsewhere for found in find_run(name).deviations.values())]
     assert "flow_grpo/sd3.5-medium/ocr" in clean
     assert "diffusion_nft/sd3.5-medium/ocr" in clean
     assert "dancegrpo/flux.1-dev/hpsv2-16gpu" in clean
@@ -255,7 +255,7 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
         with torch.device("meta"):
             module = shapes.build()
         add_lora(module, LoraConfig(rank=32), tuple(targets or ()))
-        layers = lora_layers(module)
+        layers = find_lora_layers(module)
         assert (len(layers), any("attn2" in name for name in layers)) == (191, False)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         assert trained == pytest.approx(18.8e6, rel=5e-3)
@@ -344,7 +344,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def composed(**entry: Any) -> published.PublishedRun:
-    (run,) = published._runs({"block": BLOCKS, "run": {"p/m/t": entry}}, {})
+    (run,) = published._parse_runs({"block": BLOCKS, "run": {"p/m/t": entry}}, {})
     return run
 
 
@@ -361,7 +361,7 @@ def test_a_run_extends_blocks() -> None:
         ({"kind": "random", "high": 5}, {"kind": "random", "size": 2, "high": 5}),
     ):
         other = composed(extends=["near"], settings={"rollout": {"window": change}} if change else {})
-        assert other.overlay()["method"]["sampling"]["window"] == expected
+        assert other.build_overlay()["method"]["sampling"]["window"] == expected
 
 
 def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
@@ -369,7 +369,7 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
     for objective in ("clipped", "nft"):
         stated = {"model": "m", "train": "lora", "objective": {"name": objective}}
         run = composed(source=BLOCKS["far"]["source"], settings=stated)
-        rows = {row.setting: row for row in side_by_side(run)}
+        rows = {row.setting: row for row in compare_settings(run)}
         assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "method.name"}
         assert [*rows] == [published.as_flag(name) for name in published.flatten(as_record(resolve(run)))]
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}

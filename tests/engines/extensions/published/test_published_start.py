@@ -11,9 +11,9 @@ from helpers import tiny_conditioned, tiny_pipelines
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS
 from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.published.requirements import describe_accumulation, describe_requirements, list_missing
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import find, load_published
-from fluvial.engines.extensions.published.takes import choose_accumulation, lines, list_missing
+from fluvial.engines.extensions.published.runs import find_run, load_published
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES, fit_to_gpus
 from fluvial.engines.scoring.options import parse
@@ -46,12 +46,12 @@ def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
 
 
 def test_other_hardware_keeps_the_samples_of_an_update() -> None:
-    config = resolve(find(OCR))
-    said = choose_accumulation(config, published=32, gpus=2)
+    config = resolve(find_run(OCR))
+    said = describe_accumulation(config, published=32, gpus=2)
     assert config.method.sampling.batch == 48 * 24
     assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
     assert said.endswith("accumulated over 32 micro-batches of up to 9")
-    assert "micro-batches" not in choose_accumulation(
+    assert "micro-batches" not in describe_accumulation(
         with_values(config, {"engine.micro_batch": "auto"}), published=32, gpus=2
     )
 
@@ -59,13 +59,13 @@ def test_other_hardware_keeps_the_samples_of_an_update() -> None:
 @pytest.mark.parametrize(("preset", "groups"), [("1gpu", 4), ("2gpus", 8), ("8gpu", 32), ("12gpu", 48), ("64gpu", 48)])
 def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, groups: int) -> None:
     """With 4 GPUs as many as the published run of four; and at least one per update."""
-    published = resolve(find(OCR))
+    published = resolve(find_run(OCR))
     found, said = fit_to_gpus(published, preset)
     assert found == with_values(published, {"sampling.prompts": groups, "engine.micro_batch": "auto"})
     assert said.startswith(f"--preset {preset}: ")
     assert ("sampling.prompts" in said) == (groups != 48)
     assert f"{groups * 24} samples" in said
-    four = resolve(find("flow_grpo/sd3.5-medium/ocr-4gpu"))
+    four = resolve(find_run("flow_grpo/sd3.5-medium/ocr-4gpu"))
     assert fit_to_gpus(published, "4gpu")[0].method.sampling.prompts == four.method.sampling.prompts
     config = with_values(published, {"passes.minibatches": 6, "updates": 1998})
     assert fit_to_gpus(config, "1gpu")[0].method.sampling.prompts == 6
@@ -82,7 +82,7 @@ def test_a_preset_keeps_what_a_method_needs() -> None:
 def test_a_preset_is_a_number_of_gpus() -> None:
     for preset in ("", "gpu", "0gpu", "1", "-1gpu", "1gpux", "1.5gpu"):
         with pytest.raises(UsageError, match="such as 1gpu or 8gpu"):
-            fit_to_gpus(resolve(find(OCR)), preset)
+            fit_to_gpus(resolve(find_run(OCR)), preset)
 
 
 def said_of(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:
@@ -143,8 +143,8 @@ def test_wrong_input_is_one_line(args: list[str], says: str, capsys: pytest.Capt
 
 
 def test_what_a_run_takes() -> None:
-    run = find(OCR)
-    _, *rest = lines(run, resolve(run), gpus=1)
+    run = find_run(OCR)
+    _, *rest = describe_requirements(run, resolve(run), gpus=1)
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in rest}
     assert found["model"].startswith("stabilityai/stable-diffusion-3.5-medium, from the Hub or --model FOLDER, 5 GiB")
     assert found["reward"].startswith("ocr: 0.0")
@@ -216,7 +216,7 @@ def test_a_published_run_of_edits_trains_on_prompts_with_images(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It lacks prompts and a reward, and says so; a pipeline that scales by area makes images of the size asked for."""
-    assert list_missing(find(name)) == ["--prompts", "--rewards"]
+    assert list_missing(find_run(name)) == ["--prompts", "--rewards"]
     tiny_conditioned.without_scaling(monkeypatch)
     model, *call = EDITS[name]
     lines = [

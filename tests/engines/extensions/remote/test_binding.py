@@ -27,14 +27,14 @@ from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.binding import Binding
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Requests, Sampling
 from fluvial.engines.sampling.source import Copy
-from fluvial.models.lora import LoraConfig, LowRank, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, LowRank, add_lora, find_lora_layers
 from fluvial.models.pipelines.wan import EXPERTS
 
 LAYERS, ROWS, WIDTH = ("to_q", "to_k", "to_v", "to_out.0"), 32, 16
@@ -102,7 +102,7 @@ class Server:
         policy = rollout_servers.policy(model=Model(), module=module.to(dtype))
         policy.weights = ServedWeights(policy.weights.module, roots=roots)
         self.app = rollout_servers.served(policy, micro_batch=ROWS).app
-        self.weights, sampling = policy.weights, policy.sampling
+        self.weights, sampling = policy.weights, policy.hold_weights
         self.take(lambda layers, pushes: None)
 
         @contextmanager
@@ -112,10 +112,10 @@ class Server:
                 if path not in self.seen:
                     self.seen.append(path)
                     with torch.no_grad():
-                        self.fault(lora_layers(module), len(self.seen))
+                        self.fault(find_lora_layers(module), len(self.seen))
                 yield module
 
-        policy.sampling = with_fault  # type: ignore[method-assign]
+        policy.hold_weights = with_fault  # type: ignore[method-assign]
 
     def take(self, fault: Fault) -> None:
         """Take the next adapters over with a fault."""
@@ -141,10 +141,10 @@ class Probe:
         options: dict[str, Any] = {"adapter": lambda version: "default", "sizes": {}, "world": world}
         options["sync"] = WeightSync(world, folder=root, verify=False)  # as with a server that renames layers
         with mock.patch.object(
-            client, "_direct", (lambda url: asgi.Transport(server.app)) if not address else client._direct
+            client, "_build_transport", (lambda url: asgi.Transport(server.app)) if not address else client._build_transport
         ):
             rollout = SamplingConfig(prompts=1, group=ROWS, steps=tiny.STEPS)
-            self.source = Remote(config, rollout, Model(), behaviour=self.engine.inference, **options)
+            self.source = RemoteSource(config, rollout, Model(), behaviour=self.engine.inference, **options)
         self.asked = (
             Requests([Prompt("1")] * ROWS, range(ROWS), key(3)),
             Sampling(tiny.SHAPE, Model().schedule(4, tiny.SHAPE)),
@@ -229,7 +229,7 @@ def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> No
     """Each is named by modules that have it; the trainer and the server have their own adapter again at the end."""
     probe = Probe(Server([tmp_path]), one, tmp_path)
     move(probe.engine, seed=0)
-    before, names = probe.engine.sharded.shards(), [*lora_layers(probe.engine.module)]
+    before, names = probe.engine.sharded.shards(), [*find_lora_layers(probe.engine.module)]
     held = {name: shard.clone() for name, shard in before.items()}
     assert str(found := probe.find()) == f"{MODULES} of {MODULES} modules of the adapter are bound"
     assert not found.problem
@@ -242,7 +242,7 @@ def test_each_fault_is_found(one: World, tmp_path: Path, faults: set[str]) -> No
             assert {*found.wrong} <= {*faulty}, (what, found)
             assert len(found.wrong) > len(faulty) / 2, (what, found)
     assert all(torch.equal(held[name], shard) for name, shard in before.items())
-    layers, own = lora_layers(probe.server.weights.module), lora_layers(probe.engine.module)
+    layers, own = find_lora_layers(probe.server.weights.module), find_lora_layers(probe.engine.module)
     assert all(torch.equal(layers[name].lora_B["default"].weight, own[name].lora_B["default"].weight) for name in names)
     assert {layer.scaling["default"] for layer in layers.values()} == {2.0}
     probe.source.close()
@@ -259,7 +259,7 @@ def test_honest_pushes_raise_no_alarm_and_faults_do(one: World, tmp_path: Path, 
         probe.source._push(probe.engine, 0, f"-{seed}")
         found = probe.find()
         assert not found.problem, (seed, found.problem)
-        assert len(found.acts) >= MODULES - 2, (seed, str(found))
+        assert len(found.factors) >= MODULES - 2, (seed, str(found))
     for what, (fault, _) in FAULTS.items():
         probe.server.take(fault)
         assert probe.find().problem, what

@@ -22,8 +22,8 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.remote.remote import Remote
-from fluvial.engines.extensions.remote.requests import Asking
+from fluvial.engines.extensions.remote.remote import RemoteSource
+from fluvial.engines.extensions.remote.requests import RequestBuilder
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.methods import BranchGrpo, Grpo, Nft
@@ -50,10 +50,10 @@ class Model(tiny.Tiny):
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         return (1, height, width) if frames == 1 else (1, frames, height, width)
 
-    def prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
+    def count_prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
         return (cond.rows != 0).long().argmax(1) + 1
 
-    def trimmed(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
+    def trim_cond(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
         return tiny.TinyCond(cond.rows * (torch.arange(6) < tokens))
 
 
@@ -197,11 +197,11 @@ def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeyp
         return reply
 
     transport.handle_request = noted  # type: ignore[method-assign]
-    monkeypatch.setattr(client, "_direct", lambda url: transport)
+    monkeypatch.setattr(client, "_build_transport", lambda url: transport)
     module = server.policy.weights.module
     inside = InProcess(MODEL, lambda: nullcontext(module))
     sync = SimpleNamespace(push=lambda *args, **options: {}, repeat=lambda peer: None, close=lambda: None)
-    source = Remote(
+    source = RemoteSource(
         RolloutConfig(source=URL, servers=ServersConfig(patience=1)),
         config,
         MODEL,
@@ -266,7 +266,7 @@ def test_final_latents_are_asked_for_where_they_are_needed(
         return latents.flatten(1).mean(1)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
+    monkeypatch.setattr(client, "_build_transport", lambda url: asgi.Transport(server.app))
     rows: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"rollout.store": Path("stored")}, True),
@@ -287,12 +287,12 @@ def test_final_latents_are_asked_for_where_they_are_needed(
 def test_images_of_prompts_are_sent_with_their_arguments(kind: Any) -> None:
     """Each image of a list has that of the list; sglang, which makes one sample per request, is sent no names."""
     media = [{"mask_image": b"m", "image": images} for images in (b"1", b"1", (b"2", b"3"))]
-    asking, sampling = Asking(kind, "flow_sde", ETA, "velocity", SIZES), plain_sampling()
+    builder, sampling = RequestBuilder(kind, "flow_sde", ETA, "velocity", SIZES), plain_sampling()
     requests = Requests([Prompt("1", media=each) for each in media], (5, 6, 7), key(1))
-    orders = asking.orders(requests, sampling, micro_batch=COUNT, guided=False)
+    orders = builder.build_orders(requests, sampling, micro_batch=COUNT, guided=False)
     assert [order.ids for order in orders] == ([(5, 6), (7,)] if kind == "fluvial" else [(5,), (6,), (7,)])
     for order, images in zip((orders[0], orders[-1]), (["MQ=="], ["Mg==", "Mw=="]), strict=True):
-        asked = asking.request(order, key(1), sampling, version=0)
+        asked = builder.build_request(order, key(1), sampling, version=0)
         assert asked.image_path == tuple(f"data:image/png;base64,{image}" for image in ("bQ==", *images))
         assert asked.fluvial.media == (("mask_image", *["image"] * len(images)) if kind == "fluvial" else None)
 
@@ -336,7 +336,7 @@ def test_a_server_with_another_schedule_is_found_out(
 ) -> None:
     levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
     row = RequestCase(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
-    with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
+    with pytest.raises(RunError, match=r"has sigma .* serve with the trainer's scheduler and shift"):
         made(row, server, one, monkeypatch)
 
 

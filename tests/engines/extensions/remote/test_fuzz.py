@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fluvial.core.random import Key
 from fluvial.core.transitions import bind
 from fluvial.engines.extensions.remote.replies import Expected, ServedSample, read_samples
-from fluvial.engines.extensions.remote.requests import Asking, RequestOrder
+from fluvial.engines.extensions.remote.requests import RequestBuilder, RequestOrder
 from fluvial.engines.extensions.wire.client import Reply
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.response import write_response
@@ -34,8 +34,8 @@ EXPECTED = Expected("fluvial", tiny.Tiny(), sampling(), 0, 1)
 
 
 def body() -> bytes:
-    asking = Asking("fluvial", "flow_sde", 0.5, "velocity", {})
-    request = asking.request(ORDER, Key(1, 2), EXPECTED.sampling, version=0)
+    builder = RequestBuilder("fluvial", "flow_sde", 0.5, "velocity", {})
+    request = builder.build_request(ORDER, Key(1, 2), EXPECTED.sampling, version=0)
     return write_response(fake_rollouts.FakeRollouts(tiny.Tiny().build()).samples(request))
 
 

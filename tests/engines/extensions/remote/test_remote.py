@@ -26,7 +26,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote import servers
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
@@ -79,15 +79,19 @@ class FakeSync:
         """Do nothing."""
 
 
-def remote(config: RolloutConfig, fakes: Sequence[FakeRollouts], world: World, sampling: ReadingConfig = STEPS) -> Remote:
+def remote(
+    config: RolloutConfig, fakes: Sequence[FakeRollouts], world: World, sampling: ReadingConfig = STEPS
+) -> RemoteSource:
     options: dict[str, Any] = {"adapter": lambda version: "default", "sizes": {}, "sync": FakeSync(fakes)}
-    return Remote(config, sampling, tiny.Tiny(), behaviour=lambda: nullcontext(fakes[0].module), world=world, **options)
+    return RemoteSource(
+        config, sampling, tiny.Tiny(), behaviour=lambda: nullcontext(fakes[0].module), world=world, **options
+    )
 
 
 @contextmanager
 def served(
     *fakes: FakeRollouts, world: World, sampling: ReadingConfig = STEPS, config: ServersConfig = QUICK, **rollout: Any
-) -> Iterator[Remote]:
+) -> Iterator[RemoteSource]:
     with ExitStack() as stack:
         urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
         source = remote(RolloutConfig(source=urls, servers=config, **rollout), fakes, world, sampling)
@@ -197,7 +201,7 @@ def test_what_sglang_cannot_do_is_refused(one: World) -> None:
         served(FakeRollouts(net(), "sglang"), world=one, autocast=True).__enter__()
     for name, value in {"form": "no_const", "reduction": "sum"}.items():
         spec = planned(one, STEPS, **{name: value})
-        says = rf"{name} is {value}.*; sglang cannot do this"
+        says = rf"{name} is {value}.*; sglang does not support this"
         with served(FakeRollouts(net(), "sglang"), world=one) as source, pytest.raises(UsageError, match=says):
             chunks(source, spec)
 
@@ -240,8 +244,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "fewer samples": (lambda samples: samples[:-1], "3 samples came, expected 4"),
     "more samples": (lambda samples: samples * 2, "8 samples came, expected 4"),
     "other weights": (changed(weight_version=2), "weights of version 2, expected 3"),
-    "unknown weights": (changed(weight_version=None), "does not say which weights"),
-    "another prompt": (changed(prompt="5"), "is of the prompt '5'"),
+    "unknown weights": (changed(weight_version=None), "has no weight_version, expected 3"),
+    "another prompt": (changed(prompt="5"), "has the prompt '5'"),
     "no trajectory": (changed(dit_trajectory=None), "has no dit_trajectory"),
     "no log-probs": (changed(rollout_log_probs=None), r"shape none, expected \[4\]"),
     "NaN": (changed(rollout_log_probs=torch.full((4,), torch.nan)), "not finite"),
@@ -250,7 +254,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "a black hole": (changed(generated_output=torch.full((1, 4, 4), 7.0)), "an image from 7 to 7"),
     "other latents": (of_trajectory(latents=lambda value: value[..., :2]), r"latents of shape \[1, 4, 2\], expected"),
     "infinite latents": (of_trajectory(latents=lambda value: value / 0), "latents are not finite"),
-    "other levels": (of_trajectory(sigmas=lambda value: value * 0.99), "was made at sigma 0.99 in step 0"),
+    "other levels": (of_trajectory(sigmas=lambda value: value * 0.99), "has sigma 0.99 at step 0"),
     "other timesteps": (of_trajectory(timesteps=lambda value: value + 1), "has timestep 1001, expected 1000"),
     "no last latents": (
         of_trajectory(latents=lambda value: value[:-1], latent_step_indices=lambda value: value[:-1]),
@@ -422,7 +426,7 @@ def test_servers_that_cannot_be_used_are_refused(one: World, monkeypatch: pytest
     with pytest.raises(RunError, match="cannot be reached"):
         remote(RolloutConfig(source="http://127.0.0.1:9", servers=QUICK), [fake], one)
     with loopback(lambda handler: respond(handler, b"{}", 404)) as url:
-        says = f"{url} has no /v1/model_info: fluvial serve and sglang have it, vLLM-omni makes images alone"
+        says = f"{url} has no /v1/model_info: fluvial serve and sglang have it, vLLM-omni only makes images"
         with pytest.raises(RunError, match=says):
             remote(RolloutConfig(source=url, servers=QUICK), [fake], one)
     fake.server.policy.model, fake.is_ready = type("Text", (tiny.Tiny,), {"takes": ()})(), True

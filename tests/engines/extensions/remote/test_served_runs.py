@@ -13,7 +13,7 @@ ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1"
 )
-BOUND = r"(\d+) of (\d+) modules of the adapter are bound(?:, (\d+) have no effect that can be seen)?"
+BOUND = r"(\d+) of (\d+) modules of the adapter are bound(?:, (\d+) have no visible effect)?"
 # Layers of the last block whose results go nowhere, by the model.
 UNUSED = {"handwriting": 1, "sd3": 1, "qwen-image": 2}
 REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"

@@ -35,7 +35,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote import replies
-from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.remote import RemoteSource
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
@@ -43,7 +43,7 @@ from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, Stoc
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, ServerLayout, find_layout
 from fluvial.models.pipelines.open import open_model
 
@@ -88,7 +88,7 @@ class Sglang:
         start = torch.cat([torch.randn(1, *self.shape, generator=generator) for generator in noise])
         names = {name: value for name, value in asked.items() if name.startswith("rollout")}
         optional = dict.fromkeys(("rollout_sde_step_indices", "rollout_return_step_indices", "rollout_trajectory_data"))
-        latents = self.layout.of_event(start)
+        latents = self.layout.from_event(start)
         batch = SimpleNamespace(**{**optional, **names}, scheduler=scheduler, generator=noise, latents=latents)
         config = SimpleNamespace(shard_latents_for_sp=lambda batch, latents: (latents, False))
         hooks.prepare_rollout_if_enabled(batch=batch, pipeline_config=config)
@@ -101,7 +101,7 @@ class Sglang:
             x, level = self.layout.to_event(latents, self.shape), schedule.levels[number].expand(count)
             v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
             step = hooks.rollout_step_kwargs(batch)
-            latents = scheduler.step(self.layout.of_event(v), timestep, latents, **step, return_dict=False)[0]
+            latents = scheduler.step(self.layout.from_event(v), timestep, latents, **step, return_dict=False)[0]
         end = {"num_inference_steps": len(scheduler.timesteps), "final_timestep": scheduler.timesteps.new_zeros(())}
         hooks.finalize_rollout_if_enabled(batch=batch, latents=latents, pipeline_config=config, **end)
         return batch, self.image(self.model.decode(self.layout.to_event(latents, self.shape)))
@@ -121,12 +121,12 @@ def image_loader() -> Callable[[str], bytes]:
 
 
 @contextmanager
-def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
+def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[RemoteSource]:
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         options: dict[str, Any] = {"adapter": lambda version: "default", "world": world, "sizes": {}, "sync": sync}
         config = RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1))
-        source = Remote(config, sampling, server.model, behaviour=lambda: nullcontext(server.module), **options)
+        source = RemoteSource(config, sampling, server.model, behaviour=lambda: nullcontext(server.module), **options)
         try:
             source.push(cast(Engine, SimpleNamespace(world=world)), 0)
             yield source
@@ -234,7 +234,7 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
     )
     apply = real_sglang.function(path, "_apply_lora_to_layers", logger=mock.Mock())
     engine = engine_of(adapted(base()), one)
-    adapted_layers: Any = lora_layers(engine.module)
+    adapted_layers: Any = find_lora_layers(engine.module)
     layers: dict[str, Any] = {f"transformer.{name}": mock.Mock() for name in adapted_layers}
     server, handled, pushed, scales = served(tmp_path), [], list[Any](), list[set[float]]()
     transport = cast(Any, server.client.transport)
@@ -263,6 +263,6 @@ def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) 
     assert len(held) == 1
     assert len({*handled}) == len(pushed) == 3
     assert scales == [{1.5}, {3.0}, {1.5}]
-    assert {len(tensors) for tensors in pushed} == {2 * len(lora_layers(engine.module))}
+    assert {len(tensors) for tensors in pushed} == {2 * len(find_lora_layers(engine.module))}
     for before, after in pairwise(pushed):
         assert any(not torch.equal(before[name], after[name]) for name in after)

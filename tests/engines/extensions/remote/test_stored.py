@@ -151,7 +151,7 @@ def rewritten(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[
             held = load_file(file)
             held.update({key: change(held[key]) for key in held if key.endswith(f".{name}")})  # type: ignore[misc]
             save_file({key: tensor.contiguous() for key, tensor in held.items() if tensor is not None}, file)
-            known = {"bytes": file.stat().st_size, "sha256": stored._digest(file)}
+            known = {"bytes": file.stat().st_size, "sha256": stored._hash_file(file)}
             path.write_text(json.dumps(json.loads(path.read_text()) | known))
 
     return rewrite
@@ -169,18 +169,18 @@ def no_rollout_of_this_key(folder: Path) -> None:
         (of_files(lambda data: data[:-1] + bytes([data[-1] ^ 1])), "its SHA-256 is not that of its index"),
         (of_files(lambda data: None), "cannot be read: No such file"),
         (no_rollout_of_this_key, "has no rollout of key"),
-        (lambda folder: [path.write_text("[1") for path in indices(folder)], "is no index of format 1"),
-        (lambda folder: [path.write_text("[" * 100000) for path in indices(folder)], "is no index of format 1"),
-        (edited(lambda index: index.update(format=2)), "is no index of format 1"),
-        (edited(lambda index: index.pop("chunks")), "is no index of format 1"),
-        (edited(lambda index: index["chunks"][0].update(ids=["0"] * 4)), "is no index of format 1"),
+        (lambda folder: [path.write_text("[1") for path in indices(folder)], "is not an index of format 1"),
+        (lambda folder: [path.write_text("[" * 100000) for path in indices(folder)], "is not an index of format 1"),
+        (edited(lambda index: index.update(format=2)), "is not an index of format 1"),
+        (edited(lambda index: index.pop("chunks")), "is not an index of format 1"),
+        (edited(lambda index: index["chunks"][0].update(ids=["0"] * 4)), "is not an index of format 1"),
         (edited(lambda index: index["chunks"].pop()), "has no sample 4"),
-        (edited(lambda index: index["chunks"][0].update(prompts=["9"] * 4)), "is of the prompt '9', expected"),
+        (edited(lambda index: index["chunks"][0].update(prompts=["9"] * 4)), "has the prompt '9', expected"),
         (edited(lambda index: index["sampling"].update(levels=[1, 0])), r"its levels is \[1, 0\], expected"),
         (edited(lambda index: index["sampling"].update(form="unscaled")), 'its form is "unscaled", expected "density"'),
         (edited(lambda index: index["sampling"].update({"negative prompt": "x"})), 'negative prompt is "x", expected ""'),
         (edited(lambda index: index["chunks"][0].update(negatives=["x"] * 4)), "the negative prompt 'x', expected None"),
-        (edited(lambda index: index["chunks"][0].update(negatives=[None])), "is no index of format 1"),
+        (edited(lambda index: index["chunks"][0].update(negatives=[None])), "is not an index of format 1"),
         (edited(lambda index: index["sampling"]["coefficient std"].append(1)), "its coefficient std is"),
         (rewritten("x", lambda tensor: tensor[:, :1]), r"x of a stored rollout has shape \[4, 1, 1, 4, 4\], expected"),
         (rewritten("final", lambda tensor: tensor[:1]), r"0.final has shape \[1, 1, 4, 4\], and no row 1"),

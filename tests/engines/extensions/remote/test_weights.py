@@ -30,7 +30,7 @@ from fluvial.engines.extensions.remote.push_folder import LOCK
 from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS, Method, WeightSync
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
-from fluvial.models.lora import Dora, Lokr, copy_adapter, lora_layers, use_adapter
+from fluvial.models.lora import Dora, Lokr, copy_adapter, find_lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
 from fluvial.models.pipelines.wan import EXPERTS
 
@@ -130,7 +130,7 @@ def test_an_adapter_in_buckets_is_what_its_file_is(tmp_path: Path, one: World, l
     for version, factor in ((1, 1), (2, 2)):
         move(lora, seed=version)
         cast(Any, lora.module).peft_config["default"].lora_alpha *= factor
-        for layer in lora_layers(lora.module).values():
+        for layer in find_lora_layers(lora.module).values():
             layer.lora_alpha["default"] *= factor
             layer.scaling["default"] *= factor
         assert sync.push(lora, version, [server.client for server in servers]) == {}
@@ -394,7 +394,7 @@ def test_weights_are_hashed_once_per_push(
     if train != "adapter":  # by the trainer; by each server of the files, whose bytes it copies
         assert each == [tensors * (1 + len(servers))] * 3
     else:  # two factors of each layer and the scale; in the first push the base too
-        factors = 2 * len(lora_layers(engine.module)) + 1
+        factors = 2 * len(find_lora_layers(engine.module)) + 1
         assert each == [(tensors + factors) * (1 + len(servers)), *[factors * (1 + len(servers))] * 2]
 
 

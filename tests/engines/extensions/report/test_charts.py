@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fluvial.engines.extensions.report.charts import COLOURS, MOST_POINTS, LineChart, bar_chart, curves, line_chart, thin
+from fluvial.engines.extensions.report.charts import (
+    COLOURS,
+    MOST_POINTS,
+    LineChart,
+    draw_bars,
+    draw_curves,
+    draw_lines,
+    thin,
+)
 
 pytestmark = pytest.mark.usefixtures("charts")
 
@@ -23,7 +31,7 @@ def coordinates(figure: str, colour: str) -> list[tuple[float, float]]:
 
 def test_points_are_placed_in_proportion() -> None:
     """Upwards, from the left; a point that is no number is left out; both lines share their axes."""
-    figure = line_chart(
+    figure = draw_lines(
         LineChart("t", {"a": [(0, 0.0), (1, math.nan), (2, 1.0), (4, 4.0)], "b": [(2, 1.0), (4, 2.0), (5, math.inf)]})
     )
     one, two = (coordinates(figure, colour) for colour in COLOURS[:2])
@@ -37,8 +45,8 @@ def test_points_are_placed_in_proportion() -> None:
 def test_a_figure_is_well_formed_and_its_text_is_text() -> None:
     """Nothing of it leads out of the page, and no part has a name that a part of another chart has."""
     figures = (
-        line_chart(LineChart("<a> & b", {"<c>": [(1, 1.0)]}, "<f>")),
-        bar_chart("a", {"<c>": {"<d>": 1.0}}, xlabel="<e>"),
+        draw_lines(LineChart("<a> & b", {"<c>": [(1, 1.0)]}, "<f>")),
+        draw_bars("a", {"<c>": {"<d>": 1.0}}, xlabel="<e>"),
     )
     for figure, words in zip(figures, ({"<a> & b", "<c>", "<f>", "updates"}, {"a", "<c>", "<d>", "<e>"}), strict=True):
         assert words <= {text.strip() for text in ElementTree.fromstring(figure).itertext()}
@@ -55,7 +63,7 @@ def numbers(figure: str) -> list[str]:
 def test_shares_are_percent_from_0() -> None:
     """Also where all of them are 0, or a line of one point; no axis goes below 0 or above 102 %."""
     for points, most in (([(1, 0.0), (2, 0.0)], 100.0), ([(1, 0.2), (2, 0.1)], 21.6), ([(1, 1.0)], 102.0)):
-        ticks = [text for text in numbers(line_chart(LineChart("t", {"": points}, y="share"))) if text.endswith("%")]
+        ticks = [text for text in numbers(draw_lines(LineChart("t", {"": points}, y="share"))) if text.endswith("%")]
         assert ticks[0] == "0 %"
         assert 0 < float(ticks[-1].removesuffix(" %")) <= most
 
@@ -63,29 +71,29 @@ def test_shares_are_percent_from_0() -> None:
 def test_sizes_begin_at_0_and_others_do_not() -> None:
     """A size below 0, which no range from 0 could show, is shown; no factor stands above an axis."""
     points = [(1, 5.1), (2, 5.2)]
-    assert "0" in numbers(line_chart(LineChart("t", {"": points}, y="from_zero")))
-    assert "0" not in numbers(line_chart(LineChart("t", {"": points})))
-    assert "-2" in numbers(line_chart(LineChart("t", {"": [(1, -2.0), (2, 2.0)]}, y="from_zero")))
-    near = numbers(line_chart(LineChart("t", {"": [(1, -0.88602), (2, -0.88584)]})))
+    assert "0" in numbers(draw_lines(LineChart("t", {"": points}, y="from_zero")))
+    assert "0" not in numbers(draw_lines(LineChart("t", {"": points})))
+    assert "-2" in numbers(draw_lines(LineChart("t", {"": [(1, -2.0), (2, 2.0)]}, y="from_zero")))
+    near = numbers(draw_lines(LineChart("t", {"": [(1, -0.88602), (2, -0.88584)]})))
     assert len(near) == len({*near}), "two ticks with one number"
-    assert "1e-08" in numbers(line_chart(LineChart("t", {"": [(1, -1e-8), (2, 1e-8)]})))
+    assert "1e-08" in numbers(draw_lines(LineChart("t", {"": [(1, -1e-8), (2, 1e-8)]})))
 
 
 def test_a_lone_line_without_a_label_has_no_legend() -> None:
     """And nothing to draw is no figure; the same chart is the same bytes."""
     points = [(1.0, 1.0)]
-    assert "legend" not in line_chart(LineChart("t", {"": points}))
+    assert "legend" not in draw_lines(LineChart("t", {"": points}))
     chart = LineChart("t", {"a": points, "b": []})
-    figure = line_chart(chart)
+    figure = draw_lines(chart)
     assert figure.count("<i ") == 1, "a line without points has no key"
     assert f'background:{COLOURS[0]}"></i>a<' in figure
-    assert line_chart(chart) == figure
-    empty = line_chart(LineChart("t", {"a": []})), line_chart(LineChart("t", {})), bar_chart("t", {"a": {}}, xlabel="x")
-    assert empty == ("", "", "") == (*empty[:2], bar_chart("t", {"a": {"b": 0.0}}, xlabel="x"))
+    assert draw_lines(chart) == figure
+    empty = draw_lines(LineChart("t", {"a": []})), draw_lines(LineChart("t", {})), draw_bars("t", {"a": {}}, xlabel="x")
+    assert empty == ("", "", "") == (*empty[:2], draw_bars("t", {"a": {"b": 0.0}}, xlabel="x"))
 
 
 def test_bars_are_as_high_as_their_share() -> None:
-    figure = bar_chart("t", {"a": {"x": 0.5, "y": 0.25}, "b": {"x": 0.125}}, xlabel="x")
+    figure = draw_bars("t", {"a": {"x": 0.5, "y": 0.25}, "b": {"x": 0.125}}, xlabel="x")
     paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: (#\w+)', figure)
     heights = {}
     for colour in COLOURS[:2]:
@@ -112,7 +120,7 @@ def test_curves_are_a_png_as_wide_as_a_page_of_text(tmp_path: Path, monkeypatch:
     """Two charts per row; those without points are left out, if there are others. Each line has its points and its label."""
     cases: list[tuple[int, int, list[Any]]] = [(2, 3, [POINTS] * 5), (1, 1, [POINTS, {"relative": []}]), (1, 1, [{}])]
     for columns, rows, charts in cases:
-        curves(tmp_path / "curves.png", [LineChart("t", each) for each in charts])
+        draw_curves(tmp_path / "curves.png", [LineChart("t", each) for each in charts])
         with Image.open(tmp_path / "curves.png") as image:
             image.load()  # raises if the file is cut short
             assert (image.format, image.size) == ("PNG", (517 * columns, 341 * rows))
@@ -120,7 +128,7 @@ def test_curves_are_a_png_as_wide_as_a_page_of_text(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     many = [(float(x), float(x * x)) for x in range(30)]
     shown = [LineChart("reward", {"mean": [(3.0, 0.5)]}, "per sample"), LineChart("norm", {"": many}, y="from_zero")]
-    curves(tmp_path / "curves.png", shown)
+    draw_curves(tmp_path / "curves.png", shown)
     one, other = drawn[0].axes
     assert (one.get_title(loc="left"), other.get_title(loc="left")) == ("reward", "norm")
     assert (one.get_xlabel(), one.get_ylabel()) == ("updates", "per sample")

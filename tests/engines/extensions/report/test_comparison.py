@@ -10,7 +10,7 @@ from helpers import chromium, launch
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.extensions.report import comparison
-from fluvial.engines.extensions.report.comparison import differing, list_charts, list_samples, read_runs
+from fluvial.engines.extensions.report.comparison import find_differences, list_charts, list_samples, read_runs
 from fluvial.engines.run.process.run_folder import RunFolder, claim, write_json
 
 EVIL = "<script>document.title = 'owned'</script>"
@@ -57,7 +57,7 @@ def test_the_page_says_what_differs_and_how_the_runs_went(folder: Path, capsys: 
     high, low = runs = read_runs([folder])
     assert [run.name for run in runs] == ["high", "low"]
     assert (high.state, low.state, high.seconds, low.seconds) == ("2 of 2 updates", "done", 6.0, 7.0)
-    assert differing(runs) == {"optimizer.lr": ["0.5", "0.25"]}
+    assert find_differences(runs) == {"optimizer.lr": ["0.5", "0.25"]}
     charts = {chart.title: chart.finite for chart in list_charts(runs)}
     assert charts["Reward while training"] == {"high": [(1.0, 0.5), (2.0, 1.0)], "low": [(1.0, 0.25), (2.0, 0.5)]}
     assert charts["Held-out score, heldout evaluator"] == {"high": [(2.0, 0.5)], "low": [(2.0, 0.25)]}

@@ -100,7 +100,7 @@ def test_the_page_holds_everything_and_runs_nothing(run: Path) -> None:
 
     It opens with the run's name, each score before and after with the interval of its change, warnings and images.
     """
-    elements = Elements(page.page(run))
+    elements = Elements(page.build_page(run))
     assert not {"script", "iframe", "object", "base", "form"} & set(elements.found)
     assert len(elements.found["img"]) == 2 * 3 + 3 + 3
     images = [image["src"] or "" for image in elements.found["img"]]
@@ -121,14 +121,14 @@ def test_sounds_of_samples_are_played(run: Path, tmp_path: Path) -> None:
     """Beside the image of their sample, as data, which the page's policy allows."""
     shutil.copytree(run, tmp_path / "run")
     write_wave(file := tmp_path / "run" / "samples" / "after-01.wav", torch.tensor([[0.5, -0.5]]), 400)
-    text = page.page(tmp_path / "run")
+    text = page.build_page(tmp_path / "run")
     (sound,) = Elements(text).found["audio"]
     assert sound["src"] == f"data:audio/wav;base64,{base64.b64encode(file.read_bytes()).decode()}"
     assert "controls" in sound
     prompt = json.loads((run / "samples" / "after.json").read_text())[1]["prompt"]
     assert sound["aria-label"] == f"after: {prompt}"
     assert "media-src data:;" in text
-    assert "audio" not in Elements(page.page(run)).found
+    assert "audio" not in Elements(page.build_page(run)).found
 
 
 def test_the_largest_changes_come_first(run: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_largest_changes_come_first(run: Path) -> None:
     for row, score in zip(rows, (0.0, 0.25, 1.75), strict=True):
         row["score"] = score
     index.write_text(json.dumps(rows))
-    pairs = re.findall(r'<div class="pair">(.*?)</figcaption>', page.page(run), re.DOTALL)
+    pairs = re.findall(r'<div class="pair">(.*?)</figcaption>', page.build_page(run), re.DOTALL)
     found = [re.findall(r"<span>(before|after) <b(.*?)>(.*?)</b>", pair) for pair in pairs]
     assert [[score for _, _, score in pair] for pair in found] == [["1.000", "1.750"], ["0.500", "0.250"], ["0", "0"]]
     assert [colour for pair in found for _, colour, _ in pair] == ["", ' class="good"', "", ' class="bad"', "", ""]
@@ -146,7 +146,7 @@ def test_the_largest_changes_come_first(run: Path) -> None:
 
 def test_the_summary_is_tables(run: Path) -> None:
     """Names in words, no raw dicts or lists, and no number twice; an interval that holds 0 has no colour."""
-    text = page.page(run).partition("<h2>Summary</h2>")[2].partition("<h2>Configuration")[0]
+    text = page.build_page(run).partition("<h2>Summary</h2>")[2].partition("<h2>Configuration")[0]
     assert not re.search(r"[{}]|\[[^+-]", Elements(text).text.replace(EVIL, ""))
     cells = re.findall(r"<td>(.*?)</td>", text)
     assert cells[cells.index("train seconds by phase, rollout") + 1] == "1.500"
@@ -162,7 +162,7 @@ def test_what_is_worth_a_look_is_said(run: Path) -> None:
     """Nothing of a run that went well, but for what it warned of; a line for each that did not."""
 
     def lines() -> list[str]:
-        found = re.search(r'class="warnings">.*?</div>', page.page(run), re.DOTALL)
+        found = re.search(r'class="warnings">.*?</div>', page.build_page(run), re.DOTALL)
         assert found is not None
         return re.findall("<li>(.*?)</li>", found[0], re.DOTALL)
 
@@ -192,7 +192,7 @@ def test_what_is_worth_a_look_is_said(run: Path) -> None:
 def test_a_run_that_goes_on_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of its first evaluation alone; without samples, numbers or a summary as well."""
     folder = RunFolder(tmp_path, CONFIG, tracker="none")
-    assert "<h2>Summary</h2>" not in page.page(tmp_path)
+    assert "<h2>Summary</h2>" not in page.build_page(tmp_path)
     (tmp_path / "samples").mkdir()
     folder.write_samples("before", torch.zeros(1, 1, 4, 4), ["a fox"], None, title="")
     folder.log(update(1, grad_norm=None, reward={"mean": None}))
@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_has_a_report_too(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="holds no run: name the folder of one"):
-        page.page(tmp_path)
+        page.build_page(tmp_path)
     assert cli.run(["report", str(tmp_path / "none")]) == 2
     assert cli.run(["report"]) == 2
     assert cli.run(["report", "--help"]) == 0

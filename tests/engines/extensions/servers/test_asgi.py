@@ -77,8 +77,8 @@ def all_servers(folder: Path) -> dict[str, tuple[Any, str, dict[str, str]]]:
         "rollouts": (servers.served().app, "/rollout/generate", {}),
         "weights": (servers.served().app, "/get_weights_checksum", {}),
         "images": (servers.served().app, "/v1/images/generations", {}),
-        "rewards": (rewards.application(scores), "/compute", {}),
-        "rewards of UniRL": (rewards.application(scores), "/score", {}),
+        "rewards": (rewards.build_application(scores), "/compute", {}),
+        "rewards of UniRL": (rewards.build_application(scores), "/score", {}),
         "votes": (polls, "/groups", {"authorization": "Bearer k"}),
     }
 

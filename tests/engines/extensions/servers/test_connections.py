@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
-from fluvial.engines.extensions.servers.asgi import Connection, ConnectionLimits, application, json_of
+from fluvial.engines.extensions.servers.asgi import Connection, ConnectionLimits, build_application, read_json
 
 QUICK = ConnectionLimits(requests=6, per_address=4, header=0.4, body=0.4, stalled=0.4)
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -50,7 +50,7 @@ async def opened(limits: ConnectionLimits = QUICK, key: str = "") -> AsyncIterat
     go = Go()
 
     async def echo(request: Request) -> Response:
-        return JSONResponse(await json_of(request, dict[str, Any], most_bytes=1000))
+        return JSONResponse(await read_json(request, dict[str, Any], most_bytes=1000))
 
     async def slow(request: Request) -> Response:
         go.begun += 1
@@ -62,7 +62,7 @@ async def opened(limits: ConnectionLimits = QUICK, key: str = "") -> AsyncIterat
 
     routes = [Route("/echo", echo, methods=["POST"]), Route("/slow", slow), Route("/large", large)]
     routes.append(Route("/health", lambda request: Response(b"well")))
-    app = application(routes, close=lambda: None, key=key, limits=limits)
+    app = build_application(routes, close=lambda: None, key=key, limits=limits)
     config = uvicorn.Config(app, log_config=None)
     config.load()
     make = partial(Connection, config=config, server_state=ServerState(), app_state={}, limits=limits)

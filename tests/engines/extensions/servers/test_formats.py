@@ -16,18 +16,18 @@ from PIL import Image
 from fluvial.engines.data.records import texts
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.formats import (
-    Compute,
-    Limits,
+    ComputeBody,
     SampleToScore,
-    Score,
+    ScoreBody,
     ScoreRequest,
-    batch_of,
-    flow_factory,
-    unirl,
+    ScoringLimits,
+    read_flow_factory,
+    read_unirl,
+    stack_samples,
 )
 from fluvial.engines.extensions.wire.decode import WireError, decode
 
-LIMITS = Limits(most_pixels=100)
+LIMITS = ScoringLimits(most_pixels=100)
 
 
 def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> str:
@@ -36,18 +36,18 @@ def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> s
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def computed(body: Any, limits: Limits = LIMITS) -> list[SampleToScore]:
-    return flow_factory(decode(json.dumps(body).encode(), Compute), limits)
+def computed(body: Any, limits: ScoringLimits = LIMITS) -> list[SampleToScore]:
+    return read_flow_factory(decode(json.dumps(body).encode(), ComputeBody), limits)
 
 
 def scored(body: Any) -> list[ScoreRequest]:
-    return unirl(decode(json.dumps(body).encode(), Score), LIMITS)
+    return read_unirl(decode(json.dumps(body).encode(), ScoreBody), LIMITS)
 
 
 def test_requests_of_flow_factory() -> None:
     found = computed({"prompt": ["a", "b"], "image": [file(1), file(2, kind="JPEG")], "video": None})
     assert [sample.prompt.text for sample in found] == ["a", "b"]
-    images, prompts = batch_of(found)
+    images, prompts = stack_samples(found)
     assert images.shape == (2, 3, 2, 4)
     assert torch.allclose(images[:, 0, 0, 0] * 255, torch.tensor([1.0, 2.0]))
     assert texts(prompts) == ["a", "b"]
@@ -81,8 +81,8 @@ IMAGE = file()
         ({"prompt": ["a", "b"], "image": [IMAGE]}, 400, "2 prompts and 1 of image"),
         ({"prompt": ["a"], "image": ["?"]}, 400, "is not base64"),
         ({"prompt": ["a"], "image": ["é"]}, 400, "is not base64"),
-        ({"prompt": ["a"], "image": ["aGVsbG8="]}, 400, "is no image file, expected one of PNG"),
-        ({"prompt": ["a"], "image": [file(kind="GIF")]}, 400, "is no image file"),
+        ({"prompt": ["a"], "image": ["aGVsbG8="]}, 400, "is not an image file, expected one of PNG"),
+        ({"prompt": ["a"], "image": [file(kind="GIF")]}, 400, "is not an image file"),
         ({"prompt": ["a"], "image": [base64.b64encode(base64.b64decode(IMAGE)[:-20]).decode()]}, 400, "damaged image"),
         ({"prompt": ["a"], "image": [file(size=(11, 10))]}, 413, "more than 0.0001 megapixels"),
         ({"prompt": ["a"] * 13, "image": [IMAGE] * 13}, 413, "more than 0.0001 megapixels: send fewer at once"),
@@ -115,7 +115,7 @@ def test_wrong_requests_to_score() -> None:
     with pytest.raises(WireError, match="missing required field `required_rewards`"):
         scored({"requests": [history]})
     with pytest.raises(RequestError) as bombed:
-        computed({"prompt": ["a"], "image": [base64.b64encode(bomb(60_000)).decode()]}, Limits())
+        computed({"prompt": ["a"], "image": [base64.b64encode(bomb(60_000)).decode()]}, ScoringLimits())
     assert bombed.value.status in (400, 413)
 
 

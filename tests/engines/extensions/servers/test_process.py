@@ -60,7 +60,7 @@ WRONG = {
     "serve handwriting --weights nothing": "nothing",
     "serve-rewards": "serve-rewards needs the names of rewards",
     "serve-rewards nothing": "rewards is 'nothing', expected one of ",
-    "serve-rewards jpeg=2": "reward 'jpeg' has the weight 2, and a server gives plain scores",
+    "serve-rewards jpeg=2": "reward 'jpeg' has the weight 2, but a server returns plain scores",
     "serve-rewards jpeg --batch 0": "--batch is 0, expected an integer >= 1",
 }
 WRONG_OF_BOTH = {

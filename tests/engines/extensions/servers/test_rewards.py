@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges.formats import FlowFactory, UniRL
-from fluvial.engines.extensions.servers.asgi import KEY_ENV, key_of
-from fluvial.engines.extensions.servers.formats import Limits
-from fluvial.engines.extensions.servers.rewards import RewardService, application
+from fluvial.engines.extensions.servers.asgi import KEY_ENV, read_key
+from fluvial.engines.extensions.servers.formats import ScoringLimits
+from fluvial.engines.extensions.servers.rewards import RewardService, build_application
 from fluvial.engines.extensions.wire.client import HttpClient
 
 IMAGES = torch.arange(5 * 3 * 2 * 4).view(5, 3, 2, 4) / 255
@@ -38,7 +38,7 @@ def weighed(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str,
 
 def app(*rewards: Any, key: str = "", **options: Any) -> Any:
     """Return an application that serves rewards by the names of their functions."""
-    return application(RewardService({reward.__name__: reward for reward in rewards}, **options), key=key)
+    return build_application(RewardService({reward.__name__: reward for reward in rewards}, **options), key=key)
 
 
 def client(served: Any, path: str = "") -> HttpClient:
@@ -112,7 +112,7 @@ def test_all_numbers_of_a_reward_are_sent() -> None:
     """UniRL's format has a place for them; a score that is no number is null, or an error with its reason."""
     served = app(several)
     assert FlowFactory(client(served))(IMAGES[:3], PROMPTS[:3]).nan_to_num(-1).tolist() == [1, -1, 3]
-    image = FlowFactory(client(None))._payload(IMAGES[:4], list(PROMPTS[:4]))["image"]
+    image = FlowFactory(client(None))._build_payload(IMAGES[:4], list(PROMPTS[:4]))["image"]
     turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:4], image, strict=True)]
     body = {"requests": [{"history": turn, "required_rewards": ["several"]} for turn in turns]}
     found = asyncio.run(asgi.call(served, "/score", body)).value
@@ -147,12 +147,12 @@ def test_names_health_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (get("/rewards").status, get("/rewards", {"authorization": "Bearer no"}).status) == (401, 401)
     assert get("/nothing", key).status == 404
     monkeypatch.delenv(KEY_ENV, raising=False)
-    assert [key_of(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
+    assert [read_key(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
     for host in ("0.0.0.0", "example.org", "::"):
         with pytest.raises(UsageError, match=f"host is {host}, which other machines reach, and there is no API key"):
-            key_of(host)
+            read_key(host)
     monkeypatch.setenv(KEY_ENV, "secret")
-    assert key_of("0.0.0.0") == "secret"
+    assert read_key("0.0.0.0") == "secret"
 
 
 def test_what_cannot_be_served_is_refused() -> None:
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 
 def request(count: int, size: str = "a") -> dict[str, Any]:
-    file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
+    file = FlowFactory(client(None))._build_payload(IMAGES[:count], [size] * count)
     return {"prompt": file["prompt"], "image": file["image"]}
 
 
@@ -180,7 +180,7 @@ def test_requests_that_come_together_are_scored_together() -> None:
 
     async def many() -> Any:
         served = app(noted, batch=6, linger=0.2)
-        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8), ["5", "5"])
+        wide = FlowFactory(client(None))._build_payload(torch.ones(2, 3, 2, 8), ["5", "5"])
         requests = [*(request(2, str(number)) for number in range(5)), wide]
         return await asyncio.gather(*(asgi.call(served, "/compute", each) for each in requests))
 
@@ -199,7 +199,7 @@ def test_a_full_queue_answers_429_and_samples_of_a_client_that_has_gone_are_not_
 
     async def many() -> Any:
         service = RewardService({"slow": slow}, batch=1, linger=0, most_waiting=3)
-        served, batcher = application(service), service.batchers["slow"]
+        served, batcher = build_application(service), service.batchers["slow"]
         first = asyncio.create_task(asgi.call(served, "/compute", request(1, "first")))
         while batcher.begun < 1:
             await asyncio.sleep(0.01)
@@ -220,7 +220,7 @@ def test_a_full_queue_answers_429_and_samples_of_a_client_that_has_gone_are_not_
 
 def test_a_request_that_is_too_large_is_not_read() -> None:
     """Announced or not; nor are images decoded that have too many pixels."""
-    served = app(brightness, limits=Limits(most_bytes=3000, most_pixels=20))
+    served = app(brightness, limits=ScoringLimits(most_bytes=3000, most_pixels=20))
 
     async def sizes() -> Any:
         big = b"[" + b"1," * 5000

@@ -16,8 +16,8 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.extensions.plan.check import Loss
 from fluvial.engines.extensions.plan.plan import PlanConfig, Train, plan
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
-from fluvial.models.lora import adapter_names, add_lora
-from fluvial.models.shapes import MODELS, ModelShape, blocks
+from fluvial.models.lora import add_lora, map_adapter_names
+from fluvial.models.shapes import MODELS, ModelShape, list_blocks
 
 pytestmark = pytest.mark.simulated
 ABOVE, BELOW = 0.04, 0.01  # the closed form may be this much above the trace, and hardly below it
@@ -53,7 +53,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
     count = size * min(config.micro_batches, 2)
     with simulate(ranks=config.gpus) as simulation:
         engine, others = _engines(model, config, simulation)
-        device, phase = simulation.world.device, simulation.phases.of
+        device, phase = simulation.world.device, simulation.phases.enter
 
         def inputs(samples: int) -> dict[str, Any]:
             found = model.inputs(samples * halves, resolution)
@@ -88,20 +88,20 @@ def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> t
 
     def engine_of(module: nn.Module, parameters: Collection[str] | None = None) -> Engine:
         options: Any = {"updates": 10, "sharding": sharding, "weights": UNREAD, "parameters": parameters}
-        return Engine(module, blocks(model, module), config.optimizer, world, **options)
+        return Engine(module, list_blocks(model, module), config.optimizer, world, **options)
 
     module, world, sharding = build_meta(), simulation.world, replace(config.engine, compile=False)
     others = [f"other{number}" for number in range(1, config.learners)]
     if config.train == "lora":
         add_lora(module, config.lora, model.lora_targets, adapters=("default", *others), trained=others)
-        engine = engine_of(module, [*adapter_names(module, "default").values()])
-        names = (adapter_names(module, name).values() for name in others)
+        engine = engine_of(module, [*map_adapter_names(module, "default").values()])
+        names = (map_adapter_names(module, name).values() for name in others)
         more: list[Any] = [Engine(engine.sharded, config=config.optimizer, parameters=[*each]) for each in names]
     else:
         engine, more = engine_of(module), [engine_of(build_meta()) for _ in others]
     for _ in range((config.reference and config.train == "full") + config.teachers):
         frozen = build_meta().requires_grad_(False)
-        more.append(ShardedModule(frozen, blocks(model, frozen), world, sharding, weights=UNREAD))
+        more.append(ShardedModule(frozen, list_blocks(model, frozen), world, sharding, weights=UNREAD))
     return engine, more
 
 

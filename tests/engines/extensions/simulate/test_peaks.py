@@ -13,7 +13,7 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.simulate.simulation import simulate
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models import LoraConfig, add_lora
-from fluvial.models.shapes import MODELS, blocks
+from fluvial.models.shapes import MODELS, list_blocks
 
 pytestmark = pytest.mark.simulated
 MODEL, COUNT = MODELS["handwriting"], 32
@@ -33,7 +33,7 @@ def updates(world: World, train: str, sharding: EngineConfig) -> Any:
     module = MODEL.build()
     if train == "lora":
         add_lora(module, LoraConfig(rank=8), MODEL.lora_targets)
-    engine = Engine(module, blocks(MODEL, module), OptimizerConfig(ema_decay=0.9), world, sharding=sharding)
+    engine = Engine(module, list_blocks(MODEL, module), OptimizerConfig(ema_decay=0.9), world, sharding=sharding)
     inputs = {key: torch.zeros(v.shape, device=world.device) for key, v in MODEL.inputs(COUNT, 0).items()}
 
     def loss(rows: dict[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.extensions.simulate.mode import LARGE, Wait
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.scoring.runner import RewardRunner
-from fluvial.models.device import default_device
+from fluvial.models.device import find_default_device
 from fluvial.models.host_values import to_device
 
 pytestmark = pytest.mark.simulated
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.simulated
 def test_the_device_is_the_accelerator_while_it_is_simulated() -> None:
     """And the CPU again afterwards; its tensors have a shape and a device, and no values."""
     with simulate() as simulation:
-        assert default_device().type == "simulated"
+        assert find_default_device().type == "simulated"
         product = torch.ones(2, 3, device=simulation.world.device) @ torch.ones(3, 4, device=simulation.world.device)
         assert (tuple(product.shape), product.device.type) == ((2, 4), "simulated")
-    assert default_device().type == "cpu"
+    assert find_default_device().type == "cpu"
 
 
 def test_memory_is_counted_to_the_byte_by_line() -> None:
@@ -143,7 +143,7 @@ def update(simulation: Simulation, **options: Any) -> Engine:
     engine = Engine(module, list(blocks), optimizer, simulation.world, sharding=sharding)
     x = torch.zeros(8, 64, device=simulation.world.device)
     for _ in range(2):
-        with simulation.phases.of("update"):
+        with simulation.phases.enter("update"):
             engine.update(x, lambda rows: engine.module(rows).float().square().mean(1), micro_batch=4)
     return engine
 
@@ -202,9 +202,9 @@ def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
 def test_waits_name_their_phase() -> None:
     with simulate() as simulation:
         x = torch.ones(1, device=simulation.world.device)
-        with simulation.phases.of("outer"):
+        with simulation.phases.enter("outer"):
             x.item()
-            with simulation.phases.of("inner"):
+            with simulation.phases.enter("inner"):
                 x.item()
         assert [(wait.phase, times) for wait, times in simulation.mode.waits.items() if isinstance(wait, Wait)] == [
             ("outer", 1), ("inner", 1),

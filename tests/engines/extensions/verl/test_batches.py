@@ -166,7 +166,7 @@ WRONG: tuple[tuple[str, Tensor | None, str], ...] = (
     ("advantages", torch.full((4, 2), torch.inf), "advantages holds a number that is not finite"),
     ("old_log_probs", torch.zeros(4, 3), "old_log_probs has shape [4, 3], expected [4, 2, ...]"),
     ("old_log_probs", torch.zeros(4, 2, 3), "old_log_probs has shape [4, 2, 3], expected [4, 2]"),
-    ("all_timesteps", torch.tensor([[999.0, 500.0]] * 4), "is none of the 3 timesteps of the schedule"),
+    ("all_timesteps", torch.tensor([[999.0, 500.0]] * 4), "is not one of the 3 timesteps of the schedule"),
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.shards import local
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.verl.settings import lr_factor
+from fluvial.engines.extensions.verl.settings import build_lr_factor
 from fluvial.engines.gathered import gather
 
 ROOT = Path(__file__).parents[4]
@@ -95,7 +95,7 @@ def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(made: verl_runs.Made
 
         @classmethod
         def build_scheduler(cls, config: Any) -> Any:
-            scheduler = made.model.scheduler()
+            scheduler = made.model.build_scheduler()
             scheduler.set_timesteps(config.pipeline.num_inference_steps)
             return scheduler
 
@@ -290,7 +290,7 @@ def test_the_learning_rate_is_that_of_verls_own_schedules() -> None:
         else:
             more = {name: getattr(config, name) for name in ("min_lr_ratio", "num_cycles", "zero_indexed_step")}
             theirs = functions.get_cosine_schedule_with_warmup(optimizer, warmup, 10, **more)
-        own = lr_factor(config)
+        own = build_lr_factor(config)
         for step in range(12):
             assert own(step) == pytest.approx(theirs.lr_lambdas[0](step), abs=1e-12), options
 
@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "no linear layer is left": ({"lora_rank": 2, "exclude_modules": ".*"}, {}, {}),
     "no parameter's name ends in to_z.weight": ({"lora_rank": 2, "target_parameters": ["to_z.weight"]}, {}, {}),
     "name transformer_blocks.0.attn.to_q.bias, a parameter": ({"lora_rank": 2, "target_parameters": ["to_q.bias"]}, {}, {}),
-    "model.lora has rank, expected merge alone": ({"lora": {"rank": 3}}, {}, {}),
+    "model.lora has rank, expected only merge": ({"lora": {"rank": 3}}, {}, {}),
     "model.lora_dtype is 'fp16', expected one of fp32": ({"lora_rank": 2, "lora_dtype": "fp16"}, {}, {}),
     "no layer's name ends in to_z": ({"lora_rank": 2, "target_modules": ["to_z"]}, {}, {}),
     "which need LoRA: set model.lora_rank": ({"policy_state_adapters": ("default", "old")}, {}, {}),
@@ -331,7 +331,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "Lion"},
     ),
     "override_optimizer_config has amsgrad True, expected False": ({}, {}, {"override_optimizer_config": {"amsgrad": True}}),
-    "override_optimizer_config has rho 1, expected betas": ({}, {}, {"override_optimizer_config": {"rho": 1}}),
+    "override_optimizer_config has rho 1, expected only betas": ({}, {}, {"override_optimizer_config": {"rho": 1}}),
     "total_training_steps is -1": ({}, {}, {"lr_scheduler_type": "cosine", "total_training_steps": -1}),
 }
 
@@ -354,4 +354,4 @@ def test_settings_that_have_no_meaning_here_are_one_line(
     refused("trains transformer, transformer_2: leave it out", path=experts, transformer_subfolder="transformer_2")
     npu = SimpleNamespace(device_name="npu", vendor_name="huawei")
     monkeypatch.setattr(real_verl.part("verl.utils.device"), "get_platform", lambda: npu)
-    refused("verl found the device 'npu', and fluvial computes on cuda and cpu alone")
+    refused("verl found the device 'npu', and fluvial supports only cuda and cpu")

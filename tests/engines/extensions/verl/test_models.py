@@ -185,7 +185,8 @@ def test_a_replayed_pipeline_takes_the_levels_and_the_negative_prompt_of_the_rol
             "the batch has 2 negative prompts, and a pipeline without an adapter takes one",
             {"raw_negative_prompt": ["a", "b"] * 2},
         ),
-        ("all_timesteps holds 123, which is none of the 3 timesteps", {"timesteps": torch.full((4,), 123.0)}),
+        ("raw_negative_prompt has 1 values, expected one per sample, 4", {"raw_negative_prompt": ("bad",)}),
+        ("all_timesteps holds 123, which is not one of the 3 timesteps", {"timesteps": torch.full((4,), 123.0)}),
     ):
         with pytest.raises(UsageError, match=f"^{says}"):
             verl_runs.infer(engine, batch(made, raw, **{**at, **more}))

@@ -18,11 +18,11 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions import verl
 from fluvial.engines.extensions.verl.adapters import Targets, find_layers
-from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_unread, find_default
-from fluvial.engines.extensions.verl.settings import lr_factor, read_settings
+from fluvial.engines.extensions.verl.fields import ELSEWHERE, HONOURED, check_unread, get_default
+from fluvial.engines.extensions.verl.settings import build_lr_factor, read_settings
 from fluvial.engines.gathered import gather
 from fluvial.engines.methods.grpo import Grpo
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 
 PAGE = Path(verl.__file__).parent / "fields.md"
 REFUSED = "refused unless it has its default"
@@ -65,7 +65,7 @@ class Spy:
 
 def test_the_page_of_fields_has_every_field_of_the_counterparts_configs() -> None:
     """No cell is empty and no row is of a field that they have not; a failure shows what a new version added."""
-    rows = [f"| `{part}.{field.name}` | `{show(find_default(field))}` | {fate} |" for part, field, fate in list_fields()]
+    rows = [f"| `{part}.{field.name}` | `{show(get_default(field))}` | {fate} |" for part, field, fate in list_fields()]
     assert [line for line in PAGE.read_text().splitlines() if line.startswith("| `")] == rows
     known = {(part, field.name) for part, field, _ in list_fields()}
     for table in (HONOURED, ELSEWHERE):
@@ -87,7 +87,7 @@ def test_the_honoured_fields_are_those_that_are_read() -> None:
         parts["model"].path  # noqa: B018  read where there is no local one
         for kind in ("constant", "cosine"):
             parts["optim"].config.lr_scheduler_type = kind
-            lr_factor(parts["optim"])(1)
+            build_lr_factor(parts["optim"])(1)
         for part, spy in parts.items():
             seen[part] |= spy.read - {"__dataclass_fields__"}
     assert seen == {part: {*names} for part, names in HONOURED.items()}
@@ -98,7 +98,7 @@ def test_every_other_field_is_refused_in_one_line() -> None:
     for part, field, fate in list_fields():
         if fate != REFUSED:
             continue
-        default = find_default(field)
+        default = get_default(field)
         other = {"enable": True} if field.name == "qat" else {"mode": "R2"} if field.name == "router_replay" else not default
         config = copy.copy(next(kind for kind in list_configs()[part] if field.name in {f.name for f in fields(kind)})())
         check_unread(part, config)
@@ -131,13 +131,13 @@ def test_adapted_layers_are_pefts(given: dict[str, Any]) -> None:
     settings = {"target_modules": "all-linear", "target_parameters": None, "exclude_modules": None, **given}
     theirs.add_adapter(LoraConfig(r=2, bias="none", **settings))
     expected = {name for name, layer in theirs.named_modules() if isinstance(layer, BaseTunerLayer)}
-    assert {*lora_layers(engine.module)} == expected
+    assert {*find_lora_layers(engine.module)} == expected
 
 
 def test_a_layer_that_cannot_be_told_apart_is_one_line() -> None:
     """Adapters go by the ends of names: b.a cannot be left out if a is adapted."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.ModuleDict({"a": nn.Linear(1, 1)})})
-    with pytest.raises(UsageError, match=r"exclude_modules leaves out b\.a, whose name ends as that of a: leave out both"):
+    with pytest.raises(UsageError, match=r"exclude_modules excludes b\.a, whose name ends with a: exclude both"):
         find_layers(module, Targets("all-linear", "b.a"))
     assert find_layers(module, Targets("all-linear", "a")) == ("b.a",)
 

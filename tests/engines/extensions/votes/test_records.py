@@ -9,11 +9,11 @@ import torch
 
 from fluvial.engines.data.preferences import read_preferences
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.judges.batches import png
-from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
+from fluvial.engines.extensions.judges.batches import encode_png
+from fluvial.engines.extensions.votes.records import Vote, VoteFolder, hash_group, name_image
 
-IMAGES = [png(torch.full((1, 4, 4), level), colour=False) for level in (0.0, 0.4, 0.8)]
-GROUP = group_id("a fox", IMAGES)
+IMAGES = [encode_png(torch.full((1, 4, 4), level), colour=False) for level in (0.0, 0.4, 0.8)]
+GROUP = hash_group("a fox", IMAGES)
 VOTES = [Vote(GROUP, 3, (0, 1), 1.0, "ann"), Vote(GROUP, 3, (2, 1), 0.0, "bob"), Vote(GROUP, 3, (0, 2), 0.5, "ann")]
 
 
@@ -30,7 +30,7 @@ def test_votes_are_there_after_a_restart(tmp_path: Path) -> None:
     voted(tmp_path).close()
     again = VoteFolder(tmp_path)
     assert again.votes == VOTES
-    assert [(tmp_path / image_name(GROUP, number)).read_bytes() for number in range(3)] == IMAGES
+    assert [(tmp_path / name_image(GROUP, number)).read_bytes() for number in range(3)] == IMAGES
     with pytest.raises(UsageError, match="another server writes votes to"):
         VoteFolder(tmp_path)
     again.close()
@@ -38,8 +38,8 @@ def test_votes_are_there_after_a_restart(tmp_path: Path) -> None:
     levels = [[round(float(sample.mean()), 1) for sample in (pair.win, pair.lose)] for pair in pairs]
     assert levels == [[0.0, 0.4], [0.4, 0.8]]
     assert {pair.prompt.text for pair in pairs} == {"a fox"}
-    assert len({GROUP, group_id("a fo", IMAGES), group_id("a fox", IMAGES[::-1]), group_id("a fox", IMAGES[:2])}) == 4
-    assert group_id("a fox", list(IMAGES)) == GROUP
+    assert len({GROUP, hash_group("a fo", IMAGES), hash_group("a fox", IMAGES[::-1]), hash_group("a fox", IMAGES[:2])}) == 4
+    assert hash_group("a fox", list(IMAGES)) == GROUP
 
 
 def test_a_voter_takes_back_their_own_votes(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import asgi
 
-from fluvial.engines.extensions.judges.batches import as_text, png
+from fluvial.engines.extensions.judges.batches import encode_png, to_base64
 from fluvial.engines.extensions.votes.records import VoteFolder
-from fluvial.engines.extensions.votes.service import PAGE, POLICY, VoteService, application, comparisons
+from fluvial.engines.extensions.votes.service import PAGE, POLICY, VoteService, application, choose_pairs
 
 KEY = "a-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -51,7 +51,7 @@ class Server:
 
 
 def images(count: int, first: int = 0) -> list[str]:
-    return [as_text(png(torch.full((1, 4, 4), (first + level) / 20), colour=False)) for level in range(count)]
+    return [to_base64(encode_png(torch.full((1, 4, 4), (first + level) / 20), colour=False)) for level in range(count)]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def server(tmp_path: Path) -> Server:
 def test_every_image_is_compared_and_none_with_itself(tmp_path: Path) -> None:
     """Twice per round, or once in a group of two; the first round connects all images; the order depends on the group."""
     for size, rounds in ((2, 1), (2, 3), (3, 1), (4, 2), (8, 1), (8, 4), (9, 3)):
-        pairs = comparisons(size, rounds, "a")
+        pairs = choose_pairs(size, rounds, "a")
         assert all(0 <= i < j < size for i, j in pairs)
         counts = Counter(itertools.chain(*pairs))
         assert set(counts.values()) == {rounds * (1 if size == 2 else 2)}
@@ -70,7 +70,7 @@ def test_every_image_is_compared_and_none_with_itself(tmp_path: Path) -> None:
         for _ in range(size):
             reached |= {number for pair in pairs[:size] for number in pair if reached & set(pair)}
         assert len(reached) == size
-    assert comparisons(9, 1, "a") != comparisons(9, 1, "b")
+    assert choose_pairs(9, 1, "a") != choose_pairs(9, 1, "b")
     assert Server(tmp_path, rounds=3).group(4)["wanted"] == 12
 
 
@@ -165,7 +165,7 @@ def test_images_are_sent_as_they_came_and_equal_ones_need_no_vote(server: Server
     name = server.group()["group"]
     found = server.answer("/image", {"group": name, "number": 2})
     assert found.headers["content-type"] == "image/png"
-    assert as_text(found.value) == images(3)[2]
+    assert to_base64(found.value) == images(3)[2]
     for wrong in ({"group": name, "number": 3}, {"group": "../preferences", "number": 0}):
         assert server.answer("/image", wrong).status == 404
 

@@ -16,8 +16,8 @@ from fluvial.engines.extensions.wire.request import (
     RequestLimits,
     RolloutRequest,
     check_steps,
-    guidance_of,
     read_request,
+    resolve_guidance,
     write_request,
 )
 from fluvial.engines.sampling.generate import Guidance
@@ -82,10 +82,10 @@ def test_what_is_written_is_what_is_read() -> None:
 
 def test_guidance_is_the_request_s_or_the_server_s() -> None:
     server = Guidance(4.0, "blurry")
-    assert guidance_of(RolloutRequest("a"), server) == server
-    assert guidance_of(RolloutRequest("a", " ", guidance_scale=2.0), server) == Guidance(2.0, " ")
-    assert guidance_of(RolloutRequest("a", guidance_scale=2.0, true_cfg_scale=3.0), server).scale == 3.0
-    assert guidance_of(read_request(own(forwards="two")), server).forwards == "two"
+    assert resolve_guidance(RolloutRequest("a"), server) == server
+    assert resolve_guidance(RolloutRequest("a", " ", guidance_scale=2.0), server) == Guidance(2.0, " ")
+    assert resolve_guidance(RolloutRequest("a", guidance_scale=2.0, true_cfg_scale=3.0), server).scale == 3.0
+    assert resolve_guidance(read_request(own(forwards="two")), server).forwards == "two"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         (own(**{"windows": [[2, 1]]}), r"windows\[0\] does not rise"),
         (own(**{"after": {"fraction": 2}}), "fraction is 2"),
         (own(**{"prefix": [2, 0]}), r"prefix\[1\]: Expected `int` >= 1"),
-        (own(**{"prefix": [2, 2]}), "initial_ids say which samples share it"),
+        (own(**{"prefix": [2, 2]}), "without initial_ids, which say which samples share it"),
     ],
 )
 def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:

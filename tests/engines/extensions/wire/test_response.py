@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.response import JSON, DitTrajectory, RolloutSample, read_response, write_response
-from fluvial.engines.extensions.wire.tensors import pack, tree_of
+from fluvial.engines.extensions.wire.tensors import pack, unpack_tree
 
 STEPS = 4
 
@@ -41,7 +41,7 @@ SAMPLE = RolloutSample(
 
 def leaves(sample: RolloutSample) -> list[Any]:
     values = [getattr(sample, field.name) for field in fields(sample)]
-    values = [tree_of(value) if isinstance(value, bytes) else value for value in values]
+    values = [unpack_tree(value) if isinstance(value, bytes) else value for value in values]
     trajectory = sample.dit_trajectory
     parts = [] if trajectory is None else [getattr(trajectory, field.name) for field in fields(trajectory)]
     return optree.tree_leaves([part for part in values if part is not trajectory] + parts, none_is_leaf=True)

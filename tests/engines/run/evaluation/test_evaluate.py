@@ -23,7 +23,7 @@ from fluvial.engines.run import metrics
 from fluvial.engines.run.evaluation.evaluate import Scores, _gather_images, draw_plan, evaluate, plan_every_prompt
 from fluvial.engines.run.evaluation.folder import EvaluationFolder, draw_contact_sheet, write_image
 from fluvial.engines.run.evaluation.table import average_over_tags, format_tables, list_rows, read_scores, write_scores
-from fluvial.models.images import as_image
+from fluvial.models.images import to_image
 from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
 
@@ -175,7 +175,7 @@ def test_videos_travel_between_ranks_as_a_sheet_shows_them() -> None:
     gathered = _gather_images(list(ours), Two())  # type: ignore[arg-type]
     assert gathered.shape == (6, 3, 3, 4, 4)
     for video, whole in zip(gathered, [*ours.flatten(0, 1), *theirs[0]], strict=True):
-        assert as_image(video, width=1).tobytes() == as_image(whole, width=1).tobytes()
+        assert to_image(video, width=1).tobytes() == to_image(whole, width=1).tobytes()
 
 
 def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
@@ -260,4 +260,4 @@ def test_a_video_is_written_frame_by_frame(tmp_path: Path) -> None:
     with Image.open(tmp_path / "video.webp") as written:
         assert written.n_frames == 4  # type: ignore[attr-defined]
         written.seek(2)
-        assert written.convert("RGB").tobytes() == as_image(video[:, 2], width=1).tobytes()
+        assert written.convert("RGB").tobytes() == to_image(video[:, 2], width=1).tobytes()

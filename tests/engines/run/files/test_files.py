@@ -10,7 +10,7 @@ import pytest
 from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.cli.parse import field_names
+from fluvial.engines.cli.parse import list_fields
 from fluvial.engines.cli.train import configure, configure_all
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import TrainConfig
@@ -155,7 +155,7 @@ def test_config_prints_what_differs_and_all_has_a_help_for_each(fluvial: Any) ->
     assert found == 'recipe = "grpo"\nmodel = "handwriting"\nsampling.group = 4\n'
     lines = fluvial("config", "grpo", "--all").splitlines()
     names = [line.partition(" = ")[0].removesuffix(".kind") for line in lines if " = " in line and not line.startswith("#")]
-    assert sorted(names) == sorted(["recipe", *field_names(recipes.grpo())])
+    assert sorted(names) == sorted(["recipe", *list_fields(recipes.grpo())])
     for before, line in itertools.pairwise(lines):
         if " = " in line and not line.startswith(("#", "recipe")):
             assert before.startswith("# "), line
@@ -207,7 +207,7 @@ def test_a_sweep_trains_each_run_and_goes_on_where_it_was_left(
 
 def test_every_name_of_another_trainer_points_to_a_setting_that_there_is() -> None:
     """A command where it begins with `fluvial`, whose word is a command; at least 60 names of six trainers."""
-    known = {name for recipe in recipes.RECIPES.values() for name in field_names(recipe())}
+    known = {name for recipe in recipes.RECIPES.values() for name in list_fields(recipe())}
     known |= {"lora.form.factor", "sampling.window.size", "sampling.sampler.eta"}
     rows = [row for rows in load_foreign_settings().values() for row in rows]
     assert [row for row in rows if not row.ours.startswith("fluvial ") and row.ours not in known] == []

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from helpers import launch, wheels
 
-from fluvial.engines.cli.parse import field_names
+from fluvial.engines.cli.parse import list_fields
 from fluvial.engines.cli.serve import ServeConfig
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import recipes
@@ -77,7 +77,7 @@ def test_scripts_are_read_by_bash(tmp_path: Path) -> None:
 
 def test_flags_in_scripts_are_fluvials() -> None:
     """Those after `fluvial serve` and `fluvial.engines train grpo`, up to the end of the command."""
-    flags = {"serve": field_names(ServeConfig()), "train": field_names(recipes.grpo("handwriting"))}
+    flags = {"serve": list_fields(ServeConfig()), "train": list_fields(recipes.grpo("handwriting"))}
     known = {name: {f"--{each.replace('_', '-')}" for each in names} | {"--rollout.ahead"} for name, names in flags.items()}
     counted = 0
     for script in scripts():

@@ -30,7 +30,7 @@ def test_resize_has_the_bits_of_pil(
     height: int, width: int, to_height: int, to_width: int, resample: str, filter_: Image.Resampling
 ) -> None:
     noise = (uniform(key(1), (2, 3, height, width)) * 2).clamp(0, 1)
-    found = pixels.resize(pixels.as_bytes(noise), (to_height, to_width), resample)
+    found = pixels.resize(pixels.to_bytes(noise), (to_height, to_width), resample)
     for image, resized in zip(noise, found, strict=True):
         expected = np.array(as_pil(image).resize((to_width, to_height), filter_)).astype(np.float64)
         assert np.array_equal(resized.permute(1, 2, 0).numpy(), expected)
@@ -67,7 +67,7 @@ def test_preprocessing_is_that_of_the_published_processor(number: int, height: i
 def test_gradients_are_those_of_the_resize_without_rounding() -> None:
     images = (uniform(key(2), (2, 3, 41, 53), dtype=torch.float64) * 0.4 + 0.3).requires_grad_()
     weights = uniform(key(3), (2, 3, 30, 38), dtype=torch.float64)
-    (pixels.resize(pixels.as_bytes(images), (30, 38)) / 255 * weights).sum().backward()
+    (pixels.resize(pixels.to_bytes(images), (30, 38)) / 255 * weights).sum().backward()
     found, images.grad = images.grad, None
     plain = functional.interpolate(images, (30, 38), mode="bicubic", antialias=True, align_corners=False)
     (plain * weights).sum().backward()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.models.rewards.shared.text import extract_quoted, levenshtein, score_texts, text_score
+from fluvial.models.rewards.shared.text import extract_quoted, levenshtein, score_text, score_texts
 
 WORDS = st.text(alphabet="abcd", max_size=6)
 
@@ -27,7 +27,7 @@ def test_the_distance_is_its_recursion(a: str, b: str) -> None:
 def test_the_score_is_the_formula(recognised: str, target: str) -> None:
     whole = target in recognised
     wanted = 1.0 if whole else 1 - min(distance(recognised, target), len(target)) / len(target)
-    assert text_score(recognised, target) == wanted
+    assert score_text(recognised, target) == wanted
     assert 0 <= wanted <= 1
 
 
@@ -43,7 +43,7 @@ def test_the_score_is_the_formula(recognised: str, target: str) -> None:
     ],
 )
 def test_blanks_and_case_do_not_count(found: str, target: str, score: float) -> None:
-    assert text_score(found, target) == score
+    assert score_text(found, target) == score
 
 
 def test_the_target_is_between_the_first_double_quotes() -> None:
@@ -52,7 +52,7 @@ def test_the_target_is_between_the_first_double_quotes() -> None:
     assert extract_quoted("says „Guten Tag“ and «salut»") == "Guten Tag"
     for prompt in ("a shop", 'a sign "" in red', 'a sign "', "it's 'single'", "“open", "“”"):
         refuses("has no text in double quotes", extract_quoted, prompt)
-    refuses("is empty", text_score, "x", "  ")
+    refuses("is empty", score_text, "x", "  ")
 
 
 @given(prompt=st.text(alphabet='ab "“”', max_size=9).filter(lambda text: text.count('"') > 0))

@@ -7,7 +7,7 @@ from helpers.weight_servers import Served, ask, base, listed, run, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluvial.models.lora import lora_layers
+from fluvial.models.lora import find_lora_layers
 
 
 def write_lora(path: Path, rank: int, *layers: str) -> None:
@@ -47,7 +47,7 @@ def test_several_adapters_act_together(tmp_path: Path) -> None:
     alone = served(tmp_path)
     ask(alone, "/v1/set_lora", lora_nickname="y", lora_path=str(paths[1]), strength=-0.2, lora_alpha=6)
     assert torch.equal(run(server.weights.module), run(alone.weights.module))
-    assert server.weights.checksums() == alone.weights.checksums()
+    assert server.weights.list_checksums() == alone.weights.list_checksums()
 
 
 def test_an_adapter_that_is_unloaded_is_forgotten(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_an_adapter_that_is_unloaded_is_forgotten(tmp_path: Path) -> None:
     assert ask(server, "/v1/set_lora", **lora).status == 200
     assert ask(server, "/unload_lora_adapter", lora_name="a", weight_version=9).value["weight_version"] == 9
     assert torch.equal(run(server.weights.module), plain)
-    assert not lora_layers(server.weights.module)
+    assert not find_lora_layers(server.weights.module)
 
 
 def test_adapters_of_two_networks(tmp_path: Path) -> None:

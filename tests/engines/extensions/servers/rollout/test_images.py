@@ -155,11 +155,11 @@ def gif() -> bytes:
 
 WRONG: dict[str, tuple[int, Callable[[Path], str], str]] = {
     "a file elsewhere": (400, lambda folder: "/etc/hostname", "is outside the folders"),
-    "a relative name": (400, lambda folder: "0.png", "is no absolute path"),
+    "a relative name": (400, lambda folder: "0.png", "is not an absolute path"),
     "a way out": (400, lambda folder: str(folder / "../../../etc/passwd"), "cannot be read|outside"),
     "a link that leads out": (400, lambda folder: str(folder / "link.png"), "is outside the folders"),
-    "a pipe": (400, lambda folder: str(folder / "pipe.png"), "is no file"),
-    "a folder": (400, lambda folder: str(folder), "is no file"),
+    "a pipe": (400, lambda folder: str(folder / "pipe.png"), "is not a file"),
+    "a folder": (400, lambda folder: str(folder), "is not a file"),
     "a long name": (400, lambda folder: "/" + "a" * 5000, "a name of 5001 characters"),
     "no image": (400, lambda folder: str(folder / "prompts.jsonl"), "image cannot be read as PNG, JPEG, WEBP"),
     "a large file": (413, lambda folder: str(folder / "large.png"), "has 50000 bytes, expected at most 40000"),
@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[int, Callable[[Path], str], str]] = {
     "a bomb": (400, lambda folder: url(fake_servers.bomb(60000)), "image cannot be read as"),
     "half an image": (400, lambda folder: url((folder / "0.png").read_bytes()[:-40]), "an image of"),
     "no base64": (400, lambda folder: "data:image/png;base64,???", "whose base64 cannot be read"),
-    "a URL": (400, lambda folder: "http://169.254.169.254/latest", "is no absolute path"),
+    "a URL": (400, lambda folder: "http://169.254.169.254/latest", "is not an absolute path"),
     "text": (400, lambda folder: "data:text/plain,abc", "expected data:image/png;base64,..."),
 }
 
@@ -201,10 +201,10 @@ def test_videos_and_sounds_are_bounded() -> None:
 def test_a_frame_rate_that_the_pipeline_does_not_use_is_refused() -> None:
     """It is an argument of the calls that are recorded; nothing else depends on it."""
     takes = {"frame_rate": Parameter("frame_rate", Parameter.KEYWORD_ONLY, default=24)}
-    recorded = SimpleNamespace(recorded=True, takes=takes, asked={})
-    for model in (recorded, SimpleNamespace(recorded=True, takes={}, asked={}), SimpleNamespace()):
+    recorded = SimpleNamespace(recorded=True, takes=takes, call_arguments={})
+    for model in (recorded, SimpleNamespace(recorded=True, takes={}, call_arguments={}), SimpleNamespace()):
         ServedPolicy.check_rate(SimpleNamespace(model=model), 24)  # type: ignore[arg-type]
-    recorded.asked["frame_rate"] = 25
+    recorded.call_arguments["frame_rate"] = 25
     with pytest.raises(RequestError, match="fps is 24, and this pipeline was opened with frame_rate 25"):
         ServedPolicy.check_rate(SimpleNamespace(model=recorded), 24)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.extensions.servers.rollout import sampling
 from fluvial.engines.extensions.wire.response import RolloutSample
-from fluvial.engines.extensions.wire.tensors import tree_of
+from fluvial.engines.extensions.wire.tensors import unpack_tree
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Chunk, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
@@ -151,7 +151,7 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
             assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
             assert torch.equal(servers.log_probs(sample), chunk.trajectory.log_prob[number])
             assert isinstance(sample.denoising_env, bytes)
-            env = tree_of(sample.denoising_env)
+            env = unpack_tree(sample.denoising_env)
             assert env["guidance"] == 2.5
             assert torch.equal(env["pos_cond_kwargs"]["rows"], tiny.Tiny().encode(["1"]).rows)
             assert torch.equal(env["neg_cond_kwargs"]["rows"], tiny.Tiny().encode(["3"]).rows)
@@ -175,7 +175,7 @@ def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.
         expected = tensor if name == "rollout_noise_std_devs" else pack(tensor)
         assert torch.equal((theirs.rollout_debug_tensors or {})[name], expected), name
     assert (theirs.rollout_debug_tensors or {})["rollout_noise_std_devs"].shape == (T, 1)
-    envs = [tree_of(sample.denoising_env) for sample in (theirs, ours) if isinstance(sample.denoising_env, bytes)]
+    envs = [unpack_tree(sample.denoising_env) for sample in (theirs, ours) if isinstance(sample.denoising_env, bytes)]
     assert [(env["guidance"], env["image_kwargs"]) for env in envs] == [(None, None), (2.0, {})]
     for half, digit in (("pos_cond_kwargs", 1), ("neg_cond_kwargs", 3)):
         assert [env[half]["rows"].tolist() for env in envs] == [torch.eye(6)[digit].tolist(), [torch.eye(6)[digit].tolist()]]

@@ -15,7 +15,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote.push_folder import PushFolder
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy, open_policy
-from fluvial.engines.extensions.wire.tensors import tree_of
+from fluvial.engines.extensions.wire.tensors import unpack_tree
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
@@ -59,7 +59,7 @@ def test_a_pipeline_is_served(name: str, tokens: int | None, tmp_path: Path) -> 
         expected = (images[number] * 255).round().to(torch.uint8) if images[number].ndim == 4 else images[number]
         assert torch.equal(sample.generated_output, expected)
         assert isinstance(sample.denoising_env, bytes)
-        env = tree_of(sample.denoising_env)
+        env = unpack_tree(sample.denoising_env)
         assert env["guidance"] == 3.0
         assert all(tensor.shape[0] == 1 for tensor in env["pos_cond_kwargs"].values())
     status, problem = server.problem(prompt="a", width=3, height=5)
@@ -84,13 +84,13 @@ def test_a_built_in_model_is_served(name: str, sampler: str) -> None:
 def test_the_export_of_a_run_is_served(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "config.json").write_text(json.dumps({"model": "handwriting"}))
-    with pytest.raises(UsageError, match="has exported no weights"):
+    with pytest.raises(UsageError, match="without exported weights"):
         policy(str(tmp_path))
     (tmp_path / "weights").symlink_to(BASE)
     with pytest.raises(UsageError, match="is a run with its own weights; remove one of the two"):
         policy(str(tmp_path), weights=BASE)
     base, run = policy("handwriting").weights, policy(str(tmp_path)).weights
-    assert base.checksums() == run.checksums()
+    assert base.list_checksums() == run.list_checksums()
 
 
 def test_a_network_in_bfloat16_keeps_its_buffers(tmp_path: Path) -> None:

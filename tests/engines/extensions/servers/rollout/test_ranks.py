@@ -22,16 +22,16 @@ from workers.pushes import adapted_tokens
 from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import RunError
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.engines.extensions.remote.weight_sync import FACTOR_METHODS, METHODS
-from fluvial.engines.extensions.servers.rollout.orders import CLASSES, Recipe, SampleOrder
-from fluvial.engines.extensions.servers.rollout.ranks import put_together, take_apart
-from fluvial.engines.extensions.servers.rollout.served_weights import Adapter, Applied
+from fluvial.engines.extensions.servers.rollout.orders import CLASSES, BatchSpec, SampleOrder
+from fluvial.engines.extensions.servers.rollout.ranks import decode_arguments, encode_arguments
+from fluvial.engines.extensions.servers.rollout.served_weights import Adapter, AppliedAdapters
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.request import ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
-from fluvial.engines.extensions.wire.tensors import pack, tree_of
-from fluvial.engines.extensions.wire.weight_buckets import adapter_checksum, checksum
+from fluvial.engines.extensions.wire.tensors import pack, unpack_tree
+from fluvial.engines.extensions.wire.weight_buckets import compute_adapter_checksum, compute_checksum
 from fluvial.engines.gathered import layout
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.digests import digest_tensor
@@ -78,7 +78,7 @@ def test_each_process_holds_a_part_and_goes_on_after_what_all_refuse(found: dict
     assert last["numbers"] + found[2]["numbers"] == last["all"]
 
 
-RECIPE = Recipe((2, 3), 4, Guidance(2.0), "density", FluvialOptions(prefix=(1, 2)), "flow_sde", 0.5, (1,), 1, True)
+RECIPE = BatchSpec((2, 3), 4, Guidance(2.0), "density", FluvialOptions(prefix=(1, 2)), "flow_sde", 0.5, (1,), 1, True)
 MEDIA: dict[str, Any] = {"image": b"one", "images": (b"two", b"three")}
 REQUEST = RolloutRequest("a", extra_sampling_params=ExtraParams(FluvialOptions(key=(2**32 - 1, 0), windows=((1,), (2,)))))
 FACTORS = LoraFile(1, 2.0, ("to_q",), {"to_q.lora_A.weight": torch.tensor([[0.1, float("inf")]])})
@@ -91,8 +91,8 @@ CALLS: dict[str, tuple[Any, tuple[type, ...]]] = {
         CLASSES,
     ),
     "adapters": (
-        {"transformer": Applied((Adapter("x", "/x", 1.0, FACTORS),), FACTORS, -0.5, "auto"), "~": None},
-        (Applied, Adapter, LoraFile, LowRank),
+        {"transformer": AppliedAdapters((Adapter("x", "/x", 1.0, FACTORS),), FACTORS, -0.5, "auto"), "~": None},
+        (AppliedAdapters, Adapter, LoraFile, LowRank),
     ),
     "weights": ({"~": {"x": torch.empty(2, 0, 3, dtype=torch.float8_e4m3fn, device="meta")}}, ()),
 }
@@ -102,11 +102,11 @@ CALLS: dict[str, tuple[Any, tuple[type, ...]]] = {
 def test_a_call_travels_as_plain_data(name: str) -> None:
     value, kinds = CALLS[name]
     classes = {kind.__name__: kind for kind in kinds}
-    found = put_together(tree_of(pack(take_apart(value, classes))), classes)
+    found = decode_arguments(unpack_tree(pack(encode_arguments(value, classes))), classes)
     assert repr(found) == repr(value)
     if classes:
-        with pytest.raises(TypeError, match="name its class at `together`"):
-            take_apart(value, {})
+        with pytest.raises(TypeError, match="name its class in `on_all_ranks`"):
+            encode_arguments(value, {})
 
 
 SERVE = ("serve", "helpers.tiny_token_job:Toy", "--port", "0", "--micro-batch", "2", "--steps", "2")
@@ -145,12 +145,15 @@ def test_a_kill_during_pushes_leaves_old_or_new_weights(tmp_path: Path, method: 
 
     Of one of the server's processes: the other one ends, too.
     """
-    delays, tensors, factors = random.Random(1), base_tensors(tiny.flux()), layout(adapted_tokens(), adapter="default")
+    delays, tensors, factors = random.Random(1), list_base_tensors(tiny.flux()), layout(adapted_tokens(), adapter="default")
 
     def is_pushed(client: HttpClient, version: int, trained: str) -> bool:
         if trained == "adapter":
             filled = {name: torch.full(each.shape, float(version)) for name, each in factors.items()}
-            sums = {"transformer": checksum(sorted(tensors.items())), "transformer.lora": adapter_checksum(filled, 1.5)}
+            sums = {
+                "transformer": compute_checksum(sorted(tensors.items())),
+                "transformer.lora": compute_adapter_checksum(filled, 1.5),
+            }
             return bool(client.post("/get_weights_checksum", {}) == sums)
         sums = {name: digest_tensor(torch.full_like(each, version)) for name, each in tensors.items()}
         value = {"target_module": "transformer", "expected_named_tensors_sha256": sums}

@@ -55,10 +55,10 @@ TRAJECTORY = {"rollout_debug_mode": False, "rollout_return_dit_trajectory": True
         ({"width": 100_000, "height": 100_000}, "got 10000000000, expected at most"),
         ({"num_inference_steps": 100_000}, "num_inference_steps: got 100000, expected at most 1000"),
         ({"num_outputs_per_prompt": 1000}, "num_outputs_per_prompt: got 1000, expected at most 256"),
-        ({"image_path": ["/etc/passwd"]}, "image_path is set, and this server makes samples from prompts alone"),
+        ({"image_path": ["/etc/passwd"]}, "image_path is set, and this server samples from prompts without images"),
         ({"image_path": ["a"] * 17}, "image_path: Expected `array` of length <= 16"),
         ({"guidance_scale": 2, "negative_prompt": "x"}, "negative_prompt: prompt 'x' is no digit"),
-        (own(sampler="ddim"), "sampler is ddim, which samples from models that predict epsilon"),
+        (own(sampler="ddim"), "sampler is ddim, which needs a model that predicts epsilon"),
         (own(text_tokens=64), "text_tokens is 64, expected at most 0"),
         (own(windows=[[]]), "windows are empty"),
         ({**own(windows=[[3]]), "rollout_sde_type": "cps"}, "hold a step that takes no noise"),
@@ -66,7 +66,7 @@ TRAJECTORY = {"rollout_debug_mode": False, "rollout_return_dit_trajectory": True
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": [0]}, "set rollout_debug_mode false"),
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": []}, "after is set, expected one window"),
         ({**SHARED, "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
-        ({**SHARED, **TRAJECTORY, "rollout_return_step_indices": [1, 2]}, "latents at boundary 1 are asked for"),
+        ({**SHARED, **TRAJECTORY, "rollout_return_step_indices": [1, 2]}, "latents at boundary 1 are requested"),
     ],
 )
 def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
@@ -79,7 +79,7 @@ def test_sizes_are_known_before_anything_is_made() -> None:
     limits = ServeLimits(RequestLimits(outputs=10**6), body=1000, response=10_000)
     server = servers.served(limits=limits)
     status, problem = server.problem(num_outputs_per_prompt=1000)
-    assert (status, "MB, expected at most 0: ask for fewer samples" in problem) == (413, True)
+    assert (status, "MB, expected at most 0: request fewer samples" in problem) == (413, True)
     assert server.problem(negative_prompt="a" * 1000) == (413, "the request has more than 0 MB: send less at once")
     announced = asyncio.run(asgi.call(server.app, GENERATE, body=b"{}", headers={"content-length": str(10**10)}))
     assert announced.status == 413
@@ -97,7 +97,7 @@ def held(server: Server) -> Iterator[Callable[[], None]]:
         holds.set()
         free.wait(30)
 
-    thread = threading.Thread(target=lambda: asyncio.run(server.policy.between(hold)))
+    thread = threading.Thread(target=lambda: asyncio.run(server.policy.run_between(hold)))
     thread.start()
     assert holds.wait(30)
     try:
@@ -135,9 +135,9 @@ def test_a_request_beyond_its_deadline_is_504() -> None:
     with held(server):
         status, problem = server.problem(num_outputs_per_prompt=MICRO_BATCH + 2)
         assert status == 504
-        assert problem == "the samples took more than 0.2 s: ask for fewer, or serve with a longer deadline"
+        assert problem == "the samples took more than 0.2 s: request fewer, or serve with a longer deadline"
         assert server.batcher.waiting == 0
-    asyncio.run(server.policy.between(lambda: None))
+    asyncio.run(server.policy.run_between(lambda: None))
     assert server.batcher.rows <= MICRO_BATCH  # at most the batch that had begun
 
 
@@ -173,7 +173,7 @@ def test_a_request_fails_alone() -> None:
         return list(await asyncio.gather(*(asgi.call(server.app, GENERATE, {"prompt": p, "seed": 1}) for p in "131")))
 
     good, bad, other = asyncio.run(both())
-    assert (bad.status, bad.value["detail"]) == (500, "the samples cannot be made: CUDA error: out of memory")
+    assert (bad.status, bad.value["detail"]) == (500, "sampling failed: CUDA error: out of memory")
     assert good.status == other.status == 200
     assert torch.equal(read_response(good.value)[0].generated_output, read_response(other.value)[0].generated_output)
 
@@ -181,7 +181,7 @@ def test_a_request_fails_alone() -> None:
 def test_samples_say_which_weights_made_them(server: Server) -> None:
     """A request for other weights fails; one that waits while they change fails or is made by the new ones."""
     assert server.samples(**own(version=0))[0].weight_version == 0
-    expected = "the weights have version 0, and the request asks for 7: push these weights first"
+    expected = "the weights have version 0, and the request needs 7: push these weights first"
     assert server.problem(**own(version=7)) == (409, expected)
     other = servers.served()
 
@@ -205,7 +205,7 @@ def test_samples_say_which_weights_made_them(server: Server) -> None:
 def test_the_version_is_compared_when_no_push_can_come_between(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push that waits goes before the batch, after the batch was put together."""
     policy = server.policy
-    sampling = policy.sampling
+    sampling = policy.hold_weights
 
     @contextmanager
     def pushed_first() -> Iterator[Any]:
@@ -213,8 +213,8 @@ def test_the_version_is_compared_when_no_push_can_come_between(server: Server, m
             monkeypatch.setattr(policy.weights, "version", 1)
             yield module
 
-    monkeypatch.setattr(policy, "sampling", pushed_first)
-    expected = "the weights have version 1, and the request asks for 0: push these weights first"
+    monkeypatch.setattr(policy, "hold_weights", pushed_first)
+    expected = "the weights have version 1, and the request needs 0: push these weights first"
     assert server.problem(**own(version=0)) == (409, expected)
 
 
@@ -303,7 +303,7 @@ def test_keys_open_their_endpoints() -> None:
         found = {key: get(both, path, key, value).status for key in ("", "k", "a", "x")}
         assert found == {"": 401, "k": 401 if control else 200, "a": 200, "x": 401}
     assert get(both, "/health").status == get(both, "/health_generate").status == 200
-    assert "asks for the admin key" in get(both, "/v1/list_loras", "k").value["detail"]
+    assert "needs the admin key" in get(both, "/v1/list_loras", "k").value["detail"]
     only_admin = servers.served(admin="a")
     assert (get(only_admin, "/v1/models").status, get(only_admin, "/v1/list_loras").status) == (200, 401)
     only_key = servers.served(key="k")

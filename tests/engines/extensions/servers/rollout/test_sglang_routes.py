@@ -33,7 +33,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.export.model_folder import base_tensors
+from fluvial.engines.export.model_folder import list_base_tensors
 from fluvial.engines.extensions.servers.rollout.policy import ServedPolicy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import NO_GUIDANCE
@@ -46,7 +46,7 @@ HTTP = "multimodal_gen/runtime/entrypoints/http_server.py"
 def folder(tmp_path: Path) -> Path:
     """A folder with all weights of another net, and with two adapters."""
     (tmp_path / "full/transformer").mkdir(parents=True)
-    save_file(base_tensors(moved_base()), tmp_path / "full/transformer/diffusion_pytorch_model.safetensors")
+    save_file(list_base_tensors(moved_base()), tmp_path / "full/transformer/diffusion_pytorch_model.safetensors")
     for name, rank in (("x", 2), ("y", 3)):
         tensors = {"into.lora_A.weight": torch.randn(rank, 24), "into.lora_B.weight": torch.randn(24, rank)}
         save_file(tensors, tmp_path / f"{name}.safetensors")
@@ -233,7 +233,7 @@ def test_videos_are_made_with_its_requests_and_its_client(
             client.generate_video("1", size="32x16", num_frames=4)
         fields, files = {"prompt": "1", "num_frames": "4", "size": "16x16"}, {"input_reference": ("a.png", b"")}
         refused = httpx2.post(f"{url}/v1/videos", data=fields, files=files)
-        assert refused.json()["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+        assert refused.json()["detail"].startswith("image_path is set, and this server samples from prompts without images")
         asked = protocol.VideoGenerationsRequest(prompt="1", enable_frame_interpolation=True)
         refused = httpx2.post(f"{url}/v1/videos", json=asked.model_dump())
         assert (refused.status_code, refused.json()["detail"][:26]) == (400, "enable_frame_interpolation")
@@ -262,7 +262,7 @@ def test_edits_take_the_fields_of_its_form(server: Server) -> None:
     headers = {"content-type": request.headers["content-type"]}
     answer = asyncio.run(asgi.call(server.app, "/v1/images/edits", body=request.read(), headers=headers))
     assert answer.status == 400
-    assert answer.value["detail"].startswith("image_path is set, and this server makes samples from prompts alone")
+    assert answer.value["detail"].startswith("image_path is set, and this server samples from prompts without images")
 
 
 def test_its_http_client_finds_the_model_makes_images_and_sets_adapters(url: str, folder: Path) -> None:

@@ -24,13 +24,13 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     SHARED_FILES,
     UNKNOWN,
     SharedBucket,
-    adapter_checksum,
-    buckets,
-    checksum,
+    compute_adapter_checksum,
+    compute_checksum,
+    expect_checksums,
     flatten,
-    policy_checksums,
+    plan_buckets,
 )
-from fluvial.models.lora import adapter_parameters
+from fluvial.models.lora import find_adapter_parameters
 
 FULL, LORA = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
 
@@ -72,7 +72,7 @@ def set_lora(server: Served, path: Path, **more: Any) -> asgi.Answer:
 def send_bucket(
     server: Served, folder: Path, tensors: dict[str, Tensor], push: str = "p", index: int = 0, count: int = 1, **more: Any
 ) -> asgi.Answer:
-    (places,) = buckets(tensors, most_bytes=10**6)
+    (places,) = plan_buckets(tensors, most_bytes=10**6)
     bucket = SharedBucket(push, index, count, "transformer", str(folder / "bucket"), places)
     (folder / "bucket").write_bytes(flatten(places, tensors.values()).numpy().tobytes())
     value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket.as_json())], **more}
@@ -81,7 +81,7 @@ def send_bucket(
 
 def state(server: Served) -> Any:
     weights = server.weights
-    return run(weights.module).tolist(), weights.checksums(), weights.version, list(weights.adapters)
+    return run(weights.module).tolist(), weights.list_checksums(), weights.version, list(weights.adapters)
 
 
 def refuses(server: Served, answer: asgi.Answer, says: str, before: Any) -> None:
@@ -108,7 +108,7 @@ def test_weights_and_adapters_come_and_go(folder: Path, exports: dict[str, Any])
     assert set_lora(server, folder / "lora" / LORA).status == 200
     expected = adapted(moved_base())
     server_adapter = load_file(folder / "lora" / LORA)
-    for name, parameter in adapter_parameters(expected, "default").items():
+    for name, parameter in find_adapter_parameters(expected, "default").items():
         parameter.data.copy_(server_adapter[f"transformer.{name}"])
     assert torch.equal(run(server.weights.module), run(expected))
 
@@ -127,7 +127,7 @@ def test_a_push_of_all_weights_takes_an_adapter_off(
         answer = send_bucket(server, folder, tensors, weight_version=3)
     assert (answer.status, answer.value["weight_version"]) == (200, 3)
     assert torch.equal(run(server.weights.module), exports["full"])
-    wanted = policy_checksums({"transformer": checksum(sorted(tensors.items()))})
+    wanted = expect_checksums({"transformer": compute_checksum(sorted(tensors.items()))})
     assert ask(server, "/get_weights_checksum", module_names=[*wanted]).value == wanted
     assert listed(server)["active"] == {}
 
@@ -168,7 +168,9 @@ def test_a_checksum_is_computed_once_per_change(
 ) -> None:
     """However often it is asked for, and of the base not again for an adapter."""
     server = served(folder)
-    counted = {name: mock.Mock(side_effect=getattr(serving, name)) for name in ("checksum", "adapter_checksum")}
+    counted = {
+        name: mock.Mock(side_effect=getattr(serving, name)) for name in ("compute_checksum", "compute_adapter_checksum")
+    }
     for name, function in counted.items():
         monkeypatch.setattr(serving, name, function)
     names = {"module_names": ["transformer", "transformer.lora"]}
@@ -180,7 +182,7 @@ def test_a_checksum_is_computed_once_per_change(
     assert [function.call_count for function in counted.values()] == [1, 3]
     assert update(server, folder / "full").status == 200
     found = [ask(server, "/get_weights_checksum", **names).value for _ in range(3)]
-    full = checksum(sorted(load_file(folder / "full" / FULL).items()))
+    full = compute_checksum(sorted(load_file(folder / "full" / FULL).items()))
     assert found == [{"transformer": full, "transformer.lora": UNKNOWN}] * 3
     assert [function.call_count for function in counted.values()] == [2, 3]
 
@@ -211,10 +213,10 @@ def test_checksums_are_sglangs(folder: Path) -> None:
     set_lora(server, folder / "lora")
     again = ask(server, "/get_weights_checksum", module_names=["transformer", "transformer.lora", "vae"]).value
     factors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "lora" / LORA).items()}
-    assert again == {**answer, "transformer.lora": adapter_checksum(factors, 1.5), "vae": "not_found"}
-    assert adapter_checksum(factors, 1.0) != adapter_checksum(factors, 1.5)
+    assert again == {**answer, "transformer.lora": compute_adapter_checksum(factors, 1.5), "vae": "not_found"}
+    assert compute_adapter_checksum(factors, 1.0) != compute_adapter_checksum(factors, 1.5)
     with pytest.raises(ValueError, match="ascending"):
-        checksum([("b", torch.ones(1)), ("a", torch.ones(1))])
+        compute_checksum([("b", torch.ones(1)), ("a", torch.ones(1))])
 
 
 def change(path: Path, **tensors: Tensor | None) -> None:
@@ -238,7 +240,7 @@ def piped(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "a missing tensor": (lambda file: change(file, **{"out.bias": None}), "is incomplete: out.bias and 0 more"),
-    "an unknown name": (lambda file: change(file, extra=torch.ones(1)), "holds extra, which the network does not have"),
+    "an unknown name": (lambda file: change(file, extra=torch.ones(1)), "holds extra, which the network lacks"),
     "a wrong shape": (lambda file: change(file, **{"out.bias": torch.ones(3)}), "of shape [3], and the network has [16]"),
     "integers": (lambda file: change(file, **{"out.bias": torch.ones(16, dtype=torch.int32)}), "out.bias of torch.int32"),
     "a cut file": (cut, "cannot be read"),
@@ -266,7 +268,7 @@ ADAPTERS: dict[str, tuple[Any, str]] = {
 def test_damaged_files_change_nothing(folder: Path, kind: str, damage: str) -> None:
     server, full = served(folder), folder / "full" / FULL
     set_lora(server, folder / "lora")
-    sha256 = {"transformer": checksum(sorted(load_file(full).items()))}
+    sha256 = {"transformer": compute_checksum(sorted(load_file(full).items()))}
     before = state(server)
     act, says = (DAMAGES if kind == "full" else ADAPTERS)[damage]
     act(full if kind == "full" else folder / "lora" / LORA)
@@ -283,7 +285,7 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
     for path, says in {
         outside / "full" / "inner": "is outside the folders",
         folder / ".." / outside.name / "full" / "inner": "is outside the folders",
-        Path("relative"): "is no absolute path",
+        Path("relative"): "is not an absolute path",
         folder / "nothing": "cannot be read: No such file",
         folder / ("x" * 3000): "cannot be read: File name too long",
         Path("/"): "is outside the folders",
@@ -359,11 +361,11 @@ def test_wrong_requests_are_one_line(folder: Path, path: str) -> None:
 
 
 BUCKETS: dict[str, tuple[dict[str, Any], str]] = {
-    "a file of another size": ({"bytes": 65}, "is no file of the"),
+    "a file of another size": ({"bytes": 65}, "is not a file of"),
     "another folder": ({"file": "/etc/hostname"}, "is outside the folders"),
     "a gap": ({"start_idx": 1, "end_idx": 65}, "start_idx is 1, expected 0"),
-    "a size that is not the shape's": ({"numel": 7}, "and shape and dtype have others"),
-    "a wrong name": ({"name": "nothing"}, "holds nothing, which the network does not have"),
+    "a size that is not the shape's": ({"numel": 7}, "which differ from shape and dtype"),
+    "a wrong name": ({"name": "nothing"}, "holds nothing, which the network lacks"),
     "a wrong shape": ({"shape": [4, 4]}, "out.bias of shape [4, 4], and the network has [16]"),
     "an unknown dtype": ({"dtype": "torch.complex64"}, "dtype: it is 'torch.complex64', expected one of"),
     "no places": ({"places": []}, "places: Expected `array` of length >= 1"),
@@ -400,7 +402,7 @@ def test_buckets_of_two_pushes_are_not_mixed(folder: Path) -> None:
     refuses(server, sent("b", 1), "is out of order", before)
     refuses(server, sent("a", 1), "is out of order", before)
     assert [sent("b", index).status for index in (0, 1)] == [200, 200]
-    found = server.weights.tensors("transformer")
+    found = server.weights.list_tensors("transformer")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
