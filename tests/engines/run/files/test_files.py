@@ -123,7 +123,7 @@ def test_a_mistake_in_a_file_is_one_line(text: str, says: str, tmp_path: Path, f
 def test_a_recipe_that_is_typed_must_be_that_of_the_file(tmp_path: Path, fluvial: Any) -> None:
     path = written(tmp_path, "recipe: grpo")
     for words, says in (
-        (["nft", "--config", path], "is for the recipe grpo, and nft was typed"),
+        (["nft", "--config", path], "is for the recipe grpo, but nft was typed"),
         (["grpo", "--config", path, "--config", path], "--config names 2 files"),
         (["grpo", "--config"], "--config names no file"),
     ):
