@@ -1,1 +1,1 @@
-"""Benchmarks: rows of measurements with the machine and versions they were taken on."""
+"""Benchmarks: rows of measurements with machine and versions."""

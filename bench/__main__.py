@@ -19,7 +19,7 @@ from fluvial.engines.errors import UsageError
 
 
 def main(args: list[str]) -> int:
-    """Run the benchmark that the arguments name."""
+    """Run a benchmark by name."""
     write_weights = partial(pretrain.pretrain, console=console())
     benchmarks: dict[str, tuple[Callable[[], Any], Callable[..., object]]] = {
         "phases": (phases.PhasesConfig, phases.run),

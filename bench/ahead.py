@@ -1,8 +1,8 @@
-"""The simulation of `fluvial plan` against a small run whose rollouts and updates take given seconds.
+"""Comparison of the simulation of `fluvial plan` with a small run whose rollouts and updates have fixed durations.
 
     python -m fluvial.bench.ahead
 
-The seconds are sleeps, in the thread that samples and in the update, so that other programs on the machine change little.
+The durations are sleeps, in the rollout thread and in the update, so that other programs on the machine change little.
 """
 
 import time
@@ -30,19 +30,19 @@ ROLLOUTS = 8
 CASES = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))  # seconds of a rollout, and of its update
 
 
-def spread(images: Tensor, prompts: Sequence[str]) -> Tensor:
+def score_brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Score images by their brightness."""
     return images.mean((1, 2, 3)).cpu()
 
 
 def compare(rollout: float, update: float, ahead: int, world: World, folder: Path) -> dict[str, str]:
-    """Return the row of a run beside its simulation, which knows the seconds of each rollout and each update.
+    """Time a run, and return its row beside the simulation from the seconds of each rollout and update.
 
     Args:
         rollout, update: seconds of sleep in each.
-        ahead: number of rollouts that are made ahead.
+        ahead: number of rollouts ahead.
         world: process group of one process.
-        folder: folder of the run, in which nothing is written.
+        folder: folder of the run; nothing is written to it.
     """
     config = TrainConfig(
         out=folder,
@@ -51,33 +51,33 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
         rollout=RolloutConfig(ahead=ahead),
         method=Grpo(sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)), correction=Truncate()),
     )
-    made, learnt = list[float](), list[float]()
-    with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:
+    rollout_seconds, update_seconds = list[float](), list[float]()
+    with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": score_brightness}), world) as trainer:
         source: Any = trainer.sampler.source
         generate, learn = source.generate, trainer.learn
 
-        def slow(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+        def generate_slowly(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
             start = time.perf_counter()
             time.sleep(rollout)
             yield from generate(*args, **options)
-            made.append(time.perf_counter() - start)
+            rollout_seconds.append(time.perf_counter() - start)
 
         def delay_update(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             time.sleep(update)
             updates = learn(*args, **options)
-            learnt.append(time.perf_counter() - start)
+            update_seconds.append(time.perf_counter() - start)
             return updates
 
-        source.generate, trainer.learn = slow, delay_update  # type: ignore[method-assign]
+        source.generate, trainer.learn = generate_slowly, delay_update  # type: ignore[method-assign]
         start = time.perf_counter()
         records = list(trainer)
         measured = time.perf_counter() - start
     seconds = [sum(record["seconds"].values()) for record in records]
     idle = sum(
-        record["speed"]["trainer_idle"] * update_seconds for record, update_seconds in zip(records, seconds, strict=True)
+        record["speed"]["trainer_idle"] * batch_seconds for record, batch_seconds in zip(records, seconds, strict=True)
     ) / sum(seconds)
-    simulated = simulate(made, learnt, ahead=ahead).seconds
+    simulated = simulate(rollout_seconds, update_seconds, ahead=ahead).seconds
     return {
         "rollout": f"{rollout:g} s",
         "update": f"{update:g} s",
@@ -90,9 +90,9 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
 
 
 def main() -> None:
-    """Print a row per case and number of rollouts ahead, as a table of Markdown."""
+    """Print a Markdown table with a row per case and number of rollouts ahead."""
     with init_world() as world, TemporaryDirectory() as folder:
-        print(harness.markdown([compare(*case, ahead, world, Path(folder)) for case in CASES for ahead in (0, 1)]))
+        print(harness.format_markdown([compare(*case, ahead, world, Path(folder)) for case in CASES for ahead in (0, 1)]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel, as the operations launch it, for GPUs that need not be present.
 
 Instructions, registers, spills, shared memory and the width of every access to global memory are read from the machine code.
-Launches are caught with their arguments, so that the compiled kernels are those that an operation launches.
+Launches are intercepted with their arguments, so that the compiled kernels are those that an operation launches.
 """
 
 import ast
@@ -57,7 +57,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", t
 
 
 class Launch(NamedTuple):
-    """A kernel and the arguments of one launch of it."""
+    """One launch of a kernel, with its arguments."""
 
     kernel: JITFunction
     arguments: dict[str, Any]
@@ -75,9 +75,9 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AotRow:
-    """The machine code of a kernel for one target; widths are of the accesses to samples, in bits.
+    """Machine code of a kernel for one target; widths are those of accesses to samples, in bits.
 
-    Instructions are those of the code over the elements that it handles per thread; of a loop's code, those of one round.
+    `instructions` is the number of instructions divided by the elements per thread; a loop counts as one iteration.
     """
 
     kernel: str
@@ -108,7 +108,7 @@ def launches() -> list[Launch]:
 
 @contextmanager
 def caught() -> Iterator[list[Launch]]:
-    """Catch kernel launches instead of running them."""
+    """Intercept kernel launches instead of running them, and yield the list that collects them."""
     launched: list[Launch] = []
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, num_warps: int, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ def caught() -> Iterator[list[Launch]]:
 
 
 def machine_code(launch: Launch, target: str) -> Any:
-    """Return a launch compiled for a target, as Triton does, with the code of every stage in `asm`."""
+    """Compile a launch for a target with Triton; the result has the code of every stage in `asm`."""
     types, constants, divisible = _specialise(launch)
     gpu, names = TARGETS[target], launch.kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
@@ -158,7 +158,7 @@ def compile_launch(launch: Launch, target: str) -> AotRow:
 
 @functools.cache
 def sources() -> str:
-    """Return a hash of the code that is compiled and of what launches it, without comments and docstrings."""
+    """Return a hash of the kernels' code and of this file, without comments and docstrings."""
     digest = hashlib.sha256()
     for path in sorted([*Path(gaussian_step.__file__).parent.glob("*.py"), Path(__file__)]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def _all_launches() -> list[Launch]:
 
 
 def _compile_item(item: tuple[int, str]) -> AotRow:
-    """Compile launch number `item[0]`: kernels cannot be sent between processes, and are the same in each."""
+    """Compile launch number `item[0]`; kernels cannot be pickled, and are the same in each process."""
     return compile_launch(_all_launches()[item[0]], item[1])
 
 
@@ -198,7 +198,7 @@ class AotConfig:
 
 
 def run(config: AotConfig) -> list[AotRow]:
-    """Write aot.csv and print the widest and the narrowest of each kernel."""
+    """Write aot.csv, and print the extremes of each kernel."""
     rows = table()
     harness.write(config.out / "aot.csv", rows, AotRow)
     lines = []
@@ -271,10 +271,10 @@ def _amd(asm: dict[str, Any]) -> Code:
 
 
 def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int, launch: Launch, target: GPUTarget) -> int:
-    """Return the width of the accesses to samples; 0 stands for a kernel that has none.
+    """Return the width of the accesses to samples; 0 for a kernel without any.
 
-    They have the full width, 128 bits, if there are exactly as many accesses of that width as the operands hold, each read
-    or written once. Narrower accesses are then numbers, one per sample, at most as many as there are such operands.
+    It is the full width, 128 bits, if the number of accesses of that width is exactly that of the operands' elements, each
+    accessed once. Narrower accesses are then numbers per sample, at most `numbers` of them.
     """
     if not operands:
         return 0
@@ -284,19 +284,19 @@ def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int
 
 
 def _elements(launch: Launch, target: GPUTarget) -> int:
-    """Return the elements per thread that the code handles: of all blocks, or of one if their loop is not unrolled."""
+    """Return the elements per thread in the code: of all blocks, or of one block if their loop is not unrolled."""
     blocks = 1 if launch.kernel.fn.__name__ in ROLLED else launch.arguments["BLOCKS"]
     elements: int = blocks << launch.arguments["LEVELS"]
     return elements // (_warps(launch, target) * target.warp_size)
 
 
 def _warps(launch: Launch, target: GPUTarget) -> int:
-    """Return the warps of a launch on the target: 8 elements per thread, on warps of 32 and of 64."""
+    """Return the warps of a launch on the target, for 8 elements per thread with warps of 32 or 64 threads."""
     return max(launch.warps * 32 // target.warp_size, 1)
 
 
 def _specialise(launch: Launch) -> tuple[tuple, tuple, tuple]:
-    """Return (types, constants, divisible by 16) of a launch's arguments, as the just-in-time compiler sees them."""
+    """Return (types, constants, divisible by 16) of a launch's arguments, as in the just-in-time compiler."""
     types, constants, divisible = [], [], []
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
     for name in launch.kernel.arg_names:
@@ -347,7 +347,7 @@ def _calls_of(batch: int, length: int, velocity: torch.dtype, sample: torch.dtyp
 
 
 def _both(function: Callable[..., Any], v: Tensor, *others: Tensor) -> None:
-    """Run forward and backward, once for the gradient of v and once for all gradients."""
+    """Run forward and backward: once for the gradient of v, and once for all gradients."""
     for needed in {1, 1 + len(others)}:
         tensors = [t.detach().requires_grad_(i < needed) for i, t in enumerate((v, *others))]
         results = function(*tensors)

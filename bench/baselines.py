@@ -1,6 +1,6 @@
 """The update loop of published trainers, rewritten as a baseline for the engine.
 
-It does what they do:
+Its design:
 
     loop over micro-batches of samples and, within it, over recorded steps: one forward and one backward pass for each
         (Flow-GRPO's train_*.py, DanceGRPO's train_grpo_*.py, verl-omni's diffusers FSDP engine)
@@ -9,12 +9,12 @@ It does what they do:
         train_qwenimage_edit_plus.py, DanceGRPO's train_grpo_flux.py, verl-omni)
     guidance in two calls of the model, with gradients through both (Flow-GRPO's train_wan2_1.py, verl-omni's SD3 and
         Qwen-Image adapters; Flow-GRPO's train_sd3.py puts both through one call)
-    each sample's timestep looked up in the schedule, by value (Flow-GRPO's and verl-omni's SDE steps)
+    lookup of each sample's timestep in the schedule, by value (Flow-GRPO's and verl-omni's SDE steps)
     the step's log-probability per element, in float32, averaged (all three)
-    the old log-probability recomputed before the update (verl-omni unless `bypass_mode` is on; the others take the
+    recomputation of the old log-probability before the update (verl-omni unless `bypass_mode` is on; the others use the
         rollout's)
-    seven numbers read back for each backward pass (verl-omni: six of the policy, and the loss; DanceGRPO reads one and
-        all-reduces it; Flow-GRPO none until the optimizer's step)
+    copies of seven numbers to the host for each backward pass (verl-omni: six of the policy, and the loss; DanceGRPO one,
+        all-reduced; Flow-GRPO none until the optimizer's step)
 
 The mathematics and the gradient are those of `fluvial.kernels.policy_loss` under `fluvial.engines`.
 """
@@ -34,8 +34,8 @@ from fluvial.engines.engine.world import World
 from fluvial.models import Cond, DiffusionModel
 
 
-class Stored(NamedTuple):
-    """Stored B samples of this rank with S recorded steps, which are all steps of the schedule."""
+class StoredSamples(NamedTuple):
+    """Stored samples of this rank: B samples with S recorded steps, which are all steps of the schedule."""
 
     x: Tensor  # [B, S, *event] before each step
     x_next: Tensor  # [B, S, *event] after it
@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
 
 class PublishedLoop:
-    """Update a sharded module as published trainers do.
+    """Update loop of published trainers, for a sharded module.
 
     Args:
         model, module: the adapter and its network, not yet sharded.
@@ -83,22 +83,22 @@ class PublishedLoop:
             self.trainable.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
 
-    def update(self, stored: Stored, *, micro_batch: int, recompute: bool = True) -> dict[str, float]:
-        """Take one optimizer step on all samples and steps, and return the means of the values that were read back.
+    def update(self, stored: StoredSamples, *, micro_batch: int, recompute: bool = True) -> dict[str, float]:
+        """Take one optimizer step on all samples and steps, and return the means of the logged values.
 
         Args:
             stored: this rank's samples, a multiple of the micro-batch.
             micro_batch: samples per forward pass, all at one step.
-            recompute: recompute the old log-probabilities instead of taking the rollout's.
+            recompute: recompute the old log-probabilities instead of using the rollout's.
         """
-        batches = _batches(stored, micro_batch)
+        batches = _split(stored, micro_batch)
         if recompute:
-            batches = [batch._replace(log_prob=self._old_log_prob(batch)) for batch in batches]
+            batches = [batch._replace(log_prob=self._compute_old_log_prob(batch)) for batch in batches]
         steps = stored.log_prob.shape[1]
         numbers: dict[str, list[float]] = {}
         for batch in batches:
             for step in range(steps):
-                loss, metrics = self._loss(batch, step)
+                loss, metrics = self._compute_loss(batch, step)
                 loss = loss / (len(batches) * steps)
                 loss.backward()
                 for name, value in {**metrics, "loss": loss}.items():
@@ -110,13 +110,13 @@ class PublishedLoop:
         self.optimizer.zero_grad()
         return {"grad_norm": norm.item(), **{name: sum(values) / len(values) for name, values in numbers.items()}}
 
-    def _loss(self, batch: Stored, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: StoredSamples, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean clipped surrogate of a micro-batch at one step, and its logged values."""
-        log_prob, old = self._log_prob(batch, step), batch.log_prob[:, step]
+        log_prob, old = self._compute_log_prob(batch, step), batch.log_prob[:, step]
         ratio = torch.exp(log_prob - old)
-        free = -batch.advantage * ratio
-        held = -batch.advantage * torch.clamp(ratio, 1 - self.clip, 1 + self.clip)
-        loss = torch.maximum(free, held).mean()
+        unclipped = -batch.advantage * ratio
+        clipped = -batch.advantage * torch.clamp(ratio, 1 - self.clip, 1 + self.clip)
+        loss = torch.maximum(unclipped, clipped).mean()
         with torch.no_grad():
             above, below = (ratio - 1 > self.clip).float(), (1 - ratio > self.clip).float()
             metrics = {
@@ -129,16 +129,16 @@ class PublishedLoop:
             }
         return loss, metrics
 
-    def _old_log_prob(self, batch: Stored) -> Tensor:
+    def _compute_old_log_prob(self, batch: StoredSamples) -> Tensor:
         with torch.no_grad():
-            return torch.stack([self._log_prob(batch, step) for step in range(batch.log_prob.shape[1])], dim=1)
+            return torch.stack([self._compute_log_prob(batch, step) for step in range(batch.log_prob.shape[1])], dim=1)
 
-    def _log_prob(self, batch: Stored, step: int) -> Tensor:
+    def _compute_log_prob(self, batch: StoredSamples, step: int) -> Tensor:
         """Return the log-probability of a stored step under Flow-SDE (arXiv 2505.05470), `[b]`, in nats per dimension."""
         x, timestep = batch.x[:, step].float(), batch.timesteps[:, step]
-        index = [self._index(t) for t in timestep]
+        index = [self._find_index(t) for t in timestep]
         sigma, sigma_next = (self.sigmas[[i + k for i in index]] for k in (0, 1))
-        v = self._velocity(batch, x, sigma, timestep).float()
+        v = self._predict(batch, x, sigma, timestep).float()
         level, level_next = (s.view(-1, *[1] * (x.ndim - 1)) for s in (sigma, sigma_next))
         dt = level_next - level
         rate = self.eta * torch.sqrt(level / (1 - torch.where(level == 1, self.sigmas[1], level)))
@@ -147,19 +147,19 @@ class PublishedLoop:
         log_prob = -((batch.x_next[:, step].float() - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(2 * math.pi) / 2
         return log_prob.flatten(1).mean(1)
 
-    def _velocity(self, batch: Stored, x: Tensor, sigma: Tensor, timestep: Tensor) -> Tensor:
+    def _predict(self, batch: StoredSamples, x: Tensor, sigma: Tensor, timestep: Tensor) -> Tensor:
         v = self.model.predict(self.module, x, sigma, batch.cond, timestep=timestep)
         if batch.uncond is None:
             return v
         v_uncond = self.model.predict(self.module, x, sigma, batch.uncond, timestep=timestep)
         return v_uncond + batch.scale * (v - v_uncond)
 
-    def _index(self, timestep: Tensor) -> int:
-        """Return a timestep's index in the schedule, as diffusers' scheduler finds it."""
+    def _find_index(self, timestep: Tensor) -> int:
+        """Find a timestep's index in the schedule by diffusers' scheduler."""
         return self.scheduler.index_for_timestep(timestep, self.timesteps)
 
 
-def _batches(stored: Stored, size: int) -> Sequence[Stored]:
+def _split(stored: StoredSamples, size: int) -> Sequence[StoredSamples]:
     """Split stored samples into micro-batches."""
     samples = stored.log_prob.shape[0]
     if samples % size:

@@ -1,4 +1,4 @@
-"""How far samples with a cache of a rollout are from those of whole steps, and how many operations it leaves out."""
+"""Distance of samples with a rollout's cache from samples without, and the operations that the cache saves."""
 
 import time
 from contextlib import nullcontext
@@ -46,13 +46,16 @@ class CachesConfig:
 
 
 def run(config: CachesConfig) -> list[dict[str, str]]:
-    """Print a row per number of steps and cache, as a table of Markdown."""
-    rows = [row for steps in config.steps for row in _edit(steps, config.runs)] if config.model == "edits" else _draw(config)
-    print(harness.markdown(rows))
+    """Print a Markdown table with a row per number of steps and cache."""
+    if config.model == "edits":
+        rows = [row for steps in config.steps for row in _measure_edit(steps, config.runs)]
+    else:
+        rows = _measure_step_caches(config)
+    print(harness.format_markdown(rows))
     return rows
 
 
-def _draw(config: CachesConfig) -> list[dict[str, str]]:
+def _measure_step_caches(config: CachesConfig) -> list[dict[str, str]]:
     """Return the rows of step caches of a built-in model."""
     model: Any = load_adapter(MODELS[config.model].model)
     prompts, module, shape = MODELS[config.model].prompts, model.build().eval(), model.latent_shape()
@@ -63,16 +66,17 @@ def _draw(config: CachesConfig) -> list[dict[str, str]]:
             with FlopCounter() as counter:
                 (chunk,) = generate(model, module, requests, replace(sampling, step_cache=cache), micro_batch=len(prompts))
             whole = whole or (chunk.images, counter.model)
-            far = (chunk.images - whole[0]).abs()
+            difference = (chunk.images - whole[0]).abs()
             name = " ".join([cache.kind, *map(str, astuple(cache))])
-            found = {"operations": counter.model / whole[1], "mean": far.mean().item(), "most": far.max().item()}
-            rows.append({"steps": str(steps), "cache": name} | {each: f"{value:.4f}" for each, value in found.items()})
+            numbers = {"operations": counter.model / whole[1], "mean": difference.mean().item()}
+            numbers["most"] = difference.max().item()
+            rows.append({"steps": str(steps), "cache": name} | {each: f"{value:.4f}" for each, value in numbers.items()})
     return rows
 
 
 @torch.no_grad()
-def _edit(steps: int, runs: int) -> list[dict[str, str]]:
-    """Return the rows of an edit: an image of as many tokens as the sample, and a text before it."""
+def _measure_edit(steps: int, runs: int) -> list[dict[str, str]]:
+    """Return the rows of an edit, whose prompt is a text and an image with as many tokens as the sample."""
     from fluvial.models.tiny.pipelines import build_network
 
     torch.manual_seed(0)
@@ -83,7 +87,7 @@ def _edit(steps: int, runs: int) -> list[dict[str, str]]:
     image, start = torch.randn(2, SAMPLES, SIDE**2, LATENT).unbind()
     slots = torch.tensor([[False] * TEXT + [True] * (2 * SIDE**2 // 4)] * SAMPLES)  # each stands for four tokens
     prompt = torch.randn(SAMPLES, TEXT + SIDE**2 // 4, network.config.context_in_dim)
-    asked: dict[str, Any] = {"encoder_hidden_states": prompt, "img_shapes": [[(1, SIDE, SIDE)] * 2] * SAMPLES}
+    inputs: dict[str, Any] = {"encoder_hidden_states": prompt, "img_shapes": [[(1, SIDE, SIDE)] * 2] * SAMPLES}
 
     def sample(*, keep: bool) -> Tensor:
         x, keys = start, PromptKeys(network) if keep else None
@@ -91,7 +95,7 @@ def _edit(steps: int, runs: int) -> list[dict[str, str]]:
             level = torch.full((SAMPLES,), 1 - step / steps)
             with nullcontext() if keys is None else keys.prediction():
                 both = torch.cat([image, x], dim=1)
-                out = network(hidden_states=both, timestep=level, img_mask=slots, return_dict=False, **asked)[0]
+                out = network(hidden_states=both, timestep=level, img_mask=slots, return_dict=False, **inputs)[0]
             x = x - out[:, -x.shape[1] :] / steps
         return x
 
@@ -104,11 +108,12 @@ def _edit(steps: int, runs: int) -> list[dict[str, str]]:
     rows, whole = list[dict[str, str]](), None
     for keep, name in ((False, "none"), (True, "keys")):
         with FlopCounter() as counter:
-            made = sample(keep=keep)
-        whole = whole or (made, counter.model)
-        far = (made - whole[0]).abs()
-        low, middle, high = harness.spread(torch.tensor(seconds[keep][1:], dtype=torch.float64))
-        found = {"operations": counter.model / whole[1], "mean": far.mean().item(), "most": far.max().item()}
-        shown = {each: f"{value:.4f}" for each, value in found.items()}
+            samples = sample(keep=keep)
+        whole = whole or (samples, counter.model)
+        difference = (samples - whole[0]).abs()
+        low, middle, high = harness.compute_spread(torch.tensor(seconds[keep][1:], dtype=torch.float64))
+        numbers = {"operations": counter.model / whole[1], "mean": difference.mean().item()}
+        numbers["most"] = difference.max().item()
+        shown = {each: f"{value:.4f}" for each, value in numbers.items()}
         rows.append({"steps": str(steps), "cache": name, **shown, "CPU seconds": f"{middle:.2f} ({low:.2f} to {high:.2f})"})
     return rows

@@ -1,4 +1,4 @@
-"""Counts what slows an update down, exactly on any device: collectives, and reads that make the host wait."""
+"""Exact counts, on any device, of what slows an update down: collectives, and reads that make the host wait."""
 
 from collections import Counter
 from typing import Any, Self
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Operations whose result, or the size of it, the host must wait for. `x[mask]` is one too, see `_waits`.
+# Operations that make the host wait for their result or its size. `x[mask]` is one too, see `_makes_host_wait`.
 WAITING = {
     aten._local_scalar_dense,  # item(), bool(), float(), int() and every other use of a tensor as a number
     aten.equal,
@@ -21,14 +21,14 @@ WAITING = {
     aten.unique_consecutive,
     aten._unique2,
 }
-# Operations of the collectives' namespaces that talk to no other rank.
+# Operations in the collectives' namespaces without communication.
 LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
-# Methods that hand numbers to the host. On tensors of the CPU they dispatch nothing, so their calls are counted.
+# Methods that copy numbers to the host. On CPU tensors they dispatch no operation, so their calls are counted.
 READING = {"tolist", "numpy", "cpu", "__array__"}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by the name of their operation, as `counts`."""
+    """Counter of collectives by operation, in `counts`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,17 +51,17 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back here as operations on its local tensors
+            return NotImplemented  # it returns here as operations on local tensors
         if func.namespace in ("c10d", "_c10d_functional") and func._opname not in LOCAL:
             self.counts[func._opname] += 1
         return func(*args, **(kwargs or {}))
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the reads for which the host waits for an accelerator's queue, by name, as `counts`.
+    """Counter of reads for which the host waits for an accelerator's queue, by name, in `counts`.
 
-    On the CPU nothing waits, and reads that would wait are counted. Those that dispatch no operation there (`tolist`,
-    `numpy`, `cpu`) are counted by their call. `to("cpu")` is counted only if it copies from an accelerator.
+    On a CPU nothing waits, and reads that would wait on an accelerator are counted. Reads that dispatch no operation there
+    (`tolist`, `numpy`, `cpu`) are counted by their calls. `to("cpu")` is counted only if it copies from an accelerator.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class HostReads(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if not self.inside_call and _waits(func, args, result):
+        if not self.inside_call and _makes_host_wait(func, args, result):
             self.counts[func.overloadpacket.__name__] += 1
         return result
 
 
 class _Calls(TorchFunctionMode):
-    """Counts the methods that hand numbers to the host."""
+    """Counter of calls of methods that copy numbers to the host."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Calls(TorchFunctionMode):
             self.reads.inside_call = False
 
 
-def _waits(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+def _makes_host_wait(func: Any, args: tuple[Any, ...], result: Any) -> bool:
     operation = func.overloadpacket
     if operation in (aten.index, aten.index_put, aten.index_put_):  # the size of x[mask] is known when the mask is
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -1,4 +1,4 @@
-"""Measures in turn, and appends rows of (op, provider, mode, shape, ...) with spread, machine and versions to a CSV.
+"""Alternating measurements, and CSV rows of (op, provider, mode, shape, ...) with spread, machine and versions.
 
 Machines are shared and noisy. Compare rows of one run by their ratios; an absolute time on a CPU means little.
 """
@@ -59,26 +59,26 @@ class Measurement:
 
 
 def alternate(runs: int, work: Mapping[str, Callable[[], object]], *, warmup: int = 1) -> dict[str, list[float]]:
-    """Return the seconds of each run of some functions, timed in turn (A B A B), so that drift affects them alike."""
+    """Time functions in turn (A B A B), so that drift affects all alike; return the seconds of each run."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for run in range(warmup + runs):
         for name, function in work.items():
-            start = now()
+            start = read_clock()
             function()
             if run >= warmup:
-                seconds[name].append(now() - start)
+                seconds[name].append(read_clock() - start)
     return seconds
 
 
-def now() -> float:
-    """Return the seconds of a clock, after all queued work of a GPU."""
+def read_clock() -> float:
+    """Return the time in seconds, after all queued work of a GPU has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def facts(kind: type) -> dict[str, Any]:
-    """Return what a class of rows holds of machine, versions and date, by the names of its fields."""
+def collect_facts(kind: type) -> dict[str, Any]:
+    """Return machine, versions and date for the fields that a class of rows has for them."""
     cuda = torch.cuda.is_available()
     known: dict[str, Callable[[], object]] = {
         "device": torch.cuda.get_device_name if cuda else read_cpu_name,
@@ -86,12 +86,12 @@ def facts(kind: type) -> dict[str, Any]:
         "torch": lambda: torch.__version__,
         "python": platform.python_version,
         "date": lambda: datetime.now(UTC).strftime("%Y-%m-%d"),
-        **{name: partial(_version, name) for name in ("triton", "diffusers", "peft", "accelerate")},
+        **{name: partial(_find_version, name) for name in ("triton", "diffusers", "peft", "accelerate")},
     }
     return {field.name: known[field.name]() for field in fields(kind) if field.name in known}
 
 
-def row(
+def make_row(
     op: str,
     seconds: Sequence[float],
     *,
@@ -102,14 +102,14 @@ def row(
     mode: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> Measurement:
-    """Return the row of a list of timings.
+    """Make the row of a list of timings.
 
     Args:
         op, provider, mode, shape, dtype: description of the measurement.
         seconds: time of each run.
         amount, unit: work per run, for the rate.
     """
-    p20, p50, p80 = spread(torch.tensor(seconds, dtype=torch.float64))
+    p20, p50, p80 = compute_spread(torch.tensor(seconds, dtype=torch.float64))
     return Measurement(
         op=op,
         provider=provider,
@@ -124,18 +124,18 @@ def row(
         unit=unit,
         of_copy=0.0,
         peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        **facts(Measurement),
+        **collect_facts(Measurement),
     )
 
 
-def spread(values: torch.Tensor) -> tuple[float, float, float]:
+def compute_spread(values: torch.Tensor) -> tuple[float, float, float]:
     """Return the 20th, 50th and 80th percentile of numbers in float64."""
     p20, p50, p80 = values.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     return p20, p50, p80
 
 
 def read(path: Path, kind: type[T]) -> list[T]:
-    """Return the rows of a CSV, empty without the file; an empty cell is 0, and a column that it lacks has its default."""
+    """Read the rows of a CSV; empty without the file. An empty cell is 0, and a missing column has its default."""
     if not path.exists():
         return []
     types = get_type_hints(kind)
@@ -147,7 +147,7 @@ def read(path: Path, kind: type[T]) -> list[T]:
 
 
 def write(path: Path, rows: Iterable[Any], kind: type) -> None:
-    """Write the rows of a CSV, dataclasses of that kind; an interruption leaves the file as it was."""
+    """Write dataclasses of a kind as the rows of a CSV, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".part")
     with whole.open("w", newline="", encoding="utf-8") as file:
@@ -158,10 +158,10 @@ def write(path: Path, rows: Iterable[Any], kind: type) -> None:
 
 
 def append(path: Path, rows: Iterable[Any], kind: type = Measurement) -> None:
-    """Append rows to a CSV, with a header if it is new.
+    """Append rows to a CSV, with a header if the file is new.
 
     Args:
-        rows: dataclasses of that kind.
+        rows: dataclasses of `kind`.
 
     Raises:
         ValueError: the file has other columns.
@@ -176,11 +176,11 @@ def append(path: Path, rows: Iterable[Any], kind: type = Measurement) -> None:
         if new:
             writer.writeheader()
         for measured in rows:
-            writer.writerow({name: _short(value) for name, value in asdict(measured).items()})
+            writer.writerow({name: _shorten(value) for name, value in asdict(measured).items()})
 
 
 def show(title: str, rows: Sequence[Measurement], *, baseline: str | None = None) -> None:
-    """Print rows as a table; with a baseline (a provider), each op's ratio of medians to it."""
+    """Print rows as a table; with a baseline provider, also the ratio of medians to it."""
     lines = []
     for r in rows:
         line = {"op": r.op, "provider": r.provider, "mode": r.mode, "shape": r.shape}
@@ -203,29 +203,29 @@ def show_table(title: str, lines: Sequence[Mapping[str, str]], *, left: int) -> 
     Console(width=max(Console().width, 180)).print(table, highlight=False)
 
 
-def markdown(lines: Sequence[Mapping[str, str]]) -> str:
-    """Return lines of named cells as a Markdown table."""
+def format_markdown(lines: Sequence[Mapping[str, str]]) -> str:
+    """Format lines of named cells as a Markdown table."""
     columns = list(lines[0]) if lines else []
     head, *rows = (f"| {' | '.join(cells)} |" for cells in (columns, *(line.values() for line in lines)))
     return "\n".join([head, "|" + "---|" * len(columns), *rows])
 
 
-def in_processes(
+def run_in_processes(
     function: Callable[..., T], *arguments: Any, ranks: int = 1, threads: int | None = None, limit: float | None = None
 ) -> T:
-    """Call a function of a module in new processes, and return the result of rank 0.
+    """Call a function in new processes, and return the result of rank 0.
 
     Args:
-        function, arguments: the call; it is pickled.
+        function, arguments: the call, which is pickled.
         ranks: number of processes; several run under torchrun.
-        threads: CPU threads of each; by default torch's choice.
-        limit: seconds after which they are stopped.
+        threads: CPU threads per process; by default torch's choice.
+        limit: time limit in seconds.
 
     Raises:
-        RunError: a process fails, with the last line of its error, or takes too long.
+        RunError: a process failed (with the last line of its error), or took too long.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    # torchrun does not hand -P to the processes that it starts.
+    # torchrun does not pass -P to its processes.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"} | (
         {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     )
@@ -241,22 +241,22 @@ def in_processes(
             except subprocess.TimeoutExpired:
                 raise RunError(f"stopped after {limit:.0f} s") from None
             finally:
-                for number in (signal.SIGABRT, signal.SIGKILL):  # its descendants, too; the first prints where they are
+                for number in (signal.SIGABRT, signal.SIGKILL):  # for descendants too; the first prints their tracebacks
                     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                         os.killpg(done.pid, number)
                         done.wait(5)
-                sys.stderr.write(said := errors.read_text(encoding="utf-8", errors="replace"))
+                sys.stderr.write(messages := errors.read_text(encoding="utf-8", errors="replace"))
         if code and ranks > 1:
             raise RunError(f"{ranks} processes ended with exit code {code}; their messages are above")
         if code:
-            lines = [line for line in said.splitlines() if line.strip()]
+            lines = [line for line in messages.splitlines() if line.strip()]
             raise RunError(f"failed with code {code}: {lines[-1][:300] if lines else 'no message'}")
         result: T = pickle.loads(call.with_suffix(".result").read_bytes())
         return result
 
 
 def _make_call(args: list[str]) -> int:
-    """Make the call of `in_processes`, as one of its processes."""
+    """Run the call of `run_in_processes` in one of its processes."""
     call = Path(args[0])
     function, arguments = pickle.loads(call.read_bytes())
     result = function(*arguments)
@@ -265,7 +265,7 @@ def _make_call(args: list[str]) -> int:
     return 0
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     """Return a package's version, or "none" if it is not installed (triton exists for Linux only)."""
     try:
         return metadata.version(package)
@@ -273,7 +273,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _short(value: object) -> object:
+def _shorten(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

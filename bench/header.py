@@ -1,7 +1,7 @@
 """Header images of pages: words that the base model misspells, and some that it spells, before and after training.
 
-The folder is one that `fluvial eval RUN --base start --seeds 1 --out FOLDER` wrote, of a run of words or edit-words, whose
-images before the edit come first:
+FOLDER was written by `fluvial eval RUN --base start --seeds 1 --out FOLDER` for a run of words or edit-words; for the latter
+the images before the edit come first:
 
     python -P -m fluvial.bench.header FOLDER PNG
     python -P -m fluvial.bench.header FOLDER PNG edit-words
@@ -24,7 +24,7 @@ EVALUATOR = "heldout"
 
 
 class Cell(NamedTuple):
-    """A word, the files and scores of its samples before and after training, and the image that is edited."""
+    """A word, the files and scores of its samples before and after training, and the image to edit."""
 
     word: str
     images: tuple[Path, Path]
@@ -32,8 +32,8 @@ class Cell(NamedTuple):
     edited: Path | bytes | None
 
 
-def cells(folder: Path, model: str) -> list[Cell]:
-    """Return the samples of an evaluation with a base, in the order of their files."""
+def read_cells(folder: Path, model: str) -> list[Cell]:
+    """Read the samples of an evaluation with a base, in the order of their files."""
     edited = {prompt.text: prompt.image for prompt in build_job(model).heldout}
     with (folder / "scores.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -46,7 +46,7 @@ def cells(folder: Path, model: str) -> list[Cell]:
 
 
 def choose_words(cells: list[Cell]) -> list[Cell]:
-    """Return WRONG words that the base misspells and RIGHT that it spells, drawn and shuffled with a fixed seed."""
+    """Choose WRONG words that the base misspells and RIGHT words that it spells, with a fixed seed."""
     draw = random.Random(SEED)
     wrong, right = ([cell for cell in cells if (cell.scores[0] == 1) is is_right] for is_right in (False, True))
     picked = draw.sample(wrong, WRONG) + draw.sample(right, RIGHT)
@@ -54,8 +54,8 @@ def choose_words(cells: list[Cell]) -> list[Cell]:
     return picked
 
 
-def sheet(picked: list[Cell]) -> Image.Image:
-    """Return the words in a grid: what was asked for, the image to edit, the base's image, and the trained model's."""
+def draw_sheet(picked: list[Cell]) -> Image.Image:
+    """Draw the words in a grid: the prompt, the image to edit, the base's image, and the trained model's."""
     font, gap, line = ImageFont.load_default(size=20), 12, 28
     first = read_image(picked[0].images[0])
     width, height = first.width * SCALE, first.height * SCALE
@@ -79,9 +79,9 @@ def sheet(picked: list[Cell]) -> Image.Image:
 
 
 def main(folder: str, out: str, model: str = "words") -> None:
-    """Write the image, and print the shares of all samples that are right."""
-    cells_of = cells(Path(folder), model)
-    sheet(choose_words(cells_of)).save(out, optimize=True)
+    """Write the image, and print the shares of correct samples."""
+    cells_of = read_cells(Path(folder), model)
+    draw_sheet(choose_words(cells_of)).save(out, optimize=True)
     shares = [sum(cell.scores[k] == 1 for cell in cells_of) / len(cells_of) for k in range(2)]
     print(f"{len(cells_of)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")
 

@@ -1,7 +1,7 @@
-"""The hot path of a step: the reference, torch.compile and the fused kernels, against a copy of the same bytes.
+"""Times of the hot path of a step: reference, torch.compile and fused kernels, beside a copy of the same bytes.
 
-On a CPU there is no fused kernel. Eager, compiled and a loop over samples are timed, which says little about a GPU. On a GPU
-each time is measured by the device, with its cache cleared before every run.
+On a CPU there is no fused kernel: eager, compiled and a loop over samples are timed, which means little for a GPU. On a GPU
+times are measured by the device, with its cache cleared before every run.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch._functorch import config as functorch_config
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Measurement
-from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
+from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, count_bytes, make_inputs
 from fluvial.core.checks import check_choice, check_number
 from fluvial.kernels.fused.rows import launches
 
@@ -34,12 +34,12 @@ class KernelsConfig:
         device: cpu or cuda; cuda (ROCm too) if there is one.
         batches: samples per call.
         shapes: names of latent shapes, all by default (on a CPU the small ones).
-        operations: names of operations; by default all on a CPU, and on a GPU those that together take less than 8 minutes,
+        operations: names of operations; by default all on a CPU, and on a GPU a selection that takes less than 8 minutes,
             most of it in torch.compile.
         compiled: also time torch.compile of the reference, which takes most of the time.
-        runs: timed runs of each.
+        runs: number of timed runs.
         seconds: time limit; no further size starts after it, and the rows so far are kept.
-        max_bytes: the most bytes of a forward pass; larger sizes are left out.
+        max_bytes: largest number of bytes of a forward pass; larger sizes are left out.
         out: folder of kernels.csv and the plots.
     """
 
@@ -70,7 +70,7 @@ class KernelsConfig:
 
 def run(config: KernelsConfig) -> list[Measurement]:
     """Measure, append to kernels.csv, plot and print a table."""
-    # Backward runs through a graph more than once. Each shape is compiled for itself, as in a run, which has one.
+    # Backward runs through a graph more than once. Each shape is compiled separately, because a run has only one.
     with functorch_config.patch(donated_buffer=False), dynamo_config.patch(automatic_dynamic_shapes=False):
         began, rows = time.perf_counter(), list[Measurement]()
         for operation in OPERATIONS:
@@ -80,7 +80,7 @@ def run(config: KernelsConfig) -> list[Measurement]:
                 rows += measured
     harness.show(f"hot path of a step on {rows[0].device}", rows, baseline="reference")
     if config.device != "cpu":
-        print(f"fused, from 64 MiB up: at least {fraction_of_copy(rows, 'triton'):.2f} of a copy's bandwidth")
+        print(f"fused, from 64 MiB up: at least {find_fraction_of_copy(rows, 'triton'):.2f} of a copy's bandwidth")
     plot(rows, config.out)
     return rows
 
@@ -89,7 +89,7 @@ def measure(operation: Operation, config: KernelsConfig, *, until: float = math.
     """Yield the rows of an operation for every shape, batch, mode and provider, until the deadline."""
     for shape in config.shapes:
         for batch in config.batches:
-            moved = must_move(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
+            moved = count_bytes(operation, batch, SHAPES[shape], dtype=torch.bfloat16)
             if moved["forward"] > config.max_bytes:
                 continue
             if time.perf_counter() > until:
@@ -97,20 +97,20 @@ def measure(operation: Operation, config: KernelsConfig, *, until: float = math.
                 return
             torch._dynamo.reset()
             for mode in MODES if operation.gradients else MODES[:1]:
-                yield from _rows(operation, shape, batch, mode, moved[mode], config)
+                yield from _measure_rows(operation, shape, batch, mode, moved[mode], config)
 
 
-def _rows(
+def _measure_rows(
     operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig
 ) -> Iterator[Measurement]:
-    samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
-    work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(mode, config)}
+    samples, numbers = make_inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
+    work = {name: _make_work(operation, name, mode, samples, numbers) for name in _list_providers(mode, config)}
     # Half of a copy's bytes are read and half are written.
     source = torch.empty(max(moved // 2, 1), dtype=torch.uint8, device=config.device)
     target = torch.empty_like(source)
     work["copy"] = lambda: target.copy_(source)
     rows = {
-        name: harness.row(
+        name: harness.make_row(
             operation.name,
             times,
             provider=name,
@@ -120,13 +120,13 @@ def _rows(
             unit="GB",
             dtype=torch.bfloat16,
         )
-        for name, times in _seconds(work, config).items()
+        for name, times in _time_work(work, config).items()
     }
     for name, row in rows.items():
-        yield replace(row, of_copy=row.rate / rows["copy"].rate, peak_bytes=_peak(work[name], config.device))
+        yield replace(row, of_copy=row.rate / rows["copy"].rate, peak_bytes=_measure_peak(work[name], config.device))
 
 
-def _providers(mode: str, config: KernelsConfig) -> tuple[str, ...]:
+def _list_providers(mode: str, config: KernelsConfig) -> tuple[str, ...]:
     compiled = ("compiled",) if config.compiled else ()
     if config.device == "cpu":
         return ("reference", *compiled, "loop")
@@ -134,13 +134,13 @@ def _providers(mode: str, config: KernelsConfig) -> tuple[str, ...]:
     return ("reference", *compiled, "triton", *one, "empty launch")
 
 
-def _work(
+def _make_work(
     operation: Operation, provider: str, mode: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]
 ) -> Callable[[], object]:
-    """Return a function that makes one run of a provider."""
+    """Return a function for one run of a provider."""
     if provider == "empty launch":
-        place = next(iter(samples.values()))
-        return lambda: _nothing[(1,)](place)
+        pointer = next(iter(samples.values()))
+        return lambda: _nothing[(1,)](pointer)
     differentiated = [samples[name].requires_grad_(mode != "forward") for name in operation.gradients]
 
     def forward() -> Tensor:
@@ -171,14 +171,14 @@ def _nothing(ptr):  # type: ignore[no-untyped-def]
     pass
 
 
-def _seconds(work: dict[str, Callable[[], object]], config: KernelsConfig) -> dict[str, list[float]]:
+def _time_work(work: dict[str, Callable[[], object]], config: KernelsConfig) -> dict[str, list[float]]:
     if config.device == "cpu":
         return harness.alternate(config.runs, work, warmup=2)
-    return {name: _device_seconds(function, config.runs) for name, function in work.items()}
+    return {name: _time_on_device(function, config.runs) for name, function in work.items()}
 
 
-def _device_seconds(function: Callable[[], object], runs: int) -> list[float]:
-    """Return times by the device; its cache is cleared before, and it is kept busy until the host has queued a run."""
+def _time_on_device(function: Callable[[], object], runs: int) -> list[float]:
+    """Time runs on the device; its cache is cleared before each, and it is busy until the host has queued the run."""
     for _ in range(3):
         function()
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -193,8 +193,8 @@ def _device_seconds(function: Callable[[], object], runs: int) -> list[float]:
     return [1e-3 * start.elapsed_time(end) for start, end in events]
 
 
-def _peak(function: Callable[[], object], device: str) -> int:
-    """Return the memory that a run allocates on top of what it finds; 0 if the device does not count it."""
+def _measure_peak(function: Callable[[], object], device: str) -> int:
+    """Return the peak memory of a run beyond that before it; 0 if the device does not count memory."""
     if device != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -245,7 +245,7 @@ def plot(rows: Sequence[Measurement], out: Path) -> list[Path]:
     return paths
 
 
-def fraction_of_copy(rows: Sequence[Measurement], provider: str) -> float:
-    """Return the least fraction of a copy's bandwidth that a provider reaches from 64 MiB up, NaN without such a row."""
+def find_fraction_of_copy(rows: Sequence[Measurement], provider: str) -> float:
+    """Return a provider's smallest fraction of a copy's bandwidth from 64 MiB up; NaN without such a row."""
     large = [row.of_copy for row in rows if row.provider == provider and 1e9 * row.rate * row.p50 >= 2**26]
     return min(large, default=math.nan)

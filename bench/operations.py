@@ -1,4 +1,4 @@
-"""Lists the operations that the kernel benchmarks time and count, with inputs at real sizes."""
+"""Operations of the kernel benchmarks, with inputs at real sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: its samples by name, those that get a gradient, and the call."""
+    """An operation: names of its samples, of those with a gradient, and the call."""
 
     name: str
     samples: tuple[str, ...]
     gradients: tuple[str, ...]
-    writes: tuple[str, ...]  # number of samples that the forward pass returns, in float32
+    writes: tuple[str, ...]  # samples that the forward pass returns, in float32
     call: Callable[[str, dict[str, Tensor], dict[str, Tensor]], Tensor]  # -> one result per sample
 
 
-def inputs(
+def make_inputs(
     operation: Operation, batch: int, event: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (samples, numbers per sample): velocities in `dtype`, samples in float32."""
+    """Make (samples, numbers per sample): velocities in `dtype`, samples in float32."""
     samples = {
         name: torch.randn(batch, *event, device=device).to(dtype if name.startswith("v") else torch.float32)
         for name in operation.samples
@@ -46,8 +46,8 @@ def inputs(
     return samples, numbers
 
 
-def must_move(operation: Operation, batch: int, event: tuple[int, ...], *, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes that each pass must move: every input read once, every result of that size written once."""
+def count_bytes(operation: Operation, batch: int, event: tuple[int, ...], *, dtype: torch.dtype) -> dict[str, int]:
+    """Count the bytes that each pass must move: every input is read once, every result of that size written once."""
     elements = batch * math.prod(event)
     size = {name: (dtype if name.startswith("v") else torch.float32).itemsize for name in operation.samples}
     read = sum(size.values()) * elements
@@ -59,20 +59,25 @@ def must_move(operation: Operation, batch: int, event: tuple[int, ...], *, dtype
 NUMBERS = {"a": 0.95, "b": -0.1, "std": 0.3, "old": 0.0, "advantage": 0.7, "t": 0.5, "prob": 0.6}
 
 
-def _transition(numbers: dict[str, Tensor]) -> Transition:
+def _make_transition(numbers: dict[str, Tensor]) -> Transition:
     return Transition(numbers["a"], numbers["b"], numbers["std"])
 
 
 def _step_log_prob(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     log_prob, kl = kernels.step_log_prob(
-        _transition(numbers), samples["x"], samples["v"], samples["x_next"], v_ref=samples.get("v_ref"), implementation=which
+        _make_transition(numbers),
+        samples["x"],
+        samples["v"],
+        samples["x_next"],
+        v_ref=samples.get("v_ref"),
+        implementation=which,
     )
     return log_prob if kl is None else log_prob + kl
 
 
 def _policy_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     loss, _ = kernels.policy_loss(
-        _transition(numbers),
+        _make_transition(numbers),
         samples["x"],
         samples["v"],
         samples["x_next"],
@@ -90,7 +95,7 @@ def _policy_loss(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tens
 
 def _sde_step(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:
     keys = Key(numbers["key.low"], numbers["key.high"])
-    return kernels.sde_step(_transition(numbers), samples["x"], samples["v"], key=keys, implementation=which)[1]
+    return kernels.sde_step(_make_transition(numbers), samples["x"], samples["v"], key=keys, implementation=which)[1]
 
 
 def _velocity_error(which: Any, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> Tensor:

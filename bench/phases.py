@@ -1,4 +1,4 @@
-"""Times the phases of the built-in job's update: rollout, reward and optimizer update, in samples per second."""
+"""Times of the phases of the built-in job's `Trainer.update`: rollout, reward and update, in samples per second."""
 
 import tempfile
 import time
@@ -44,12 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class PhasesConfig:
-    """Time the phases of the built-in job's update with different settings in turn.
+    """Time the phases of a batch of the built-in job with different settings in turn.
 
     Args:
         cases: names of `CASES`.
-        prompts: prompts of a rollout, of eight samples each, which go through one pass.
-        runs: updates of each.
+        prompts: prompts per rollout, with eight samples each; all samples are one micro-batch.
+        runs: number of batches per case.
         out: folder of phases.csv; rows are appended.
     """
 
@@ -65,7 +65,7 @@ class PhasesConfig:
 
 
 def run(config: PhasesConfig) -> list[Measurement]:
-    """Measure each phase of the cases, and the CPU seconds of an update, append to phases.csv and print a table."""
+    """Measure each phase of the cases, and the CPU seconds of a batch, append to phases.csv and print a table."""
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         job = jobs.handwriting()
         defaults = replace(recipes.grpo(), out=Path(folder), train="lora")
@@ -86,7 +86,7 @@ def run(config: PhasesConfig) -> list[Measurement]:
         batch = defaults.method.sampling.group * config.prompts
         mode, shape = f"{world.size} rank(s)", f"{batch}x1x8x32"
         rows = [  # without the first run, the warm-up
-            harness.row(phase, times[1:], provider=name, mode=mode, shape=shape, amount=batch, unit="samples")
+            harness.make_row(phase, times[1:], provider=name, mode=mode, shape=shape, amount=batch, unit="samples")
             for name, phases in seconds.items()
             for phase, times in phases.items()
         ]

@@ -38,20 +38,20 @@ RECORD = "made-by.json"
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """The supervised training of a built-in model's base weights.
+    """Supervised training of a built-in model's base weights.
 
     Args:
         out: Folder for the weights.
         model: Model to train: handwriting, words or edit-words (transformers, by flow matching; the last starts from the
             weights of words) or handwriting-unet (a UNet, by denoising).
-        seed: Seed of everything random.
-        updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
+        seed: Random seed.
+        updates: Number of optimizer updates; few, so that there is something left to learn.
         batch: Number of images per update.
         micro_batch: Number of images per forward pass.
-        errors: Probability that a character of an image is a random one in place of its caption's, as images of the web
-            do not always show what their captions say. The model then misspells, which is left to learn.
+        errors: Probability that a character of an image is random instead of the caption's, as captions of web images are
+            not always correct. The model then misspells, which is left to learn.
         eval_samples: Number of samples of the evaluation at the end.
-        dtype: Dtype of the weights that are written.
+        dtype: Dtype of the written weights.
         optimizer: Optimizer and its schedule.
     """
 
@@ -120,9 +120,9 @@ class PretrainInfo(NamedTuple):
 
 
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a built-in model without weights of its own and write it to a folder, with a record of how it was made.
+    """Train a built-in model from random weights, and write it to a folder with a record of the command.
 
-    The loss is mean |v - target|^2, as in supervised fine-tuning, at the levels that `levels` draws.
+    The loss is mean |v - target|^2, as in supervised fine-tuning, at levels of `compute_levels`.
 
     Raises:
         UsageError: the folder already holds a model, or a package that the evaluation needs is not installed.
@@ -130,7 +130,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     keep_freed_memory()
     job = jobs.build_job(config.model)
     assert job.data is not None, "built-in models have data"
-    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # as it is before training
+    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # with its initial weights
     prompts, write, root = job.prompts, job.data, key(config.seed)
     letters = sorted(set("".join(texts(prompts))))
     with init_world() as world:
@@ -153,15 +153,15 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
             for update in range(config.updates):
                 start = time.perf_counter()
                 keys = fold_in(root, update)
-                places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
-                chosen = [prompts[place] for place in places]
-                drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), texts(chosen), config.errors, letters)
+                indices = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
+                chosen = [prompts[index] for index in indices]
+                drawn = misspell(fold_in(keys, Stream.PRETRAIN_ERRORS), texts(chosen), config.errors, letters)
                 shown = [replace(prompt, text=text) for prompt, text in zip(chosen, drawn, strict=True)]
                 x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), shown)
                 u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
                 samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
                 cond = model.encode(model_inputs(chosen))
-                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), cond)
+                items = Noised(x0, normal(samples, x0.shape), compute_levels(u, model.prediction), cond)
                 ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
                 mine = torch.tensor(ids)
                 info = engine.update(
@@ -196,13 +196,13 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         return record
 
 
-def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[str]) -> list[str]:
-    """Return prompts with each character replaced with a probability, independently, by a random letter.
+def misspell(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[str]) -> list[str]:
+    """Replace each character of prompts independently, with a probability, by a random letter.
 
     Args:
-        key: key of the draws; a prompt's depend on its number alone.
-        rate: probability that a character is replaced, in [0, 1], possibly by itself.
-        letters: letters to draw from, each equally likely.
+        key: key of the draws; those of a prompt depend only on its index.
+        rate: probability of a replacement, in [0, 1], possibly by the same letter.
+        letters: letters to draw from, uniformly.
     """
     longest = max(map(len, prompts), default=0)
     draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), longest, 2)).tolist()
@@ -215,11 +215,11 @@ def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[st
     ]
 
 
-def levels(u: Tensor, prediction: Prediction) -> Tensor:
-    """Return noise levels `[B]` for uniform numbers u `[B]` in [0, 1).
+def compute_levels(u: Tensor, prediction: Prediction) -> Tensor:
+    """Compute noise levels `[B]` from uniform numbers u `[B]` in [0, 1).
 
-    A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
-    drawn uniformly.
+    For a flow they are sigma, shifted like the sampling schedule; for an epsilon-prediction model alpha_bar of a uniformly
+    drawn timestep.
     """
     from fluvial.models.handwriting.model import compute_alphas_cumprod
     from fluvial.models.pixel_model import SHIFT

@@ -1,4 +1,4 @@
-"""CPU seconds and memory of a run's prompts: reading a file, and finding those of a rollout, early, late and at random."""
+"""CPU seconds and memory of a run's prompts: reading a file, and choosing those of a rollout, early, late and at random."""
 
 import resource
 import time
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from fluvial.core.random import key
 from fluvial.engines.data.order import BatchOrder, PromptPool, derive_order_key
-from fluvial.engines.run.jobs.pipeline import read_prompts_of
+from fluvial.engines.run.jobs.pipeline import read_run_prompts
 from fluvial.engines.run.jobs.settings import PipelineConfig
 
 GROUPS = 64  # prompts of a rollout
@@ -16,7 +16,7 @@ GROUPS = 64  # prompts of a rollout
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """Settings of the measurement.
+    """Measure CPU seconds and memory of reading and choosing prompts.
 
     Args:
         count: Number of prompts, of 70 characters each.
@@ -26,12 +26,12 @@ class PromptsConfig:
 
 
 def run(config: PromptsConfig) -> None:
-    """Print a row per part: CPU seconds, and the peak of the process's memory above that of its imports."""
-    before, last, numbers = _peak(), time.process_time(), range(config.count)
+    """Print a row per part: CPU seconds, and the process's peak memory beyond that of its imports."""
+    before, last, numbers = _read_peak_memory(), time.process_time(), range(config.count)
 
     def report(part: str) -> None:
         nonlocal last
-        print(f"{part:40}{time.process_time() - last:9.4f} s {(_peak() - before) / 1e9:9.3f} GB")
+        print(f"{part:40}{time.process_time() - last:9.4f} s {(_read_peak_memory() - before) / 1e9:9.3f} GB")
         last = time.process_time()
 
     with TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ def run(config: PromptsConfig) -> None:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(f"a photograph of object {i:9d} on a wooden table beside a tall window\n" for i in numbers)
         report("write the file")
-        prompts = read_prompts_of(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
+        prompts = read_run_prompts(PipelineConfig(), prompts=[str(path)], preferences=None, data=(), check=lambda text: None)
     report("read, and hold out every tenth")
     order = BatchOrder(prompts.train, derive_order_key(0))
     report("epochs: begin")
@@ -55,6 +55,6 @@ def run(config: PromptsConfig) -> None:
     report("distinct: a rollout")
 
 
-def _peak() -> int:
+def _read_peak_memory() -> int:
     """Return the largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

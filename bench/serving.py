@@ -1,13 +1,13 @@
-"""Measures what it costs to let a server make samples: CPU time, bytes and latents, beside the same samples in process.
+"""Cost of samples by a server: CPU time, bytes and latents, beside the same samples in process.
 
-A real `fluvial serve` is asked through the client that training uses. Both processes have the same random weights, and it is
-checked that they make the same bits. CPU time is user and system time of both processes: waiting costs nothing, and other
-programs on the machine change it less than the time on a clock. Prompts are embedded by a table and latents only enlarged,
-without guidance, so sampling is the network alone: a real run samples for longer, and serving is a smaller share of it. What
-a real run adds to serving is its text encoders, which then run at both ends.
+A real `fluvial serve` answers the client of training. Both processes have the same random weights, and their samples must
+have the same bits. CPU time is user and system time of both processes: waits do not count, and other programs on the machine
+change it less than wall time. Prompts are embedded by a table, latents are only enlarged, and there is no guidance, so
+sampling is the network alone. A real run samples for longer, so that serving is a smaller share; its text encoders run at
+both ends.
 
-Then an adapter and all weights are pushed to the server in each way that weights travel, by the clock, with checksums and
-without: a push is waited for.
+Then an adapter and all weights are pushed to the server by each transport, with and without checksums, in wall time, because
+training waits for a push.
 """
 
 import itertools
@@ -61,7 +61,7 @@ PIXELS = 8  # pixels per latent, along a side
 
 
 class Transformer(PeerModel):
-    """SD3's transformer with random weights, and a VAE that costs next to nothing."""
+    """SD3's transformer with random weights, and a trivial VAE."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the first channel as images `[B, 3, H, W]` in [0, 1]."""
@@ -85,8 +85,8 @@ SMALL, TINY = Transformer(NetworkSize(SETTINGS, (16, 32, 32), 77)), Transformer(
 
 
 @contextmanager
-def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
-    """Yield the address of a server of a model of this file, and the folder of its process in /proc."""
+def open_server(name: str, samples: int) -> Iterator[tuple[str, Path]]:
+    """Start a server of a model of this file; yield its address, and the folder of its process in /proc."""
     line = [sys.executable, "-P", "-m", "fluvial.engines", "serve", f"{__name__}:{name}", "--port", "0", "--micro-batch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process: Any = subprocess.Popen(
@@ -95,15 +95,15 @@ def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
     try:
         match = re.search(r"http://\S+", process.stdout.readline())
         if match is None:
-            raise RunError("serving: the server has not started, and has said why on standard error")
+            raise RunError("serving: the server has not started; its message on standard error says why")
         yield match[0], Path("/proc", str(process.pid))
     finally:
         process.kill()
         process.wait(30)
 
 
-def cpu_seconds(folder: Path) -> float:
-    """Return user and system time of a process or thread, in steps of 10 ms on most machines."""
+def read_cpu_seconds(folder: Path) -> float:
+    """Read user and system time of a process or thread, with a resolution of 10 ms on most machines."""
     numbers = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -114,8 +114,8 @@ class ServingConfig:
 
     Args:
         samples: samples per rollout: one request, and one micro-batch.
-        runs: rounds with either window, after one that is not counted.
-        tiny: use a tiny network and one round, and write no rows: bytes and latents are counted, times mean nothing.
+        runs: rounds per window, after a warm-up round.
+        tiny: use a tiny network and one round, and write no rows: bytes and latents are exact, times are meaningless.
         out: folder of serving.csv and pushes.csv; rows are appended.
     """
 
@@ -160,30 +160,30 @@ class Seconds(NamedTuple):
     around: float  # without the thread of the server that samples
 
 
-def rollout(source: RolloutSource, requests: Requests, sampling: Sampling, server: Path) -> tuple[Chunk, Seconds]:
-    """Return a rollout of a source and its CPU seconds, beside which the server does nothing else."""
-    seconds, threads = cpu_seconds(server), {thread: cpu_seconds(thread) for thread in (server / "task").iterdir()}
+def time_rollout(source: RolloutSource, requests: Requests, sampling: Sampling, server: Path) -> tuple[Chunk, Seconds]:
+    """Generate a rollout of a source, and return it with its CPU seconds; the server must be otherwise idle."""
+    seconds, threads = read_cpu_seconds(server), {thread: read_cpu_seconds(thread) for thread in (server / "task").iterdir()}
     start = time.process_time()
     (chunk,) = source.generate(requests, sampling, micro_batch=len(requests.ids))
     client = time.process_time() - start
     time.sleep(0.1)  # the server closes the connection
-    busiest = max(cpu_seconds(thread) - before for thread, before in threads.items())
-    total = client + cpu_seconds(server) - seconds
+    busiest = max(read_cpu_seconds(thread) - before for thread, before in threads.items())
+    total = client + read_cpu_seconds(server) - seconds
     return chunk, Seconds(client, total, total - busiest)
 
 
 def measure(config: ServingConfig) -> Iterator[ServingRow]:
-    """Yield the row of each window; RunError if the server does not start, or makes other samples than this process."""
+    """Yield the row of each window; RunError if the server does not start, or its samples differ from this process's."""
     torch.set_num_threads(1)
     model, kept = TINY if config.tiny else SMALL, list[tuple[bytes, bytes]]()
     module, schedule = model.build().eval(), on_device(model.schedule(STEPS), torch.device("cpu"))
     count, runs = config.samples, 1 if config.tiny else config.runs
     requests = Requests([Prompt("1")] * count, range(count), key(17))
 
-    with init_world() as world, serving("TINY" if config.tiny else "SMALL", count) as (address, server):
+    with init_world() as world, open_server("TINY" if config.tiny else "SMALL", count) as (address, server):
         inside: RolloutSource = InProcess(model, lambda: nullcontext(module))
-        asked = SamplingConfig(steps=STEPS, sampler=Stochastic(eta=ETA))
-        remote = build_source(RolloutConfig(source=address), asked, model, lambda: nullcontext(module), world)
+        settings = SamplingConfig(steps=STEPS, sampler=Stochastic(eta=ETA))
+        remote = build_source(RolloutConfig(source=address), settings, model, lambda: nullcontext(module), world)
         assert isinstance(remote, RemoteSource)
         client = remote.pool.servers[0].client
         attempt = client.attempt
@@ -199,19 +199,19 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
             sampling = Sampling(model.size.event, schedule, stochastic=stochastic, final=False)  # as in training on steps
             rounds = list[tuple[float, Seconds]]()
             for number in range(runs + 1):
-                # Who is first changes from round to round.
+                # The order alternates from round to round.
                 order: tuple[RolloutSource, ...] = (inside, remote) if number % 2 else (remote, inside)
-                made = {source: rollout(source, requests, sampling, server) for source in order}
-                leaves = (optree.tree_leaves((chunk.trajectory, chunk.images)) for chunk, _ in made.values())
+                rollouts = {source: time_rollout(source, requests, sampling, server) for source in order}
+                leaves = (optree.tree_leaves((chunk.trajectory, chunk.images)) for chunk, _ in rollouts.values())
                 if not all(torch.equal(one, other) for one, other in zip(*leaves, strict=True)):
                     raise RunError("serving: the server makes other samples than this process, so nothing is compared")
-                rounds.append((made[inside][1].client, made[remote][1]))
+                rounds.append((rollouts[inside][1].client, rollouts[remote][1]))
             (request, reply), rounds = kept[0], rounds[1:]
             percent = [100 * (there.total / here - 1) for here, there in rounds]
             around = [100 * there.around / here for here, there in rounds]
             sent = [sample.dit_trajectory for sample in read_response(reply)]
             latents = sum(len(trajectory.latents) for trajectory in sent if trajectory is not None)
-            p20, p50, p80 = harness.spread(torch.tensor(percent).double())
+            p20, p50, p80 = harness.compute_spread(torch.tensor(percent).double())
             yield ServingRow(
                 parameters=sum(p.numel() for p in module.parameters()),
                 steps=STEPS,
@@ -226,7 +226,7 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
                 around_p50=median(around),
                 bytes_per_sample=(len(request) + len(reply)) / count,
                 latents_per_step=latents / (count * len(window)),
-                **harness.facts(ServingRow),
+                **harness.collect_facts(ServingRow),
             )
 
 
@@ -251,13 +251,13 @@ class PushRow:
 
 
 def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
-    """Yield the row of each way that an adapter, and all weights, travel; RunError if a server does not take them.
+    """Yield the row of each transport of an adapter, and of all weights; RunError if the server rejects them.
 
-    The ways take turns. Those that send an adapter merged, and so all weights, are measured with all weights.
+    The transports take turns. Those that send merged weights are measured with all weights only.
     """
     torch.set_num_threads(1)
     model, runs, versions = TINY if config.tiny else SMALL, 1 if config.tiny else config.runs, itertools.count()
-    with init_world() as world, serving("TINY" if config.tiny else "SMALL", config.samples) as (address, _):
+    with init_world() as world, open_server("TINY" if config.tiny else "SMALL", config.samples) as (address, _):
         for trained, ways in {"adapter": FACTOR_METHODS, "all": METHODS[1:]}.items():
             module = model.build()
             if trained == "adapter":
@@ -275,7 +275,7 @@ def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
             seconds = harness.alternate(runs, work)
             for way, sync in syncs.items():
                 sync.close()
-                p20, p50, p80 = harness.spread(torch.tensor(seconds[f"{way}True"]).double())
+                p20, p50, p80 = harness.compute_spread(torch.tensor(seconds[f"{way}True"]).double())
                 yield PushRow(
                     parameters=sum(parameter.numel() for parameter in model.build().parameters()),
                     trained=trained,
@@ -286,7 +286,7 @@ def measure_pushes(config: ServingConfig) -> Iterator[PushRow]:
                     seconds_p50=p50,
                     seconds_p80=p80,
                     without_sums_p50=median(seconds[f"{way}False"]),
-                    **harness.facts(PushRow),
+                    **harness.collect_facts(PushRow),
                 )
 
 
@@ -308,13 +308,13 @@ def run(config: ServingConfig) -> list[ServingRow]:
                 "latents per step": f"{row.latents_per_step:.1f}",
             }
         )
-    print(harness.markdown(lines))
+    print(harness.format_markdown(lines))
     pushes = list(measure_pushes(config))
     if not config.tiny:
         harness.append(config.out / "pushes.csv", pushes, PushRow)
     print()
     print(
-        harness.markdown(
+        harness.format_markdown(
             [
                 {
                     "trained": row.trained,

@@ -1,11 +1,11 @@
-"""Counts bytes, launches and saved bytes of the hot path of a step: eager, compiled and fused.
+"""Counts of bytes, launches and saved bytes of the hot path of a step: eager, compiled and fused.
 
-    must move   every input read once and every result of that size written once
-    moves       bytes that the launches read and write: operands and results of an eager operation, the compiler's own
-                count for the kernels of a compiled graph, operands of the launches of a fused operation
+    must move   every input is read once, and every result of that size written once
+    moves       bytes that the launches read and write: operands and results of an eager operation, the compiler's count
+                for the kernels of a compiled graph, operands of the launches of a fused operation
     saved       bytes kept for the backward pass
 
-Nothing is timed, so that a machine without a GPU counts the same as one with a GPU.
+Nothing is timed, so counts are the same with and without a GPU.
 """
 
 import logging
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fluvial.bench import harness
-from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
+from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, count_bytes, make_inputs
 from fluvial.kernels import dispatch
 
 SHAPE = "SD3.5 512^2"
@@ -70,7 +70,7 @@ class TrafficConfig:
 
 
 class Operations(TorchDispatchMode):
-    """Calls `note(name, operands, results)` for every operation that launches a kernel: a view launches none."""
+    """Mode that calls `note(name, operands, results)` for every operation that launches a kernel; views do not."""
 
     def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()
@@ -79,16 +79,16 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not str(func).removeprefix("aten.").startswith(VIEWS):
-            self.note(str(func), _tensors((args, kwargs)), _tensors(result))
+            self.note(str(func), _list_tensors((args, kwargs)), _list_tensors(result))
         return result
 
 
 def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = SHAPE) -> TrafficRow:
     """Count one forward and backward pass of an operation by eager, compiled or fused."""
     event = SHAPES[shape]
-    samples, numbers = inputs(operation, batch, event, dtype=torch.bfloat16, device="cpu")
-    moved = must_move(operation, batch, event, dtype=torch.bfloat16)
-    counted = {"eager": _eager, "compiled": _count_compiled, "fused": _count_fused}[provider]
+    samples, numbers = make_inputs(operation, batch, event, dtype=torch.bfloat16, device="cpu")
+    moved = count_bytes(operation, batch, event, dtype=torch.bfloat16)
+    counted = {"eager": _count_eager, "compiled": _count_compiled, "fused": _count_fused}[provider]
     saved = list[Tensor]()
 
     def note(tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = S
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         bytes_moved, launches = counted(operation, samples, numbers)
     owned = {tensor.data_ptr() for tensor in samples.values()}
-    kept = {t.data_ptr(): _bytes(t) for t in saved if t.data_ptr() not in owned}
+    kept = {t.data_ptr(): _count_bytes(t) for t in saved if t.data_ptr() not in owned}
     return TrafficRow(
         op=operation.name,
         provider=provider,
@@ -111,17 +111,17 @@ def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = S
     )
 
 
-def _pass(operation: Operation, provider: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
+def _run_pass(operation: Operation, provider: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
     differentiated = [samples[name].requires_grad_() for name in operation.gradients]
     result = operation.call(provider, samples, numbers)
     if differentiated:
         torch.autograd.grad(result, differentiated, torch.ones_like(result))
 
 
-def _eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+def _count_eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
     moved = list[int]()
-    with Operations(lambda name, operands, results: moved.append(sum(map(_bytes, operands + results)))):
-        _pass(operation, "reference", samples, numbers)
+    with Operations(lambda name, operands, results: moved.append(sum(map(_count_bytes, operands + results)))):
+        _run_pass(operation, "reference", samples, numbers)
     return sum(moved), len(moved)
 
 
@@ -134,7 +134,7 @@ def _count_compiled(operation: Operation, samples: dict[str, Tensor], numbers: d
     log = patch.object(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: level == logging.INFO)
     quiet = patch.object(compile_fx.inductor_metrics_log, "info", lambda *args, **kwargs: None)
     with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False), log, quiet:
-        _pass(operation, "compiled", samples, numbers)
+        _run_pass(operation, "compiled", samples, numbers)
     return metrics.num_bytes_accessed, metrics.generated_kernel_count
 
 
@@ -142,15 +142,15 @@ def _count_fused(operation: Operation, samples: dict[str, Tensor], numbers: dict
     from fluvial.bench import aot
 
     with aot.caught() as launches, patch.object(dispatch, "FUSED", {*dispatch.FUSED, "cpu"}):
-        _pass(operation, "triton", samples, numbers)
-    return sum(_bytes(tensor) for launch in launches for tensor in _tensors(launch.arguments)), len(launches)
+        _run_pass(operation, "triton", samples, numbers)
+    return sum(_count_bytes(tensor) for launch in launches for tensor in _list_tensors(launch.arguments)), len(launches)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 

@@ -1,4 +1,4 @@
-"""The time to a training command's first line, image and update: seconds, and CPU seconds of its processes."""
+"""Time to a training command's first line, image and update: seconds, and CPU seconds of its processes."""
 
 import os
 import shlex
@@ -20,10 +20,10 @@ class WaitsConfig:
     """Measure the time to the first line, image and update of a training command.
 
     Args:
-        command: What follows `fluvial`, without the folder of the run.
+        command: Arguments of `fluvial`, without the folder of the run.
         tree: Folder with the package `fluvial` of another commit; None is the installed one.
         runs: Number of runs, one after the other.
-        limit: Seconds after which a run is ended.
+        limit: Time limit of a run, in seconds.
     """
 
     command: str = "train ddpo --processes auto"
@@ -33,10 +33,10 @@ class WaitsConfig:
 
 
 def run(config: WaitsConfig) -> None:
-    """Print the medians with the least and the most of what each run took; a run ends at its first update."""
-    waits = [_wait(config) for _ in range(config.runs)]
+    """Print median, minimum and maximum of the times; a run ends at its first update."""
+    waits = [_measure_waits(config) for _ in range(config.runs)]
     for name in waits[0]:
-        seconds, cpu = ([each[name][place] for each in waits if name in each] for place in (0, 1))
+        seconds, cpu = ([each[name][i] for each in waits if name in each] for i in (0, 1))
         spread = (
             f"({min(seconds):.1f} to {max(seconds):.1f}) s, {median(cpu):.1f} ({min(cpu):.1f} to {max(cpu):.1f}) s of CPU"
         )
@@ -44,8 +44,8 @@ def run(config: WaitsConfig) -> None:
     print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 
-def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
-    """Return the seconds and CPU seconds until what was seen of a run."""
+def _measure_waits(config: WaitsConfig) -> dict[str, tuple[float, float]]:
+    """Run the command, and return the seconds and CPU seconds until each event."""
     with TemporaryDirectory() as folder:
         out, log = Path(folder) / "run", Path(folder) / "log"
         words = [sys.executable, "-P", "-m", "fluvial.engines", *shlex.split(config.command), "--out", str(out)]
@@ -62,7 +62,7 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
         while len(seen) < len(events) and process.poll() is None and time.monotonic() - began < config.limit:
             time.sleep(0.1)
             now = [name for name, happened in events.items() if name not in seen and happened()]
-            seen |= dict.fromkeys(now, (time.monotonic() - began, _cpu_seconds(process.pid)))
+            seen |= dict.fromkeys(now, (time.monotonic() - began, _read_cpu_seconds(process.pid)))
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         elif len(seen) < len(events):
@@ -72,13 +72,13 @@ def _wait(config: WaitsConfig) -> dict[str, tuple[float, float]]:
     return seen
 
 
-def _cpu_seconds(session: int) -> float:
-    """Return the CPU seconds, user and system, of the processes of a session and of those that they waited for."""
+def _read_cpu_seconds(session: int) -> float:
+    """Read the user and system CPU seconds of a session's processes and of their waited-for children."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()  # from the third field on, see proc(5)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         ticks += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
 """The stateful part: engine, rollouts, training runs, checkpoints and the command line.
 
-The names below are the public surface. Each is imported on first use, so that `fluvial --help` need not import torch.
+The names below are the public interface. Each is imported on first use, so that `fluvial --help` does not import torch.
 """
 
 import importlib

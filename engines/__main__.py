@@ -1,4 +1,4 @@
-"""`python -P -m fluvial.engines`, which is what torchrun starts: the same command line as `fluvial`."""
+"""`python -P -m fluvial.engines`: the command line of `fluvial`, as a module for torchrun."""
 
 from fluvial.engines.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Attention of diffusers' models: its backend, and the tokens of a sample split over ranks.
+"""Attention of diffusers models: the choice of its backend, and splitting of a sample's tokens over ranks.
 
 Ranks exchange tokens for heads (Ulysses, arXiv 2309.14509), send keys and values around a ring (2310.01889), or both
 (USP, 2405.07719).
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fluvial.engines.errors import UsageError, convert_errors
 
-SHAPES = ("shape", "size of tensor")  # words of torch's errors about tensors that do not fit together
+SHAPES = ("shape", "size of tensor")  # words in torch's errors about mismatched shapes
 
 
 def set_attention(module: nn.Module, backend: str) -> None:
@@ -31,9 +31,9 @@ def set_attention(module: nn.Module, backend: str) -> None:
     ):
         if isinstance(module, ModelMixin):
             module.set_attention_backend(backend)
-    # Models with older attention ignore the setting, and diffusers does not say so.
-    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
-        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"
+    # Models with older attention ignore the setting, without an error from diffusers.
+    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _list_processors(module)):
+        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; remove it"
         raise UsageError("engine.attention", backend, hint=hint)
 
 
@@ -42,33 +42,34 @@ def split_tokens(
 ) -> None:
     """Split the tokens of each sample over groups of `degree` neighbouring ranks, by diffusers.
 
-    Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
-    sum over all ranks is the gradient of the samples.
+    Every rank of a group takes whole samples and returns whole predictions. Its gradient is that of its own tokens, so the
+    sum over the ranks is the gradient of the samples.
 
     Args:
         module: diffusers model.
         degree: number of ranks that share a sample.
         mesh: mesh of all ranks with the dimensions "dp", "ring" and "ulysses".
-        ring: number of them that send keys and values around; the others exchange heads. Attention must then return its
-            log-sum-exp, so the module's backend has to be one that does, such as _native_flash.
-        rank, size, device: this process among the others.
+        ring: ranks per ring, which send keys and values around; rings exchange heads. The module's attention backend must
+            return the log-sum-exp, e.g. _native_flash.
+        rank, size, device: rank of this process, number of ranks, and device.
 
     Raises:
-        UsageError: the model has no plan for it, or one that splits each layer apart, or `degree` does not divide its heads.
+        UsageError: diffusers has no plan for the model, or a plan that splits each layer separately, or `degree` does not
+            divide the heads.
     """
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
     from diffusers.models.modeling_utils import ModelMixin
 
-    if isinstance(module, nn.ModuleDict):  # networks that take turns by the noise level
+    if isinstance(module, nn.ModuleDict):  # networks for different ranges of noise levels
         for network in module.values():
             split_tokens(network, degree, mesh, ring=ring, rank=rank, size=size, device=device)
         return
     name = type(module).__name__
     if not isinstance(module, ModelMixin) or module._cp_plan is None:
         raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
-    if sum("." in place and not isinstance(splits, dict) for place, splits in module._cp_plan.items()) > 1:
-        hint = f"diffusers splits {name} layer by layer, so that gradients of what is whole between them would be summed"
+    if sum("." in layer and not isinstance(splits, dict) for layer, splits in module._cp_plan.items()) > 1:
+        hint = f"diffusers splits {name} layer by layer, so that gradients of unsplit tensors between them would be summed"
         raise UsageError("engine.context_parallel", degree, hint=f"{hint} over the ranks; set it to 1")
     heads = module.config.get("num_attention_heads")
     if heads is not None and heads % (degree // ring):
@@ -78,26 +79,26 @@ def split_tokens(
         _unpack_once()
     parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ring, degree // ring))
     parallel.setup(rank, size, device, mesh=mesh["ring", "ulysses"])
-    # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
+    # diffusers computes the device modulo the number of accelerators, which is 0 on a CPU.
     module._resolve_parallel_config = lambda config: config
     try:
         module.enable_parallelism(config=parallel)
-    except ValueError as error:  # an attention backend that cannot
+    except ValueError as error:  # an attention backend without support
         raise UsageError("engine.context_parallel", degree, hint=f"{name} cannot be split; {error}") from error
     module._parallel_config = parallel
     dims = {
         name: (split.split_dim, split.expected_dims)
-        for place, splits in module._cp_plan.items()
+        for layer, splits in module._cp_plan.items()
         if isinstance(splits, dict)
         for name, split in splits.items()
-        if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
+        if isinstance(name, str) and not layer.startswith("pos_embed") and not split.split_output
     }
-    whole = partial(_with_whole_tokens, module.forward, dims, degree, ring)
-    module.forward = update_wrapper(whole, module.forward)  # modular pipelines pass what its signature takes
+    checked = partial(_check_tokens, module.forward, dims, degree, ring)
+    module.forward = update_wrapper(checked, module.forward)  # modular pipelines read the signature
 
 
-class _SavedOnce:
-    """Context of a backward pass whose saved tensors are unpacked once, as activation checkpointing allows."""
+class _UnpackedOnce:
+    """Context of a backward pass that unpacks its saved tensors once; activation checkpointing allows no more."""
 
     def __init__(self, context: Any) -> None:
         self._context, self.saved_tensors = context, context.saved_tensors
@@ -107,20 +108,20 @@ class _SavedOnce:
 
 
 def _unpack_once() -> None:
-    """Let diffusers' ring attention unpack its saved tensors once per backward pass, not at each step of the ring."""
+    """Patch diffusers' ring attention to unpack its saved tensors once per backward pass, not at each step of the ring."""
     from diffusers.models.attention_dispatch import TemplatedRingAttention
 
     backward = TemplatedRingAttention.backward
     if not hasattr(backward, "unpacks_once"):
 
         def unpack_once(context: Any, *gradients: Tensor) -> Any:
-            return backward(_SavedOnce(context), *gradients)
+            return backward(_UnpackedOnce(context), *gradients)
 
         unpack_once.unpacks_once = True  # type: ignore[attr-defined]
         TemplatedRingAttention.backward = staticmethod(unpack_once)
 
 
-def _with_whole_tokens(
+def _check_tokens(
     forward: Callable[..., Any],
     dims: Mapping[str, tuple[int, int | None]],
     degree: int,
@@ -128,9 +129,9 @@ def _with_whole_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks, or sent in a ring.
+    """Call a module's forward; UsageError if its tokens cannot be split over `degree` ranks, or sent in a ring.
 
-    `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
+    `dims` has, for each split input, the dimension of the tokens and the number of dimensions.
     """
     advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
     for name, (dim, expected) in dims.items():
@@ -140,7 +141,7 @@ def _with_whole_tokens(
             raise UsageError("engine.context_parallel", degree, hint=f"{name} has {value.shape[dim]} tokens, {advice}")
     try:
         return forward(*args, **kwargs)
-    except AssertionError as error:  # diffusers asserts what it splits within the module
+    except AssertionError as error:  # diffusers asserts the sizes of tensors that it splits inside the module
         if "divisible by mesh size" not in str(error):
             raise
         raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
@@ -148,15 +149,13 @@ def _with_whole_tokens(
         words = f"{error}\n".splitlines()[0]
         if ring > 1 and re.search("flash.?attention|attn_mask", str(error), re.IGNORECASE):  # without masks, or a kernel
             raise UsageError("engine.ring", ring, "1", f"the attention cannot be computed: {words}") from error
-        if not any(
-            word in str(error) for word in SHAPES
-        ):  # such as those of a mask per head, since a rank has some heads alone
+        if not any(word in str(error) for word in SHAPES):  # e.g. of a mask per head: a rank has only some heads
             raise
-        hint = f"diffusers does not split all that attention is given ({words}); set it to 1"
+        hint = f"diffusers does not split all inputs of the attention ({words}); set it to 1"
         raise UsageError("engine.context_parallel", degree, hint=hint) from error
 
 
-def _processors(module: nn.Module) -> list[Any]:
+def _list_processors(module: nn.Module) -> list[Any]:
     """Return the attention processors of a diffusers model."""
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention, MochiAttention

@@ -37,10 +37,10 @@ class UsageError(FluvialError, ValueError):
     """The request cannot be carried out as stated. Exit code 2.
 
     Args:
-        field: dotted name of the field that is wrong, e.g. "rollout.eta"; or, alone, the whole message in one sentence.
-        got: its value.
-        expected: what it may be, e.g. "a number above 0".
-        hint: what else explains the error, or what to do about it.
+        field: dotted name of the wrong field, e.g. "rollout.eta"; or, as the only argument, the whole message.
+        got: value of the field.
+        expected: accepted values, e.g. "a number above 0".
+        hint: explanation, or what to do.
     """
 
     def __init__(self, field: str, got: object = _NOT_GIVEN, expected: str = "", hint: str = "") -> None:
@@ -56,55 +56,55 @@ class UsageError(FluvialError, ValueError):
 
 
 def no_effect(field: str, why: str) -> UsageError:
-    """Return the error of a field that is set although it has no effect, e.g. why="with solver euler"."""
+    """Return the error for a field that is set but has no effect, e.g. why="with solver euler"."""
     return UsageError(f"`{field}` has no effect {why}; remove it")
 
 
 def _format_value(value: object) -> str:
-    """Return a value as it is printed in a message."""
+    """Format a value for a message."""
     if isinstance(value, float):
         return f"{value:g}"
     return repr(value) if isinstance(value, str) else str(value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device, or the host, has no memory left."""
+    """Return whether an error means that the device or the host is out of memory."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-    return bool({"MemoryError", "OutOfMemoryError"} & names) or said
+    by_message = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or by_message
 
 
-def out_of_memory(error: BaseException) -> str:
-    """Return the beginning of the line of an out-of-memory error."""
-    said = " ".join((str(error).strip().splitlines() or [""])[0].split())
-    return f"out of memory{said and f' ({said})'}"
+def describe_out_of_memory(error: BaseException) -> str:
+    """Return the beginning of the message of an out-of-memory error."""
+    line = " ".join((str(error).strip().splitlines() or [""])[0].split())
+    return f"out of memory{line and f' ({line})'}"
 
 
-def machine_failure(error: BaseException) -> str | None:
-    """Return in one line what failed if it was memory or the connection of the processes, None for other errors."""
+def describe_machine_failure(error: BaseException) -> str | None:
+    """Describe an error of memory or of the processes' connection in one line; None for other errors."""
     where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     if is_out_of_memory(error):
-        return out_of_memory(error) + (where or ": make passes smaller, or use more or larger devices")
-    said = " ".join((str(error).strip().splitlines() or [""])[0].split())
-    if type(error).__name__ in _DIST_ERRORS or (isinstance(error, RuntimeError) and _COLLECTIVE.search(said)):
-        how = "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
-        return f"a collective of the processes failed{where} ({said}); {how}"
+        return describe_out_of_memory(error) + (where or ": make passes smaller, or use more or larger devices")
+    line = " ".join((str(error).strip().splitlines() or [""])[0].split())
+    if type(error).__name__ in _DIST_ERRORS or (isinstance(error, RuntimeError) and _COLLECTIVE.search(line)):
+        hint = "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+        return f"a collective of the processes failed{where} ({line}); {hint}"
     return None
 
 
 @contextmanager
 def convert_errors(kind: Callable[[str], Exception], *causes: type[Exception], says: str = "") -> Iterator[None]:
-    """Raise an error of a kind in place of one of `causes` within the context: `says`, and its own words in a line."""
+    """Replace an error of `causes` inside the context by one of a kind: `says`, and the cause's message, in one line."""
     try:
         yield
     except causes as error:
-        text = error.message() if isinstance(error, FluvialError) else str(error)  # whose fields are still marked
+        text = error.message() if isinstance(error, FluvialError) else str(error)  # `message` keeps the marks of fields
         reason = getattr(error, "strerror", None) or " ".join(text.split())
         raise kind(f"{says}: {reason}" if says else reason) from error
 
 
 class RunError(FluvialError, RuntimeError):
-    """The run cannot go on. Exit code 1. What was saved before stays as it is."""
+    """The run cannot continue. Exit code 1. Everything saved so far is unchanged."""
 
 
 class ElsewhereError(RunError):

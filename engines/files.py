@@ -1,4 +1,4 @@
-"""Files and folders of weights: their names, reading of their tensors, and how a file reaches the disk."""
+"""Files and folders of weights: names, reading and writing of tensors, and syncing to the disk."""
 
 import json
 import os
@@ -20,13 +20,11 @@ MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
 LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for the weights of an adapter
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model folder, as `from_pretrained` chooses them.
-
-    Other variants may lie in the same folder; they are left out.
+def list_weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model folder, as `from_pretrained` chooses them; other variants are left out.
 
     Raises:
-        UsageError: there are none, or one that the index lists is missing.
+        UsageError: there are none, or a file of the index is missing.
     """
     index = folder / f"{MODEL}.safetensors.index.json"
     if not index.is_file():
@@ -39,14 +37,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a model folder's safetensors, from the headers alone.
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shape of every tensor in a model folder's safetensors, from the headers only.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
+    for file in list_weight_files(folder):
         with _open_file(file) as tensors:
             shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
     return shapes
@@ -60,26 +58,26 @@ def read_weights(
     Args:
         folder: the folder.
         names: tensors to read.
-        share: part of them, e.g. that of a rank.
+        share: slice of these tensors, e.g. that of a rank.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
     """
-    held: dict[str, Path] = {}
-    for file in weight_files(folder):
+    file_of: dict[str, Path] = {}
+    for file in list_weight_files(folder):
         with _open_file(file) as tensors:
-            held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
-    for name in sorted(held)[share]:
-        with _open_file(held[name]) as tensors:
+            file_of.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
+    for name in sorted(file_of)[share]:
+        with _open_file(file_of[name]) as tensors:
             yield name, tensors.get_tensor(name)
 
 
 def digest_weights(folder: Weights, *, share: slice = slice(None)) -> dict[str, str]:
-    """Return the digest of each tensor of a model folder's weights, of all its bytes, however they are split into files.
+    """Return the digest of each tensor of a model folder; it does not depend on the split into files.
 
     Args:
         folder: the folder, or several by name.
-        share: part of the tensors, e.g. that of a rank.
+        share: slice of the tensors, e.g. that of a rank.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
@@ -91,9 +89,9 @@ def digest_weights(folder: Weights, *, share: slice = slice(None)) -> dict[str, 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, of the same bytes for the same tensors, with the permissions of any new file.
+    """Write a safetensors file with deterministic bytes and default permissions.
 
-    safetensors has 0600, and writes the metadata in an order that changes from process to process.
+    `save_file` sets the mode 0600, and writes the metadata in an order that changes from process to process.
     """
     path.touch()
     mode = path.stat().st_mode
@@ -106,7 +104,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         header = json.loads(file.read(size))
         header["__metadata__"] = dict(sorted(metadata.items()))
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) <= size:  # the rest is filled up with spaces, as safetensors does
+        if len(text) <= size:  # padded with spaces, as safetensors does
             file.seek(8)
             file.write(text.ljust(size))
 
@@ -122,7 +120,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _open_file(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; what fails within is a UsageError."""
+    """Open a safetensors file; errors inside the context become a UsageError."""
     problem = convert_errors(UsageError, SafetensorError, OSError, says=f"{file} cannot be read")
     with problem, safe_open(file, framework="pt") as tensors:
         yield tensors

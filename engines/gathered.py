@@ -1,4 +1,4 @@
-"""Weights of a (sharded) module as full tensors, gathered one at a time, so that no rank holds the whole model."""
+"""Full tensors of a (sharded) module's weights, gathered one at a time, so that no rank holds the whole model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,22 +26,22 @@ def gather_weights(
     """Yield (name, copy of the full tensor on the CPU), one at a time.
 
     Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
-    `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise `adapter`
-    yields the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
+    `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise only the
+    tensors of `adapter` are yielded, with the names of PEFT and diffusers. At most one layer is gathered at a time.
 
     Args:
         module: module, sharded or not.
         average: (sharded) tensors to use instead of the module's own, by name of the parameter.
         adapter: adapter to yield or to merge; by default `default` is merged.
-        merge: whether the adapter is folded into the weights.
-        dtype: dtype that floating-point tensors are cast to at the end; by default each keeps its own.
+        merge: merge the adapter into the weights.
+        dtype: dtype of the yielded floating-point tensors; by default each keeps its own.
         names: exported names to yield, in their order, the same on all ranks; by default all.
 
     Raises:
         ValueError: the module has adapters and neither argument is given, it has no adapter of that name, or `average` does
             not fit it.
     """
-    sources = _sources(module, average, adapter, merge)
+    sources = _list_sources(module, average, adapter, merge)
     for name in sources if names is None else names:
         yield name, sources[name].full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -57,25 +57,25 @@ def layout(
     """Return the tensors that `gather_weights` yields for the same arguments, on the meta device."""
     return {
         name: torch.empty(source.shape, dtype=source.dtype(dtype), device="meta")
-        for name, source in _sources(module, average, adapter, merge).items()
+        for name, source in _list_sources(module, average, adapter, merge).items()
     }
 
 
 class _Source(NamedTuple):
-    """Source of one exported tensor: W, W with an adapter, or the lengths of rows of DoRA."""
+    """Source of one exported tensor: W, W with an adapter, or the row norms of DoRA."""
 
-    weight: Tensor | QuantisedLinear  # a quantised layer is dequantised when its turn comes
+    weight: Tensor | QuantisedLinear  # a quantised layer is dequantised in `full`
     parts: Mapping[str, Tensor] | None = None  # of an adapter that is merged into it
     scaling: float = 1.0
-    longer: Tensor | None = None  # than the rows of `weight`: what is exported are the lengths
+    norm_offset: Tensor | None = None  # DoRA's trained offset to the row norms of `weight`; the norms are exported
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
         tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gather(self.weight)
-        beside = self.longer if self.parts is None else next(iter(self.parts.values()))
-        tensor = tensor if beside is None else tensor.to(beside.device)  # of a weight that lies on the host
-        if self.longer is not None:
-            return (compute_row_norms(tensor) + gather(self.longer)).to(self.dtype(dtype))
+        adapter = self.norm_offset if self.parts is None else next(iter(self.parts.values()))
+        tensor = tensor if adapter is None else tensor.to(adapter.device)  # the weight may be offloaded to the host
+        if self.norm_offset is not None:
+            return (compute_row_norms(tensor) + gather(self.norm_offset)).to(self.dtype(dtype))
         if self.parts is not None:
             parts = {part: gather(factor) for part, factor in self.parts.items()}
             tensor = merge_weight(widen(tensor), parts, self.scaling)
@@ -85,19 +85,19 @@ class _Source(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Shape of the full tensor."""
         weight = self.weight
-        if self.longer is not None:
-            return tuple(self.longer.shape)
+        if self.norm_offset is not None:
+            return tuple(self.norm_offset.shape)
         return (weight.out_features, weight.in_features) if isinstance(weight, QuantisedLinear) else tuple(weight.shape)
 
     def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
-        if self.longer is not None:
-            return widen(self.longer).dtype  # few numbers, whose small differences matter
+        """Return the dtype of the exported tensor if floating-point tensors are cast to `dtype`."""
+        if self.norm_offset is not None:
+            return widen(self.norm_offset).dtype  # few numbers, whose small differences matter
         floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
         return dtype if dtype is not None and floats else self.weight.dtype
 
 
-def _sources(
+def _list_sources(
     module: nn.Module, average: Mapping[str, Tensor] | None, adapter: str | None, merge: bool
 ) -> dict[str, _Source]:
     """Return the source of each exported tensor, by its exported name."""
@@ -116,18 +116,18 @@ def _sources(
     chosen = adapter or "default"
     names, parts = map_adapter_names(module, chosen), map_adapter_parts(module, chosen)
     if not merge:
-        lengths = {held[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, held in parts.items() if MAGNITUDE in held}
+        bases = {each[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, each in parts.items() if MAGNITUDE in each}
         return {
-            short: _Source(state[lengths[short]], longer=state[full]) if short in lengths else _Source(state[full])
+            short: _Source(state[bases[short]], norm_offset=state[full]) if short in bases else _Source(state[full])
             for short, full in names.items()
         }
     sources = {}
     for name, tensor in state.items():
         layer, _, leaf = name.rpartition(".base_layer.")
         if layer in layers:
-            held = {part: state[names[short]] for part, short in parts[layer].items()}
-            update = {"parts": held, "scaling": layers[layer].scaling[chosen]} if leaf == "weight" else {}
-            sources[f"{layer}.{leaf}"] = _Source(tensor, **update)
+            factors = {part: state[names[short]] for part, short in parts[layer].items()}
+            merged = {"parts": factors, "scaling": layers[layer].scaling[chosen]} if leaf == "weight" else {}
+            sources[f"{layer}.{leaf}"] = _Source(tensor, **merged)
         elif not is_adapter(name):
             sources[name] = _Source(tensor)
     return sources
@@ -135,5 +135,5 @@ def _sources(
 
 @collective
 def gather(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a whole one."""
+    """Gather a tensor that may be sharded, and return the full tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Heads of a network: a number per sample, from what the network's middle block returns."""
+"""Heads of a network: a number per sample from the output of the network's middle block."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ from fluvial.models.lora import HEADS, find_linear_layers
 
 
 class FeatureHead(nn.Module):
-    """The mean over all tokens of a small network of each of them.
+    """A small network applied to each token, averaged over the tokens.
 
         number = mean over tokens h of w . leaky_relu(norm(W h + c), 0.2) + b
 
-    W halves the width of the features. It is the head of transformers in FastGen (NVlabs/FastGen, `Discriminator_ImageDiT`)
-    with layer in place of group normalisation, and a kernel of one token in place of 4 x 4 with stride 2: a block's tokens
-    need not be those of an image alone, nor in rows.
+    W halves the width of the features. It is FastGen's head for transformers (NVlabs/FastGen, `Discriminator_ImageDiT`) with
+    layer instead of group normalisation, and a kernel of one token instead of 4 x 4 with stride 2, because a block's tokens
+    need not form an image.
 
     Args:
         width: width of the features.
@@ -33,8 +33,7 @@ class FeatureHead(nn.Module):
         """Return a number per sample, float32 `[B]`.
 
         Args:
-            streams: features `[B, *tokens, width]`, such as those of an image and of its prompt; the mean is over the
-                tokens of all of them.
+            streams: features `[B, *tokens, width]`, e.g. of an image and of its prompt; the mean is over all their tokens.
         """
         tokens = torch.cat([stream.reshape(len(stream), -1, self.width) for stream in streams], dim=1)
         hidden = self.norm(self.into(tokens.to(self.into.weight.dtype)))
@@ -47,12 +46,12 @@ def add_head(module: nn.Module, blocks: Sequence[nn.Module], name: str, *, seed:
 
     Args:
         module: the network.
-        blocks: its repeated blocks in the order they run. The head reads what the one in the middle returns.
-        name: name of the head, of several.
+        blocks: repeated blocks in the order they run. The head reads the output of the middle one.
+        name: name of the head.
         seed: seed of its weights, which have the same values on any device.
 
     Raises:
-        UsageError: the network has no blocks, or the one in the middle no linear layer to learn its width from.
+        UsageError: the network has no blocks, or the middle block has no linear layer, which determines the width.
     """
     block = _find_middle(module, blocks)
     width = find_width(block)
@@ -67,7 +66,7 @@ def add_head(module: nn.Module, blocks: Sequence[nn.Module], name: str, *, seed:
 
 
 def find_width(block: nn.Module) -> int:
-    """Return the width of a block's tokens: the inputs of the first linear layer of its attention, or else of the block.
+    """Return the width of a block's tokens: the inputs of the first linear layer of its attention, else of the block.
 
     It is 0 for a block without linear layers.
     """
@@ -78,21 +77,21 @@ def find_width(block: nn.Module) -> int:
     return 0
 
 
-def list_head(module: nn.Module, name: str) -> list[str]:
-    """Return the names of a head's parameters; none of a network without it."""
+def list_head_parameters(module: nn.Module, name: str) -> list[str]:
+    """Return the names of a head's parameters; empty for a network without the head."""
     start = f"{HEADS}.{name}."
     return [parameter for parameter, _ in module.named_parameters() if parameter.startswith(start)]
 
 
 @contextmanager
 def read_head(module: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iterator[list[Tensor]]:
-    """Yield a list to which each forward pass inside the context adds the number of a head, with gradient, `[B]`.
+    """Yield a list to which each forward pass inside the context adds the head's number, with gradient, `[B]`.
 
-    The head runs within the network's own forward pass, while the parameters are gathered. Where a block is checkpointed,
-    its results are read, which are there once.
+    The head runs inside the network's forward pass, while the parameters are gathered. A checkpointed block's output is read
+    once, not again in its recomputation.
 
     Raises:
-        UsageError: no pass ran, or the middle block returns no tokens of the width of the head.
+        UsageError: no forward pass ran, or the middle block returns no tokens of the head's width.
     """
     block, head, numbers = _find_middle(module, blocks), module.get_submodule(f"{HEADS}.{name}"), list[Tensor]()
     assert isinstance(head, FeatureHead)
@@ -113,7 +112,7 @@ def read_head(module: nn.Module, blocks: Sequence[nn.Module], name: str) -> Iter
 
 
 def _find_middle(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-    """Return the block in the middle; UsageError without blocks."""
+    """Return the middle block; UsageError without blocks."""
     if not blocks:
         raise UsageError(f"{type(module).__name__} takes no head: it has no repeated blocks")
     return blocks[len(blocks) // 2]

@@ -1,14 +1,14 @@
-"""Models that are known by a name: one table of what each name stands for, as a user writes `module:name` for her own."""
+"""Built-in models by name: a table of their `module:name`, which a user writes for her own models."""
 
 from typing import NamedTuple
 
 
 class NamedModel(NamedTuple):
-    """A model with a name. What it consists of is imported when it is asked for."""
+    """A built-in model; its class and job are imported when they are needed."""
 
     model: str  # class of the model
-    job: str  # function that returns its job, with prompts and rewards of its own
-    prompts: tuple[str, ...]  # that `fluvial sample` draws
+    job: str  # function that returns its job, with its prompts and rewards
+    prompts: tuple[str, ...]  # prompts of `fluvial sample`
 
 
 CODES, SPELLINGS = ("0427", "1999", "3141", "8650"), ("apple", "house", "river", "stone")

@@ -1,8 +1,8 @@
-"""Look up objectives, samplers, rewards, recipes and models by name, user-defined ones included.
+"""Lookup of objectives, samplers, rewards, recipes and models by name, including user-defined ones.
 
-A name is one of three: built in (a key of the caller's table), declared by an installed package through an entry point
+A name is built in (a key of the caller's table), declared by an installed package through an entry point
 (`[project.entry-points."fluvial.objectives"]`), or `module:attribute`. The extensions of `engines/extensions` are declared
-here, so that a folder without installation has them, too: the spine imports none of them.
+here, so that they work without installation; the spine imports none of them.
 """
 
 import difflib
@@ -17,13 +17,13 @@ from typing import Any
 
 from fluvial.engines.errors import UsageError
 
-# What the spine asks for and does not import, by group and name, as entry points of `fluvial.<group>` declare it:
-#   sources        by the scheme of `rollout.source`: function that opens one, see `sampling.build.OpenSource`
+# Objects that the spine uses and does not import, by group and name, as in entry points of `fluvial.<group>`:
+#   sources        by the scheme of `rollout.source`: function that opens a source, see `sampling.build.OpenSource`
 #   trackers       by the value of `tracker`: function or class of a `run.log.trackers.TrackedRun`
-#   reward_makers  mappings of a reward's name to the function that makes it of its options; all count
-#   reports        functions of the folder of a run that has ended, which return the path of what they wrote; all are called
+#   reward_makers  mappings from a reward's name to the function that makes it from its options; all are used
+#   reports        functions of a finished run's folder that write a file and return its path; all are called
 #   curves         functions (path, title, points, unit) that draw a curve as a PNG; all are called
-#   extensions     what has a place of its own in the spine: settings that fit a GPU, stored rollouts, published runs
+#   extensions     single functions: settings that fit a GPU, stored rollouts, published runs
 EXTENSIONS: dict[str, dict[str, str]] = {
     "sources": {
         "http": "fluvial.engines.extensions.remote.remote:open_remote",
@@ -47,24 +47,24 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# Says what is wrong with the object that was found, e.g. "is of type list, expected a function", or None.
+# Returns the problem of a loaded object, e.g. "is of type list, expected a function", or None.
 Check = Callable[[Any], str | None]
 
 
 def load(
     spec: str, group: str, check: Check | None = None, *, table: Mapping[str, Any] | None = None, field: str | None = None
 ) -> Any:
-    """Return the object that a name stands for.
+    """Load an object by name.
 
     Args:
         spec: name in `table`, name of an entry point of `fluvial.<group>`, or `module:attribute`.
         group: kind of object in the plural, e.g. "objectives".
-        check: test of the object, see `Check`.
+        check: check of the object, see `Check`.
         table: built-in objects by name; they come before entry points of the same name.
         field: start of each message, e.g. "rollout.sampler"; by default the group's singular.
 
     Raises:
-        UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
+        UsageError: the name, module or attribute is unknown, importing it fails, or the check fails; in one line.
     """
     label, table = f"`{field or group.removesuffix('s')}`", table or {}
     where = f"{label} {spec!r}"
@@ -76,21 +76,21 @@ def load(
         where += f" (entry point {declared[spec]})"
         loaded = _import(where, declared[spec])
     else:
-        known = names(group, table)
+        known = list_names(group, table)
         expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
-        raise UsageError(f"{label} is {spec!r}, expected {expected}{did_you_mean(spec, known)}")
+        raise UsageError(f"{label} is {spec!r}, expected {expected}{suggest(spec, known)}")
     if check is not None and (problem := check(loaded)) is not None:
         raise UsageError(f"{where} {problem}")
     return loaded
 
 
-def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the names that `load` knows without a module: the table's, then those of entry points."""
+def list_names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the names that `load` accepts besides `module:attribute`: the table's, then those of entry points."""
     return list(dict.fromkeys([*(table or {}), *_list_declared(group)]))
 
 
 def load_all(group: str) -> list[Any]:
-    """Return everything that is declared for a group; none where nothing is.
+    """Load all objects that are declared for a group.
 
     Raises:
         UsageError: one of them cannot be imported.
@@ -99,12 +99,12 @@ def load_all(group: str) -> list[Any]:
 
 
 def spec_of(thing: Any) -> str:
-    """Return the `module:attribute` of a class or function, under which `load` finds it if it is at the top of a module."""
+    """Return the `module:attribute` of a class or function; `load` accepts it if it is at the top level of a module."""
     return f"{thing.__module__}:{thing.__qualname__}"
 
 
-def callable_with(*parameters: str) -> Check:
-    """Return a check that an object can be called with these positional arguments."""
+def make_call_check(*parameters: str) -> Check:
+    """Return a check that an object is a function of these positional arguments."""
 
     def check(value: Any) -> str | None:
         expected = f"a function of ({', '.join(parameters)})"
@@ -112,7 +112,7 @@ def callable_with(*parameters: str) -> Check:
             return f"is {'a class' if inspect.isclass(value) else f'of type {type(value).__name__}'}, expected {expected}"
         try:
             signature = inspect.signature(value)
-        except (TypeError, ValueError):  # some functions written in C have none
+        except (TypeError, ValueError):  # some functions written in C have no signature
             return None
         try:
             signature.bind(*parameters)
@@ -123,14 +123,14 @@ def callable_with(*parameters: str) -> Check:
     return check
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the nearest of the known words, or nothing."""
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the nearest of the known words, or an empty text."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _list_declared(group: str) -> dict[str, str]:
-    """Return `module:attribute` by name, of the extensions here, then of installed packages."""
+    """Return `module:attribute` by name: the extensions above, then those of installed packages."""
     times = tuple(os.stat(path).st_mtime_ns if os.path.exists(path) else None for path in sys.path)
     here = EXTENSIONS.get(group, {})
     return here | {name: spec for name, spec in _read_entry_points(group, (*sys.path,), times).items() if name not in here}
@@ -143,13 +143,13 @@ def _read_entry_points(group: str, paths: tuple[str, ...], times: tuple[int | No
 
 
 def _import(label: str, spec: str) -> Any:
-    """Return the attribute of `module:attribute`."""
+    """Import the attribute of `module:attribute`."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise UsageError(f"{label}: expected module:name")
     if module == "__main__" or "<" in name:
         where = "inside of a function" if "<" in name else "in the script that was run"
-        raise UsageError(f"{label} is defined {where}, where no name leads to it: move it to the top of a module of its own")
+        raise UsageError(f"{label} is defined {where}, from where it cannot be imported: move it to the top of a module")
     try:
         target: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -158,16 +158,16 @@ def _import(label: str, spec: str) -> Any:
             raise UsageError(
                 f"{label}: there is no module {missing!r}, expected a file in the working folder or an installed package"
             ) from error
-        raise UsageError(f"{label}: importing {module} raised ModuleNotFoundError: {_line(error)}") from error
+        raise UsageError(f"{label}: importing {module} raised ModuleNotFoundError: {_join_lines(error)}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{label}: importing {module} raised {type(error).__name__}: {_line(error)}") from error
+        raise UsageError(f"{label}: importing {module} raised {type(error).__name__}: {_join_lines(error)}") from error
     for part in name.split("."):
         if not hasattr(target, part):
             public = [word for word in vars(target) if not word.startswith("_")] if hasattr(target, "__dict__") else []
-            raise UsageError(f"{label}: {module} has no {name!r}{did_you_mean(part, public)}")
+            raise UsageError(f"{label}: {module} has no {name!r}{suggest(part, public)}")
         target = getattr(target, part)
     return target
 
 
-def _line(error: BaseException) -> str:
+def _join_lines(error: BaseException) -> str:
     return " ".join(str(error).split())

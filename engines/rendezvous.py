@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and how each learns that another one has failed."""
+"""Rendezvous of a run's processes, and notification of their failures."""
 
 import os
 import re
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 STORE = "fluvial/store"  # key of rank 0's port in torchrun's store
 FAILED = "fluvial/failed"  # key of the rank that failed first
-LOOK, GRACE = 2.0, 8.0  # seconds between two looks at that key, and those that a rank has to notice by itself
-# Messages of gloo and nccl when another process is gone or silent. Gloo has no exception class of its own, and other errors
-# of its transport, e.g. for tensors of unequal sizes, are faults of the program.
+POLL, GRACE = 2.0, 8.0  # polling interval of that key, and time for a rank to notice the failure by itself, in seconds
+# Messages of gloo and nccl when another process is gone or silent. gloo has no specific exception class, and other errors of
+# its transport, e.g. for tensors of unequal sizes, are errors of the program.
 GONE = re.compile(
     r"closed by peer|connection (was (likely )?)?(reset|refused|closed)|broken pipe|remote process exit|network error"
     r"|communicator was aborted",
@@ -24,21 +24,20 @@ SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a new store through which the processes of this attempt find each other.
+    """Open a new store for the rendezvous of this attempt's processes.
 
-    Torchrun keeps one store for all attempts, which still holds the addresses of the last attempt's processes
-    (pytorch/pytorch#135712). It counts attempts on each machine separately, so a count cannot tell them apart. So rank 0
-    opens another store and leaves its port in torchrun's. The port of an earlier attempt does not answer.
+    torchrun keeps one store for all attempts, which still has the addresses of the last attempt's processes
+    (pytorch/pytorch#135712). It counts attempts on each machine separately, so counts do not distinguish them. Therefore
+    rank 0 opens another store and writes its port to torchrun's. The port of an earlier attempt does not answer.
 
     Raises:
-        RuntimeError: rank 0 did not appear in time.
+        RuntimeError: rank 0 did not answer in time.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        opened = os.environ.pop(
-            "FLUVIAL_STORE_SOCKET", None
-        )  # of engines.run.process.launch, on rank 0; it serves one store
-        listening = None if opened is None else int(opened)
+        # Set by engines.run.process.launch on rank 0; the socket serves one store.
+        descriptor = os.environ.pop("FLUVIAL_STORE_SOCKET", None)
+        listening = None if descriptor is None else int(descriptor)
         return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
     shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     if rank == 0:
@@ -49,7 +48,7 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     while time.monotonic() < deadline:
         port = int(shared.get(STORE))
         try:
-            socket.create_connection((host, port), timeout=5).close()  # quietly: the store would complain
+            socket.create_connection((host, port), timeout=5).close()  # tried first, because the store logs failures
             store = dist.TCPStore(host, port, size, timeout=timedelta(seconds=10), wait_for_workers=False)
         except (OSError, dist.DistError):
             time.sleep(0.1)
@@ -60,11 +59,11 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def watch_ranks(rank: int, store: dist.TCPStore, ended: Event) -> None:
-    """End this process in one line if another rank has failed and this one does not notice by itself.
+    """End this process with one line if another rank has failed and this one does not notice by itself.
 
-    A rank in a collective of NCCL whose peer has raised waits until the timeout, and no Python runs on its main thread.
+    In a NCCL collective whose peer has raised, a rank waits until the timeout, and no Python runs on its main thread.
     """
-    while not ended.wait(LOOK):
+    while not ended.wait(POLL):
         failed = _find_failed(store)
         if failed is not None and not ended.wait(GRACE):
             line = f"fluvial: rank {rank}: rank {failed} failed, and this one waited for it; its own message says why\n"
@@ -73,9 +72,9 @@ def watch_ranks(rank: int, store: dist.TCPStore, ended: Event) -> None:
 
 
 def _find_failed(store: dist.TCPStore) -> str | None:
-    """Return which rank has failed, None if none has said so; rank 0 if its store is gone."""
+    """Return the rank that has reported a failure, or None; rank 0 if its store does not answer."""
     try:
-        socket.create_connection((store.host, store.port), timeout=5).close()  # quietly: the store would complain
+        socket.create_connection((store.host, store.port), timeout=5).close()  # tried first, because the store logs failures
         return store.get(FAILED).decode() if store.check([FAILED]) else None
     except (OSError, dist.DistError):
         return "0"
@@ -89,7 +88,7 @@ def tell_failure(rank: int, store: dist.TCPStore) -> None:
 
 
 def describe_loss(error: RuntimeError, timeout: float) -> str | None:
-    """Return why a collective failed if another process is the cause, else None."""
+    """Describe the failure of a collective if another process is the cause, else None."""
     text = str(error)
     if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
         return None

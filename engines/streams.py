@@ -1,7 +1,7 @@
 """Every stream of randomness of a run, in one place.
 
-Randomness is drawn from explicit keys (`core.random`). A key is split by folding in the number of a stream, so that what is
-drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
+Randomness is drawn from explicit keys (`core.random`). A key is split by folding in the number of a stream, so that draws
+from one stream never depend on another. A stream has a parent, the key that it is folded into:
 
     rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION,
                                                           RENOISING, STEPPING, BACKPROP, IMAGES, REFILL; the round is
@@ -16,8 +16,8 @@ drawn from one stream never depends on another. A stream has a parent, the key t
     pretraining   fold_in(key(seed), update)              PRETRAIN_*
     rounding      key(optimizers.SEED)                    ROUNDING; the update, the parameter and the row are folded in
 
-`evaluation`, `probe` and `preferences` draw their samples from a key of `generate` too, which splits it as `sample` above.
-The numbers are part of the results: another number is another run.
+`evaluation`, `probe` and `preferences` pass keys of samples to `generate` too, which splits them as `sample` above.
+The numbers are part of the results: with another number, a run has other results.
 """
 
 from enum import IntEnum, unique
@@ -30,35 +30,34 @@ Parent = Literal["rollout", "sample", "noising", "evaluation", "probe", "prefere
 class Stream(IntEnum):
     """A stream of randomness: the number that is folded into its parent's key, e.g. `fold_in(root, Stream.WINDOW)`.
 
-    Two streams of one parent with the same number fail when this file is imported; streams of different parents may share
-    one.
+    Importing this file fails if two streams of one parent have the same number; streams of different parents may share one.
     """
 
     parent: Parent
 
     def __new__(cls, parent: Parent, number: int) -> "Stream":
-        """Return the member that counts as `number` and is unique among the streams of its parent."""
+        """Return the member with the value `number`, unique among the streams of its parent."""
         stream = int.__new__(cls, number)
         stream._value_ = (parent, number)  # type: ignore[assignment]
         stream.parent = parent
         return stream
 
-    WINDOW = "rollout", 0  # where the stochastic steps lie
-    PROMPTS = "rollout", 1  # which prompts, or which given preferences
+    WINDOW = "rollout", 0  # position of the stochastic steps
+    PROMPTS = "rollout", 1  # choice of prompts, or of preferences of a dataset
     SAMPLES = "rollout", 2
-    SIZE = "rollout", 3  # size of the samples, where it is drawn
-    CAPTIONS = "rollout", 4  # which images of a caption; the number of the group is folded in
-    NOISING = "rollout", 10  # noise put on clean samples
-    MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
-    FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
-    RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
-    STEPPING = "rollout", 15  # noise of steps back from there; the number of the draw and the place are folded in
-    IMAGES = "rollout", 16  # given images of the prompts of a rollout
-    REFILL = "rollout", 14  # samples in place of others
-    BACKPROP = "rollout", 20  # where the gradient of a reward flows: through how many of the last steps, or at which levels
+    SIZE = "rollout", 3  # size of the samples, if it is drawn
+    CAPTIONS = "rollout", 4  # choice of images of a caption; the number of the group is folded in
+    NOISING = "rollout", 10  # noise added to clean samples
+    MINIBATCH = "rollout", 11  # order of samples in minibatches; the epoch is folded in
+    FRACTION = "rollout", 12  # recorded steps of each sample that are trained on
+    RENOISING = "rollout", 13  # noise added to samples of recorded steps; number of the draw and place are folded in
+    STEPPING = "rollout", 15  # noise of steps back from there; number of the draw and place are folded in
+    IMAGES = "rollout", 16  # images of a dataset for the prompts of a rollout
+    REFILL = "rollout", 14  # replacement samples
+    BACKPROP = "rollout", 20  # path of a reward's gradient: number of last steps, or levels
     INITIAL = "sample", 0  # initial noise
     STEPS = "sample", 1  # noise of the steps
-    LEVELS = "noising", 0  # which noise levels
+    LEVELS = "noising", 0  # noise levels
     NOISE = "noising", 1
     EVALUATION_PROMPTS = "evaluation", 0
     EVALUATION_SAMPLES = "evaluation", 1
@@ -67,8 +66,8 @@ class Stream(IntEnum):
     PREFERENCE_PROMPTS = "preferences", 0
     PREFERENCE_SAMPLES = "preferences", 1
     EPOCHS = "order", 0
-    FURTHER = "order", 2  # the order of prompts that take the place of others
-    SIZES = "order", 1  # the order of the prompts of one size; the number of the size is folded in
+    FURTHER = "order", 2  # order of replacement prompts
+    SIZES = "order", 1  # order of the prompts of one size; the number of the size is folded in
     PRETRAIN_PROMPTS = "pretraining", 0
     PRETRAIN_IMAGES = "pretraining", 1
     PRETRAIN_NOISE = "pretraining", 2

@@ -1,4 +1,4 @@
-"""What a process waits for, said while it waits: no command is silent for longer than `PATIENCE` seconds."""
+"""Messages about waits, so that no command is silent for longer than `PATIENCE` seconds."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,21 +9,21 @@ from threading import Event, Thread
 from typing import Any, Self, TypeVar
 
 Part = TypeVar("Part")
-PATIENCE = 5.0  # seconds of a wait before it is said
-LONGEST = 300.0  # seconds between two lines of one wait
-TICK = 0.5  # seconds between two looks
+PATIENCE = 5.0  # seconds of a wait before its first line
+LONGEST = 300.0  # longest time between two lines of one wait, in seconds
+TICK = 0.5  # polling interval, in seconds
 
 
 @dataclass(eq=False)
 class PendingWait:
-    """Something that is waited for.
+    """A wait in progress.
 
     Args:
-        what: what it is, e.g. "rollout".
-        total: number of its parts, 0 where they are not counted.
-        unit: what the parts are, e.g. "samples".
-        began: time of its begin.
-        done: number of parts that are done.
+        what: name of the wait, e.g. "rollout".
+        total: number of parts; 0 if they are not counted.
+        unit: unit of the parts, e.g. "samples".
+        began: time at the start.
+        done: number of finished parts.
     """
 
     what: str
@@ -34,26 +34,26 @@ class PendingWait:
     due: float = field(default=0.0, repr=False)
 
     def advance(self, parts: int = 1) -> None:
-        """Count parts that are done."""
+        """Count finished parts."""
         self.done = min(self.done + parts, self.total)
 
     def describe(self, now: float) -> str:
-        """Return the wait, its seconds, and those that are left at the speed of the parts so far."""
+        """Describe the wait, its seconds, and the remaining seconds at the speed of the parts so far."""
         spent = now - self.began
         if not self.total:
             return f"{self.what}, {format_seconds(spent)}"
-        counted = f"{self.what} {self.done}/{self.total} {self.unit}".rstrip() + f", {format_seconds(spent)}"
+        line = f"{self.what} {self.done}/{self.total} {self.unit}".rstrip() + f", {format_seconds(spent)}"
         left = spent / self.done * (self.total - self.done) if self.done else 0.0
-        return counted + (f", {format_seconds(left)} left" if left else "")
+        return line + (f", {format_seconds(left)} left" if left else "")
 
 
 class Waits:
-    """Says what is waited for: a line after `PATIENCE` seconds, then after ever longer times. Waits stand in each other.
+    """Reporter of nested waits: a line after `PATIENCE` seconds, then at growing intervals.
 
     Args:
-        say: function of such a line.
-        show: function of the innermost wait at every look, e.g. of a bar; None shows nothing.
-        clock: seconds of a clock.
+        say: function that prints a line.
+        show: function that shows the innermost wait at every poll, e.g. in a bar; None shows nothing.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Waits:
     ) -> None:
         self.say, self.show, self.clock = say, show, clock
         self.stack, self.pauses = list[PendingWait](), dict[tuple[str, ...], float]()
-        self._over, self._thread = Event(), Thread(target=self._look, name="waits", daemon=True)
+        self._over, self._thread = Event(), Thread(target=self._report_until_over, name="waits", daemon=True)
 
     def __enter__(self) -> Self:
         self._token = CURRENT.set(self)
@@ -79,7 +79,7 @@ class Waits:
 
     @contextmanager
     def wait(self, what: str, total: int, unit: str) -> Iterator[PendingWait]:
-        """Wait for something in the block."""
+        """Report the block as a wait."""
         now = self.clock()
         entered = PendingWait(what, total, unit, now)
         path = tuple(each.what for each in (*self.stack, entered))
@@ -88,12 +88,12 @@ class Waits:
         try:
             yield entered
         finally:
-            self.stack.remove(entered)  # it may not be the last: a generator ends when it is collected
+            self.stack.remove(entered)  # perhaps not the last: generators end when they are garbage-collected
             if not self.stack:
                 self.pauses.clear()
 
-    def look(self) -> None:
-        """Say the wait if one is due, and show the innermost."""
+    def report(self) -> None:
+        """Show the innermost wait, and print a line if one is due."""
         now, stack = self.clock(), [*self.stack]
         if not stack:
             return
@@ -107,9 +107,9 @@ class Waits:
             self.pauses[names[:depth]], each.due = pause, now + pause
         self.say(": ".join([*(each.what for each in stack[:-1]), stack[-1].describe(now)]))
 
-    def _look(self) -> None:
+    def _report_until_over(self) -> None:
         while not self._over.wait(TICK):
-            self.look()
+            self.report()
 
 
 CURRENT: ContextVar[Waits | None] = ContextVar("waits", default=None)
@@ -117,12 +117,12 @@ CURRENT: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 @contextmanager
 def wait_for(what: str, total: int = 0, unit: str = "") -> Iterator[PendingWait]:
-    """Say that the block is what this process waits for, where a command or a run has opened `Waits`.
+    """Report the block as a wait, if a command or a run has opened `Waits`.
 
     Args:
-        what: what is waited for, e.g. "rollout".
-        total: number of parts that `advance` of the wait counts.
-        unit: what the parts are.
+        what: name of the wait, e.g. "rollout".
+        total: number of parts, which `advance` counts.
+        unit: unit of the parts.
     """
     waits = CURRENT.get()
     if waits is None:
@@ -133,11 +133,11 @@ def wait_for(what: str, total: int = 0, unit: str = "") -> Iterator[PendingWait]
 
 
 def count_parts(what: str, parts: Iterable[Part], size: int, total: int, unit: str = "samples") -> Iterator[Part]:
-    """Yield parts of something that is waited for, each counted once the next is asked for.
+    """Yield parts inside a wait; each is counted when the next one is requested.
 
     Args:
         what, total, unit: see `wait_for`.
-        size: what each part counts for.
+        size: count of each part.
     """
     with wait_for(what, total, unit) as wait:
         for part in parts:
@@ -146,7 +146,7 @@ def count_parts(what: str, parts: Iterable[Part], size: int, total: int, unit: s
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people read it: 12 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
+    """Format a duration: 12 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

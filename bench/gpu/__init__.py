@@ -1,1 +1,1 @@
-"""Questions that a GPU settles in a short visit."""
+"""Measurements that need a GPU, for a short visit."""

@@ -1,4 +1,4 @@
-"""The parts of a visit to a GPU: their time limits, settings and rows."""
+"""Parts of a visit to a GPU: time limits, settings and rows."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ LIMITS: dict[Part, float] = {
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One number."""
+    """One measured number."""
 
     part: str
     what: str
@@ -44,7 +44,7 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Settle with a GPU what only a GPU can, part by part.
+    """Run the measurements that need a GPU, part by part.
 
     Args:
         parts: parts to run, in this order.
@@ -68,7 +68,7 @@ class GpuConfig:
 
     @property
     def model(self) -> NetworkSize:
-        """The transformer of the parts that have one."""
+        """Transformer of the parts that use one."""
         return SIZES["sd3.5-medium 512^2" if self.size == "real" else "tiny"]
 
     @property
@@ -76,20 +76,20 @@ class GpuConfig:
         """Samples per rollout."""
         return 8 if self.size == "real" else 4
 
-    def seconds(self, part: Part) -> float:
+    def find_limit(self, part: Part) -> float:
         """Return the time limit of a part."""
         return LIMITS[part] * self.limit
 
 
 class Rows:
-    """Writes the numbers of a part as they are measured."""
+    """Writer of a part's numbers, as they are measured."""
 
     def __init__(self, config: GpuConfig, part: Part) -> None:
         self.config, self.part, self.written = config, part, list[GpuRow]()
 
     def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
         """Append a row to gpu.jsonl and print it."""
-        row = GpuRow(self.part, what, setting, value, unit, note, **harness.facts(GpuRow))
+        row = GpuRow(self.part, what, setting, value, unit, note, **harness.collect_facts(GpuRow))
         self.config.out.mkdir(parents=True, exist_ok=True)
         with (self.config.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")

@@ -1,4 +1,4 @@
-"""Questions for a GPU that is available for a short time: parts with a time limit each, whose rows are written at once.
+"""Measurements on a GPU that is available for a short time: parts with time limits, whose rows are written at once.
 
     smoke        every fused kernel and its gradient beside float64
     train        whole `fluvial train handwriting` runs: float32, bfloat16 and compiled, beside one on the CPU
@@ -11,8 +11,8 @@
     invariance   whether a sample's prediction depends on its batch, which operation is the first, and what avoiding it costs
     nccl         the collectives of one rank
 
-`bench/gpu/visit.sh` runs them in the order of two visits. Every part runs in a process of its own, so that one that fails or
-hangs does not stop the others.
+`bench/gpu/visit.sh` runs them in the order of two visits. Each part runs in a separate process, so that a failure or a hang
+does not stop the others.
 """
 
 import time
@@ -43,12 +43,12 @@ KERNEL_SHAPES = ("SD3.5 512^2", "Qwen-Image 1024^2", "Wan 480p 81 frames")
 
 
 def run(config: GpuConfig) -> list[GpuRow]:
-    """Run the parts; one that fails or takes too long leaves a row that says so."""
+    """Run the parts; a part that fails or takes too long leaves a row with the reason."""
     ended = []
     for part in config.parts:
         note, began = "done", time.perf_counter()
         try:
-            harness.in_processes(run_part, config, part, limit=config.seconds(part))
+            harness.run_in_processes(run_part, config, part, limit=config.find_limit(part))
         except RunError as error:
             note = str(error)
         rows = Rows(config, part)
@@ -58,11 +58,11 @@ def run(config: GpuConfig) -> list[GpuRow]:
 
 
 def run_part(config: GpuConfig, part: Part) -> None:
-    """Run one part, which stops by itself before its time limit where it can."""
-    PARTS_BY_NAME[part](config, Rows(config, part), time.perf_counter() + 0.9 * config.seconds(part))
+    """Run one part, with a deadline before its time limit."""
+    PARTS_BY_NAME[part](config, Rows(config, part), time.perf_counter() + 0.9 * config.find_limit(part))
 
 
-def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
+def time_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time the kernels at three sizes; their rows are in kernels.csv."""
     real = config.size == "real"
     timed = kernels.KernelsConfig(
@@ -81,52 +81,54 @@ def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
                 rows.add(f"{row.op}, {row.mode}", f"{row.provider}, {row.shape}", row.p50, "s")
 
 
-def of_update(config: GpuConfig, rows: Rows, until: float) -> None:
+def time_updates(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time updates with LoRA and full, in two micro-batch sizes, one of them the rollout's."""
     for train in ("lora", "full"):
         if time.perf_counter() < until:
-            _updates(config, rows, train, EngineConfig(compute="bfloat16", compile=False), until)
+            _time_case_updates(config, rows, train, EngineConfig(compute="bfloat16", compile=False), until)
 
 
-def of_compile(config: GpuConfig, rows: Rows, until: float) -> None:
+def time_compiled_updates(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time updates with and without compiled blocks, and count the programs."""
     for compiles in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        _updates(config, rows, "lora", EngineConfig(compute="bfloat16", compile=compiles), until)
+        _time_case_updates(config, rows, "lora", EngineConfig(compute="bfloat16", compile=compiles), until)
 
 
-def _updates(config: GpuConfig, rows: Rows, train: Literal["lora", "full"], sharding: EngineConfig, until: float) -> None:
-    """Make rollouts and their updates, and write what they took."""
+def _time_case_updates(
+    config: GpuConfig, rows: Rows, train: Literal["lora", "full"], sharding: EngineConfig, until: float
+) -> None:
+    """Time rollouts and their updates, and write the rows."""
     samples, setting = config.samples, f"{train}{', compiled' if sharding.compile else ''}"
     case = UpdateCase(config.model, train, 2, True, samples, samples, checkpointing=train == "full")
     if config.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with init_world() as world:
         engine = build_engine(case, world, sharding)
-        before = _programs()
+        before = _count_programs()
         for number, micro_batch in enumerate((samples, samples, samples // 2, samples // 2)):
             if number and time.perf_counter() > until:
                 return
-            began = harness.now()
+            began = harness.read_clock()
             rollout = make_rollout(engine, case, world)
-            rolled = harness.now()
+            rolled = harness.read_clock()
             info = update_engine(engine, rollout, micro_batch=micro_batch)
-            ended = harness.now()
+            ended = harness.read_clock()
             named = f"{setting}, update {number + 1}, {micro_batch} items per pass"
             rows.add("rollout", named, rolled - began, "s")
             rows.add("update", named, ended - rolled, "s")
             rows.add("model FLOPs of an update", named, info.flops, "FLOP")
             rows.add("first |log ratio|, 0 where rollout and update agree", named, info.max_abs["log_ratio"], "nats")
             if sharding.compile:
-                rows.add("compiled programs", named, _programs() - before, "programs")
-                before = _programs()
+                rows.add("compiled programs", named, _count_programs() - before, "programs")
+                before = _count_programs()
         if config.device == "cuda":
             rows.add("peak memory", setting, torch.cuda.max_memory_allocated(), "bytes")
 
 
-def of_invariance(config: GpuConfig, rows: Rows, until: float) -> None:
-    """Compare the predictions of samples in batches of several sizes, in bfloat16; say which operation differs first."""
+def compare_batch_sizes(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Compare predictions of samples in batches of several sizes, in bfloat16, and find the first operation that differs."""
     size, device, most = config.model, torch.device(config.device), config.samples
     module = size.build("full", device).to(torch.bfloat16).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
@@ -155,9 +157,9 @@ def of_invariance(config: GpuConfig, rows: Rows, until: float) -> None:
                 times = harness.alternate(3, {name: partial(predict, batch)}, warmup=0)[name]
                 rows.add("seconds of all samples", f"{name}, {batch} per pass", median(times), "s")
                 batch //= 2
-            # One sample per pass is what no batch can change: its seconds above are the price of a batch-invariant mode.
+            # One sample per pass is batch-invariant: its seconds above are the cost of such a mode.
             for small in dict.fromkeys((most // 2, 1)):
-                place, operation = first_difference(
+                place, operation = find_first_difference(
                     lambda count: _predict(module, x[:count], level[:count], cond, slice(0, count)), small=small, large=most
                 )
                 named = f"{name}, {small} and {most} per pass"
@@ -187,11 +189,10 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 @torch.no_grad()
-def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int) -> tuple[int, str]:
-    """Return the place and the name of the first operation whose results for the first samples depend on the batch.
+def find_first_difference(predict: Callable[[int], Tensor], *, small: int, large: int) -> tuple[int, str]:
+    """Return number and name of the first operation whose results for the first samples depend on the batch.
 
-    The results of an operation are those of the samples one after another. Views compute nothing and are left out. Returns
-    (0, "none") where all agree.
+    Results of an operation have the samples along the first dimension. Views are left out. Returns (0, "none") if all agree.
 
     Args:
         predict: function from a number of samples to their prediction.
@@ -221,7 +222,7 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
     return changes[0] if changes else (0, "none")
 
 
-def of_published(config: GpuConfig, rows: Rows, until: float) -> None:
+def compare_with_published(config: GpuConfig, rows: Rows, until: float) -> None:
     """Time updates in turn with the loop of published trainers on the same rollout."""
     case = UpdateCase(config.model, "lora", 4, True, config.samples, config.samples // 2)
     with init_world() as world:
@@ -234,8 +235,8 @@ def of_published(config: GpuConfig, rows: Rows, until: float) -> None:
     rows.add("distance of the gradients", "keep and published loop", compared.distance, "1")
 
 
-def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
-    """Run the collectives of an update on one rank, and compare their results with what they must be."""
+def check_collectives(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Run the collectives of an update on one rank, and compare their results with the expected ones."""
     elements = 2**26 if config.size == "real" else 2**10
     with init_world() as world:
         backend = "nccl" if config.device == "cuda" else "gloo"
@@ -254,7 +255,7 @@ def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
             rows.add(name, f"{backend}, {4 * elements} bytes", median(times), "s")
 
 
-def _programs() -> int:
+def _count_programs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -263,10 +264,10 @@ PARTS_BY_NAME: dict[Part, Callable[[GpuConfig, Rows, float], None]] = {
     "train": programs.train,
     "tests": programs.run_kernel_tests,
     "networks": programs.time_networks,
-    "published": of_published,
-    "kernels": of_kernels,
-    "update": of_update,
-    "compile": of_compile,
-    "invariance": of_invariance,
-    "nccl": of_nccl,
+    "published": compare_with_published,
+    "kernels": time_kernels,
+    "update": time_updates,
+    "compile": time_compiled_updates,
+    "invariance": compare_batch_sizes,
+    "nccl": check_collectives,
 }

@@ -1,4 +1,4 @@
-"""Parts of a visit to a GPU that run whole programs: kernels beside float64, runs, tests, and networks beside their plan."""
+"""Parts of a visit to a GPU with whole programs: kernels beside float64, runs, tests, and networks beside their plan."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fluvial.bench import harness
 from fluvial.bench.gpu.config import GpuConfig, Rows
-from fluvial.bench.operations import OPERATIONS, Operation, inputs
+from fluvial.bench.operations import OPERATIONS, Operation, make_inputs
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
@@ -54,11 +54,11 @@ def compare_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
         for operation, event in cases:
             setting = f"{operation.name}, {provider}, 3 x {event}"
             torch.manual_seed(0)
-            samples, numbers = inputs(operation, 3, event, dtype=torch.bfloat16, device=device)
-            exact = _values_and_gradients(operation, "reference", _widen(samples), _widen(numbers))
+            samples, numbers = make_inputs(operation, 3, event, dtype=torch.bfloat16, device=device)
+            exact = _compute_values_and_gradients(operation, "reference", _widen(samples), _widen(numbers))
             try:
-                values = _values_and_gradients(operation, provider, samples, numbers)
-            except Exception as failure:  # the others are compared all the same
+                values = _compute_values_and_gradients(operation, provider, samples, numbers)
+            except Exception as failure:  # the other operations are compared nevertheless
                 traceback.print_exc()
                 wrong.append(f"{setting}: {type(failure).__name__}")
                 continue
@@ -73,7 +73,7 @@ def compare_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
         raise RunError("; ".join(wrong))
 
 
-def _values_and_gradients(
+def _compute_values_and_gradients(
     operation: Operation, provider: str, samples: dict[str, Tensor], numbers: dict[str, Tensor]
 ) -> list[Tensor]:
     leaves = {name: tensor.clone().requires_grad_(name in operation.gradients) for name, tensor in samples.items()}
@@ -101,25 +101,25 @@ def train(config: GpuConfig, rows: Rows, until: float) -> None:
             [*command, "--evaluation.every", "0", *few, *flags.split()], env={**os.environ, **environment}
         )
 
-    # Compilation takes longest, so that run goes on beside the others. Only theirs are timed alone, on cores of their own.
-    beside = {
+    # Compilation takes longest, so this run and the CPU's overlap with the others, which are timed on other cores.
+    background = {
         "cpu": start("cpu", "", CUDA_VISIBLE_DEVICES=""),
         COMPILED: start(COMPILED, "--engine.compile True --max-log-ratio 1"),
     }
     wrong = list[str]()
     for name, flags in RUNS.items():
         wrong += _compare_run(name, start(name, flags), folder, rows)
-    for name, run in beside.items():
+    for name, run in background.items():
         wrong += _compare_run(name, run, folder, rows)
     if wrong:
         raise RunError("; ".join(wrong))
 
 
 def _compare_run(name: str, run: subprocess.Popen[bytes], folder: Path, rows: Rows) -> list[str]:
-    """Wait for a run, write its rows, and return what is wrong with it."""
+    """Wait for a run, write its rows, and return its problems."""
     if code := run.wait():
         return [f"{name}: exit code {code}"]
-    wrong, records, expected = list[str](), _updates(folder / name), _updates(folder / "cpu")
+    wrong, records, expected = list[str](), _read_updates(folder / name), _read_updates(folder / "cpu")
     for record in records:
         setting = f"{name}, update {record['update']}"
         for phase, seconds in record["seconds"].items():
@@ -129,12 +129,12 @@ def _compare_run(name: str, run: subprocess.Popen[bytes], folder: Path, rows: Ro
         if record["first_pass_max_abs_log_ratio"] and name != COMPILED:
             wrong.append(f"{setting}: the first |log ratio| is {record['first_pass_max_abs_log_ratio']:.2g}, expected 0")
     means = [[record["reward"]["mean"] for record in each] for each in (records, expected)]
-    far = max((abs(mine - cpu) for mine, cpu in zip(*means, strict=False)), default=0.0)
-    rows.add("largest distance of a mean reward to the CPU's", name, far, "1", f"of {min(map(len, means))} updates")
-    return wrong if far <= REWARD_BOUND else [*wrong, f"{name}: a mean reward is {far:.2g} from the CPU's"]
+    distance = max((abs(mine - cpu) for mine, cpu in zip(*means, strict=False)), default=0.0)
+    rows.add("largest distance of a mean reward to the CPU's", name, distance, "1", f"of {min(map(len, means))} updates")
+    return wrong if distance <= REWARD_BOUND else [*wrong, f"{name}: a mean reward is {distance:.2g} from the CPU's"]
 
 
-def _updates(run: Path) -> list[dict[str, Any]]:
+def _read_updates(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     return [record for record in records if "loss" in record]

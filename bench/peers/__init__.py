@@ -1,1 +1,1 @@
-"""The same work on fluvial and on the code of other projects, run from clones that the user has."""
+"""Comparison of fluvial with the code of other projects on the same work; the user provides clones of them."""

@@ -1,4 +1,4 @@
-"""Runs code of a clone: imports a module from it, or compiles a function or a loop of one of its scripts as it stands."""
+"""Code of a clone: import of its modules, and compilation of a function or a loop of one of its scripts, unchanged."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ from fluvial.engines.errors import RunError
 
 
 class _StandIn(ModuleType):
-    """A module that is imported at the top of a file and not used by what runs here."""
+    """Stand-in for a module that files of a clone import and the work does not use."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an empty class, which may be a base class or an annotation."""
@@ -25,12 +25,12 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds stand-ins for modules, and packages of a clone whose `__init__`, which imports more than is needed, is not run.
+    """Finder of stand-ins for modules, and of packages of a clone without running their `__init__`, which imports too much.
 
     Args:
-        folder: folder that the packages of the clone lie in.
-        stand_ins: modules and packages that are replaced, with all that lies in a package.
-        contents: what a stand-in holds, by the module's name; everything else that is asked of it is an empty class.
+        folder: folder with the packages of the clone.
+        stand_ins: modules and packages to replace; a package with all its modules.
+        contents: attributes of stand-ins, by the module's name; every other attribute is an empty class.
         bare: names of the packages whose `__init__` is not run.
     """
 
@@ -40,7 +40,7 @@ class _Finder(MetaPathFinder, Loader):
         self.folder, self.stand_ins, self.contents, self.bare = folder, stand_ins, contents, bare
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the specification of a stand-in or of a bare package; None for every other module."""
+        """Return the specification of a stand-in or a bare package; None for other modules."""
         spec = ModuleSpec(name, self, is_package=True)
         if any(name == one or name.startswith(f"{one}.") for one in self.stand_ins):
             return spec
@@ -48,16 +48,16 @@ class _Finder(MetaPathFinder, Loader):
         return spec if name in self.bare else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the stand-in; None is Python's default module, of a bare package."""
+        """Create a stand-in; None, for a bare package, is Python's default module."""
         return None if spec.name in self.bare else _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a stand-in its contents; nothing of a bare package is run."""
+        """Set the contents of a stand-in; no code of a bare package runs."""
         vars(module).update(self.contents.get(module.__name__, {}))
 
 
 @contextmanager
-def importable(
+def make_importable(
     folder: Path,
     *,
     stand_ins: Sequence[str] = (),
@@ -68,15 +68,15 @@ def importable(
     """Make the modules of a folder importable inside the context.
 
     Args:
-        folder: folder of a clone that its packages lie in.
+        folder: folder of a clone with its packages.
         stand_ins: packages that its files import and the work does not use; those that are not installed are replaced.
-        contents: what stand-ins hold, by the module's name; everything else that is asked of them is an empty class.
-        replaced: modules of the clone itself that are replaced, too.
+        contents: attributes of stand-ins, by the module's name; every other attribute is an empty class.
+        replaced: modules of the clone itself to replace.
         bare: packages of the clone whose `__init__` is not run.
     """
     modules = contents or {}
     first = _Finder(folder, replaced, modules, bare)
-    last = _Finder(folder, stand_ins, modules)  # asked only for what is not installed
+    last = _Finder(folder, stand_ins, modules)  # only for modules that are not installed
     sys.path.insert(0, str(folder))
     sys.meta_path[:] = [first, *sys.meta_path, last]
     try:
@@ -89,55 +89,57 @@ def importable(
 
 
 def fill_object(kind: Any, **attributes: Any) -> Any:
-    """Return an object of a class with the given attributes, without its constructor."""
-    made = kind.__new__(kind)
+    """Create an object of a class with these attributes, without calling its constructor."""
+    instance = kind.__new__(kind)
     for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+        setattr(instance, name, value)
+    return instance
 
 
 class CloneSettings(dict[str, Any]):
-    """Settings that are read as attributes and as a dictionary, as the projects' own classes of arguments are."""
+    """Settings that can be read as attributes and as a dictionary, like the projects' classes of arguments."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting; AttributeError if there is no such setting."""
+        """Return a setting; AttributeError if it is missing."""
         try:
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
 
 
-def function(path: Path, name: str, scope: dict[str, Any]) -> Any:
-    """Return a function of a script, compiled as it stands, without running the rest of the script.
+def compile_function(path: Path, name: str, scope: dict[str, Any]) -> Any:
+    """Compile a function of a script, unchanged, without running the rest of the script.
 
     Args:
         path: the script.
         name: name of a function at its top level.
-        scope: names that the function finds outside itself.
+        scope: global names of the function.
 
     Raises:
         RunError: the script has no such function.
     """
-    _run(path, [_top(path, name)], scope)
+    _execute(path, [_find_function(path, name)], scope)
     return scope[name]
 
 
-def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments: Sequence[str]) -> Callable[..., None]:
-    """Return a `for` loop of a function, compiled as it stands as the body of a function of its own.
+def compile_loop(
+    path: Path, name: str, target: str, scope: dict[str, Any], *, arguments: Sequence[str]
+) -> Callable[..., None]:
+    """Compile a `for` loop of a function, unchanged, as the body of a new function.
 
     Args:
         path: the script.
-        name: name of the function that holds the loop.
+        name: name of the function with the loop.
         target: name of the loop's variable.
-        scope: names that the loop finds outside itself.
-        arguments: names that the loop assigns, and finds with a value: arguments of the returned function.
+        scope: global names of the loop.
+        arguments: names that the loop reads and assigns: arguments of the returned function.
 
     Raises:
-        RunError: the script has no such function, or this no such loop.
+        RunError: the script has no such function, or the function no such loop.
     """
     loops = [
         node
-        for node in ast.walk(_top(path, name))
+        for node in ast.walk(_find_function(path, name))
         if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and node.target.id == target
     ]
     if len(loops) != 1:
@@ -145,13 +147,13 @@ def loop(path: Path, name: str, target: str, scope: dict[str, Any], *, arguments
     shell = ast.parse(f"def looped({', '.join(arguments)}):\n    pass").body[0]
     assert isinstance(shell, ast.FunctionDef)
     shell.body = [loops[0]]
-    _run(path, [shell], scope)
+    _execute(path, [shell], scope)
     looped: Callable[..., None] = scope["looped"]
     return looped
 
 
-def commit(folder: Path) -> str:
-    """Return the commit that is checked out in a folder, short; "unknown" if the folder is not the top of a checkout."""
+def read_commit(folder: Path) -> str:
+    """Read the short commit that is checked out in a folder; "unknown" if the folder is not the top of a checkout."""
     if not (folder / ".git").exists():
         return "unknown"
     done = subprocess.run(
@@ -160,7 +162,7 @@ def commit(folder: Path) -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _top(path: Path, name: str) -> ast.FunctionDef:
+def _find_function(path: Path, name: str) -> ast.FunctionDef:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -171,5 +173,5 @@ def _top(path: Path, name: str) -> ast.FunctionDef:
     raise RunError(f"{path} has no function {name}: use the commit of the results")
 
 
-def _run(path: Path, body: list[ast.stmt], scope: dict[str, Any]) -> None:
+def _execute(path: Path, body: list[ast.stmt], scope: dict[str, Any]) -> None:
     exec(compile(ast.fix_missing_locations(ast.Module(body, [])), str(path), "exec"), scope)

@@ -1,4 +1,4 @@
-"""Settings of the comparison, the projects that it knows, and its rows."""
+"""Settings of the comparison, its projects, and its rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 
 from fluvial.bench import harness
 from fluvial.bench.peers.flow_factory import FlowFactoryPeer
-from fluvial.bench.peers.flow_grpo import FlowGrpoPeer, halves
+from fluvial.bench.peers.flow_grpo import FlowGrpoPeer, find_halves
 from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.unirl import UniRLPeer
 from fluvial.bench.peers.verl_omni import VerlOmni
@@ -24,27 +24,27 @@ TRANSFORMER = "transformer"  # the forward and backward passes alone, which both
 WINDOW_START = 1  # first step of a window
 
 
-def both(folder: Path) -> Halves:
-    """Return that an update differentiates both halves of guidance."""
+def differentiate_both(folder: Path) -> Halves:
+    """Return the halves of guidance that an update differentiates: both."""
     return "both"
 
 
 class Project(NamedTuple):
-    """A project that fluvial is timed beside."""
+    """A project to compare with."""
 
     folder: str  # name of its clone
     build: Callable[[Path, Work], Peer]
-    gradient: Callable[[Path], Halves] = both  # halves of guidance that the update of a clone differentiates
+    gradient: Callable[[Path], Halves] = differentiate_both  # halves of guidance that the update of a clone differentiates
     samples: bool = True  # whether its rollout runs here
     ranks: bool = False  # whether it runs on several processes here
-    micro_batches: bool = True  # whether its update is timed with fewer samples per pass, too
+    micro_batches: bool = True  # whether its update is also timed with fewer samples per pass
     accelerators: bool = False  # whether it runs on an accelerator here
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
     kl: KLWeight | None = None  # weight of a step's KL in its loss; None is a loss without a KL term here
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, halves, ranks=True, accelerators=True, kl="rate"),
+    "flow_grpo": Project("flow_grpo", FlowGrpoPeer, find_halves, ranks=True, accelerators=True, kl="rate"),
     "flow_factory": Project("Flow-Factory", FlowFactoryPeer, ranks=True, kl="mse"),
     "unirl": Project("UniRL", UniRLPeer, ranks=True),
     "verl_omni": Project("verl-omni", VerlOmni, samples=False, ranks=True, micro_batches=False),
@@ -60,23 +60,22 @@ class PeersConfig:
     """Time rollout and update beside the code of other projects, as CPU time, or as time of an accelerator's stream.
 
     Args:
-        clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
+        clones: folder with the clones, each under the name of its repository; projects without a clone are skipped.
         peers: projects: flow_grpo, flow_factory, unirl, verl_omni (with stored log-probabilities) and verl_omni_default
-            (which computes them again); and transformer, the forward and backward passes alone, fluvial's LoRA beside
-            peft's.
+            (which recomputes them); and transformer: only the forward and backward passes, fluvial's LoRA beside peft's.
         sizes: model sizes: tiny, small, medium.
-        pairs: numbers of (sample, step) pairs per pass of fluvial's update, beside the one that it chooses; by default
-            multiples of the samples. The projects' loops put the samples of one step through a pass, or a part of them.
+        pairs: numbers of (sample, step) pairs per pass of fluvial's update, besides the chosen one; by default multiples of
+            the samples. A pass of the projects' loops has the samples of one step, or a part of them.
         samples: samples per rollout and process.
         steps: steps of the schedule.
-        windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
-        ranks: numbers of processes; more than one only for projects that run on several.
-        kl: weight of a KL term to the network without adapters; not 0 only for projects whose loss has one.
+        windows: numbers of stochastic steps, which are recorded and trained on; 0 is all steps.
+        ranks: numbers of processes; above 1 only for projects that run on several.
+        kl: weight of a KL term to the network without adapters; above 0 only for projects whose loss has one.
         runs: number of timed rounds.
         threads: CPU threads per process.
-        skip_done: leave out what peers.csv has of these commits with at least as many rounds.
+        skip_done: skip cases that peers.csv has for these commits with at least as many rounds.
         table: only print the tables of bench/NOTEBOOK.md from peers.csv.
-        out: folder of peers.csv; rows are appended as soon as they are known.
+        out: folder of peers.csv; each row is appended when it is measured.
     """
 
     clones: Path = Path("clones")
@@ -118,7 +117,7 @@ class PeerCase(NamedTuple):
     ranks: int
     window: int  # stochastic steps; 0 is all
 
-    def of(
+    def build_work(
         self,
         config: PeersConfig,
         *,
@@ -127,7 +126,7 @@ class PeerCase(NamedTuple):
         kl_weight: KLWeight | None = None,
         device: torch.device = CPU,
     ) -> Work:
-        """Return the work of a rank."""
+        """Build the work of a rank."""
         return Work(
             SIZES[self.size],
             samples=config.samples,
@@ -141,19 +140,19 @@ class PeerCase(NamedTuple):
             device=device,
         )
 
-    def pairs(self, config: PeersConfig) -> tuple[int, ...]:
-        """Return the numbers of pairs per pass, none above the number of pairs; the first is that of a project's loop."""
+    def list_pairs(self, config: PeersConfig) -> tuple[int, ...]:
+        """Return the numbers of pairs per pass, at most all pairs; the first is that of a project's loop."""
         steps = self.window or config.steps
-        asked = config.pairs or [config.samples * times for times in micro_batch.sizes(steps)]
-        return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *asked)))
+        sizes = config.pairs or [config.samples * times for times in micro_batch.list_sizes(steps)]
+        return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *sizes)))
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """The ratio of fluvial's CPU time to a project's in the same round: below 1 fluvial is faster.
+    """Ratio of fluvial's CPU time to a project's in the same round; below 1 fluvial is faster.
 
-    The whole is a rollout, its rewards and its update by `Trainer.update`, beside the project's rollout and update. CPU time
-    is that of all processes, bytes are those of the process with the most.
+    The phase whole is one `Trainer.update` (rollout, rewards and optimizer updates), beside the project's rollout and
+    update. CPU time is the sum over processes, bytes are the maximum.
     """
 
     peer: str

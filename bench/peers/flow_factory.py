@@ -1,7 +1,7 @@
 """Flow-Factory (X-GenGroup/Flow-Factory): `sample` and `optimize` of its GRPOTrainer, over its SD3.5 adapter and scheduler.
 
-Its own code runs: the trainer's two phases, `SD3_5Adapter.inference` and `.forward`, and its SDE scheduler, with accelerate.
-Their objects are filled in here instead of by their constructors, which read weights, data sets and reward models.
+The project's code runs: the trainer's two phases, `SD3_5Adapter.inference` and `.forward`, and its SDE scheduler, with
+accelerate. Their objects are created here without their constructors, which read weights, data sets and reward models.
 """
 
 import importlib
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.models.pixel_model import SHIFT
 
-# Its files import them for video and audio data and for loggers.
+# Packages that its files import for video and audio data and for loggers.
 UNUSED = ("imageio", "av", "decord", "torchaudio", "datasets", "wandb", "swanlab", "cv2")
 
 
@@ -28,14 +28,14 @@ class FlowFactoryPeer(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
         from accelerate import Accelerator
 
         super().__init__(work)
-        with clone.importable(folder / "src", stand_ins=UNUSED):
+        with clone.make_importable(folder / "src", stand_ins=UNUSED):
             sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
             trainers = importlib.import_module("flow_factory.trainers.grpo")
         self.sample_kind = sd3.SD3_5Sample
@@ -75,7 +75,7 @@ class FlowFactoryPeer(Peer):
             _components={"transformer": transformer},
         )
         self.trainer = clone.fill_object(
-            _quiet(trainers.GRPOTrainer),
+            _make_quiet(trainers.GRPOTrainer),
             adapter=adapter,
             accelerator=accelerator,
             training_args=settings,
@@ -85,7 +85,7 @@ class FlowFactoryPeer(Peer):
             optimizer=self.optimizer,
             log_args=SimpleNamespace(verbose=False),
             reward_buffer=SimpleNamespace(clear=lambda: None, add_samples=lambda samples: None),
-            dataloader=_Repeated(self._batch()),
+            dataloader=_RepeatedBatch(self._make_batch()),
             logged={},
         )
 
@@ -94,25 +94,25 @@ class FlowFactoryPeer(Peer):
         self.trainer.training_args["per_device_batch_size"] = samples
         self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
-    def _batch(self) -> dict[str, Any]:
+    def _make_batch(self) -> dict[str, Any]:
         return {"prompt": self.work.prompts, "negative_prompt": [""] * self.work.samples, **self.embeddings}
 
     def rollout(self) -> Sampled:
-        """Return the latents and log-probabilities that its trainer samples."""
+        """Generate a rollout by its trainer."""
         samples = self.trainer.sample()
         return Sampled(torch.stack([s.all_latents for s in samples]), torch.stack([s.log_probs for s in samples]))
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its adapter's `forward` finds."""
+        """Compute the log-probabilities by its adapter's `forward`."""
         timesteps, rows = self.pipeline.scheduler.timesteps, []
         with torch.no_grad():
-            for place, step in enumerate(self.work.recorded):
+            for index, step in enumerate(self.work.recorded):
                 t_next = timesteps[step + 1] if step + 1 < self.work.steps else torch.tensor(0)
                 output = self.trainer.adapter.forward(
                     t=timesteps[step],
                     t_next=t_next,
-                    latents=x[:, place],
-                    next_latents=x_next[:, place],
+                    latents=x[:, index],
+                    next_latents=x_next[:, index],
                     guidance_scale=self.work.scale,
                     noise_level=self.work.eta,
                     return_kwargs=["log_prob"],
@@ -121,21 +121,21 @@ class FlowFactoryPeer(Peer):
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its trainer's `optimize`."""
-        batch, steps = self._batch(), torch.tensor(self.work.recorded)
+        batch, steps = self._make_batch(), torch.tensor(self.work.recorded)
         latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)
-        places = torch.full((self.work.steps + 1,), -1)  # of each step's sample among those that are kept
-        places[steps] = torch.arange(len(steps))
-        log_prob_places = places.clone()
-        places[steps[-1] + 1] = len(steps)
+        indices = torch.full((self.work.steps + 1,), -1)  # index of each step's latents among the stored ones
+        indices[steps] = torch.arange(len(steps))
+        log_prob_indices = indices.clone()
+        indices[steps[-1] + 1] = len(steps)
         samples = [
             self.sample_kind(
                 timesteps=self.pipeline.scheduler.timesteps,
                 all_latents=latents[b],
                 log_probs=stored.log_prob[b],
-                latent_index_map=places,
-                log_prob_index_map=log_prob_places,
+                latent_index_map=indices,
+                log_prob_index_map=log_prob_indices,
                 extra_kwargs={"advantage": stored.advantage[b]},
                 **{name: rows[b] for name, rows in batch.items()},
             )
@@ -145,17 +145,17 @@ class FlowFactoryPeer(Peer):
         return float(self.trainer.logged["train/loss"])
 
 
-class _Repeated:
-    """A data loader whose every pass holds one batch."""
+class _RepeatedBatch:
+    """A data loader with one batch per epoch."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return a new pass."""
+        """Return an iterator over the batch."""
         return iter([self.batch])
 
 
-def _quiet(kind: type) -> type:
-    """Return a trainer's class that keeps the numbers it logs instead of printing them."""
+def _make_quiet(kind: type) -> type:
+    """Return a subclass of a trainer that keeps logged numbers instead of printing them."""
     return type(kind.__name__, (kind,), {"log_data": lambda self, data, step: self.logged.update(data)})

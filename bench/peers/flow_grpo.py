@@ -1,8 +1,8 @@
 """Flow-GRPO (yifan123/flow_grpo): its SD3 pipeline with log-probabilities, and the training loop of `scripts/train_sd3.py`.
 
-Its own code runs: `pipeline_with_logprob`, `sde_step_with_logprob`, `compute_log_prob`, and the loop over inner epochs in
-`main`, with accelerate, which wraps the transformer in DDP if there are several processes. Work with a window runs on its
-fast pipeline and `scripts/train_sd3_fast.py`. Left out are its progress bars and the upload of the numbers that it logs.
+The project's code runs: `pipeline_with_logprob`, `sde_step_with_logprob`, `compute_log_prob`, and the loop over inner epochs
+in `main`, with accelerate, which wraps the transformer in DDP for several processes. Work with a window runs on its fast
+pipeline and `scripts/train_sd3_fast.py`. Its progress bars and the upload of logged numbers are left out.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Halves, RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Halves, Sampled, StoredRollout, Work
 from fluvial.models.device import is_accelerator
 
 
-def halves(folder: Path) -> Halves:
+def find_halves(folder: Path) -> Halves:
     """Return the halves of guidance that the clone's update differentiates: commits of 2025 detach the unconditional one."""
     detached = "noise_pred_uncond.detach()" in (folder / "scripts" / "train_sd3.py").read_text(encoding="utf-8")
     return "conditional" if detached else "both"
@@ -33,14 +33,14 @@ class FlowGrpoPeer(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
         from accelerate import Accelerator
 
         super().__init__(work)
-        with clone.importable(folder):
+        with clone.make_importable(folder):
             fast = "_fast" if work.window is not None else ""
             patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
         self.sample = patch.pipeline_with_logprob
@@ -48,9 +48,7 @@ class FlowGrpoPeer(Peer):
             mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=not is_accelerator(work.device)
         )
         transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
-        if (
-            transformer is self.module
-        ):  # one process: its KL reads DDP's attribute, past `nn.Module`, which would go in circles
+        if transformer is self.module:  # one process: its KL reads DDP's attribute; `nn.Module` would register a cycle
             object.__setattr__(transformer, "module", transformer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
@@ -74,7 +72,7 @@ class FlowGrpoPeer(Peer):
         scope: dict[str, Any] = {
             "torch": torch,
             "defaultdict": defaultdict,
-            "tqdm": _no_bar,
+            "tqdm": _skip_bar,
             "autocast": contextlib.nullcontext,
             "wandb": SimpleNamespace(log=lambda info, step: self.logged.update(info)),
             "accelerator": self.accelerator,
@@ -89,11 +87,11 @@ class FlowGrpoPeer(Peer):
             "total_batch_size": work.samples,
         }
         script = folder / "scripts" / f"train_sd3{fast}.py"
-        self.compute_log_prob = clone.function(script, "compute_log_prob", scope)
-        self.train = clone.loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
+        self.compute_log_prob = clone.compile_function(script, "compute_log_prob", scope)
+        self.train = clone.compile_loop(script, "main", "inner_epoch", scope, arguments=("samples", "epoch", "global_step"))
 
     def rollout(self) -> Sampled:
-        """Return the latents and log-probabilities that its pipeline collects."""
+        """Generate a rollout by its pipeline."""
         steps = self.work.steps
         _, latents, log_probs, *_ = self.sample(
             self.pipeline,
@@ -109,12 +107,12 @@ class FlowGrpoPeer(Peer):
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
 
     def set_micro_batch(self, samples: int) -> None:
-        """Set the number of batches that its loop cuts the samples into, and of the passes of an optimizer step."""
+        """Set the number of batches per rollout in its loop, and of the passes of an optimizer step."""
         self.config.sample.num_batches_per_epoch = self.work.samples // samples
         self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its `compute_log_prob` finds."""
+        """Compute the log-probabilities by its `compute_log_prob`."""
         sample = {"latents": x, "next_latents": x_next, "timesteps": self.timesteps}
         tokens, pooled = (torch.cat(halves) for halves in zip(self.work.uncond, self.work.cond, strict=True))
         with torch.no_grad():
@@ -124,7 +122,7 @@ class FlowGrpoPeer(Peer):
             ]
         return torch.stack(steps, dim=1)
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
             "latents": stored.x,
@@ -138,6 +136,6 @@ class FlowGrpoPeer(Peer):
         return float(self.logged["loss"].detach()) if self.accelerator.is_main_process else math.nan
 
 
-def _no_bar(items: Any, **options: Any) -> Any:
+def _skip_bar(items: Any, **options: Any) -> Any:
     """Return the items, without a progress bar."""
     return items

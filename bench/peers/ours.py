@@ -1,4 +1,4 @@
-"""fluvial's side: a `Trainer` with default settings, timed in `Trainer.update`, and its parts alone."""
+"""fluvial's side: a `Trainer` with default settings, timed as a whole in `Trainer.update`, and in parts."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
@@ -44,13 +44,13 @@ class Spent(NamedTuple):
     cpu: float  # seconds of this process, on all of its threads; on an accelerator those of the device's stream
     wall: float  # seconds
 
-    def plus(self, other: "Spent") -> "Spent":
+    def add(self, other: "Spent") -> "Spent":
         """Return the sum."""
         return Spent(self.cpu + other.cpu, self.wall + other.wall)
 
 
 def start_clocks(device: torch.device) -> Callable[[], Spent]:
-    """Start the clocks, and return a function that returns the time since, once the device has done what was asked of it."""
+    """Start the clocks, and return a function that waits for the device and returns the time since."""
     wall, cpu = time.perf_counter(), time.process_time()
     if not is_accelerator(device):
         return lambda: Spent(time.process_time() - cpu, time.perf_counter() - wall)
@@ -66,10 +66,10 @@ def start_clocks(device: torch.device) -> Callable[[], Spent]:
 
 
 class Ours:
-    """A run of fluvial on the work, whose settings are the defaults where the work does not decide them.
+    """A run of fluvial on the work, with default settings except those that the work determines.
 
     Args:
-        work: what is done.
+        work: the work.
         world: process group that the samples are spread over.
     """
 
@@ -96,7 +96,7 @@ class Ours:
                 ),
             ),
         )
-        job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
+        job = Job(work.model, work.prompts, _score_mean, heldout=work.prompts, shape=work.size.event)
         self.parts = Trainer(config, job, world)
         work.fill(dict(find_adapter_parameters(self.parts.engine.module, "default")))
         self.sampler, self.schedule = self.parts.sampler.schedules.of(job.shape)[1], self.parts.schedule
@@ -105,14 +105,14 @@ class Ours:
         self.rollouts, self.runs = 0, dict[int, Run]()
 
     def step(self) -> Mapping[str, Spent]:
-        """Make a rollout and its update, as `fluvial train` does, and return the time of its phases and of the whole."""
+        """Run one batch by `Trainer.update`, as in `fluvial train`, and return the times of its phases and of the whole."""
         spent: dict[str, Spent] = {}
 
         @contextmanager
         def count_seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
             stop = start_clocks(self.parts.world.device)
             yield
-            spent[phase] = stop().plus(spent.get(phase, Spent(0.0, 0.0)))
+            spent[phase] = stop().add(spent.get(phase, Spent(0.0, 0.0)))
             seconds[phase] = spent[phase].wall
 
         with patch.object(self.parts, "enter_phase", count_seconds):
@@ -122,37 +122,37 @@ class Ours:
 
     @property
     def pairs(self) -> int:
-        """Pairs per pass of an update, as they were chosen."""
+        """Chosen number of pairs per pass of an update."""
         return max(self.parts.pairs, default=self.work.samples)
 
     def rollout(self) -> Sampled:
-        """Return the next rollout."""
+        """Generate the next rollout."""
         requests = Requests(as_prompts(self.work.prompts), self.work.ids, key(self.rollouts))
         self.rollouts += 1
         with self.parts.run.networks.open_sampler() as module:
             chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
-        made = chunks[0].trajectory
-        return Sampled(torch.cat([made.x[:, :1], made.x_next], dim=1), made.log_prob)
+        trajectory = chunks[0].trajectory
+        return Sampled(torch.cat([trajectory.x[:, :1], trajectory.x_next], dim=1), trajectory.log_prob)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
+        """Compute the log-probabilities of recorded steps, `[B, S, *event]` -> `[B, S]`."""
         cond, rows = self._encode(), []
         levels, timesteps = (table.to(x.device) for table in (self.schedule.levels, self.schedule.timesteps))
         with self.parts.engine.inference() as module:
-            for place, step in enumerate(self.work.recorded):
-                of_step = levels[step], levels[step + 1], timesteps[step]
-                level, level_next, timestep = (value.expand(len(x)) for value in of_step)
-                v = guided_velocity(self.parts.job.model, module, x[:, place], level, cond, timestep=timestep)
-                rows.append(step_log_prob(self.sampler(level, level_next), x[:, place], v, x_next[:, place])[0])
+            for index, step in enumerate(self.work.recorded):
+                values = levels[step], levels[step + 1], timesteps[step]
+                level, level_next, timestep = (value.expand(len(x)) for value in values)
+                v = guided_velocity(self.parts.job.model, module, x[:, index], level, cond, timestep=timestep)
+                rows.append(step_log_prob(self.sampler(level, level_next), x[:, index], v, x_next[:, index])[0])
         return torch.stack(rows, dim=1)
 
     def _encode(self) -> Any:
-        """Return the conditioning of the prompts and of the negative one."""
+        """Encode the prompts and the negative prompt."""
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
 
-    def items(self, stored: RolloutOfWork) -> Items:
-        """Return a stored rollout as the items of an update."""
+    def make_items(self, stored: StoredRollout) -> Items:
+        """Make the items of an update from a stored rollout."""
         device = self.work.device
         steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)
         trajectory = Trajectory(stored.x, stored.x_next, steps, stored.log_prob, None, stored.x_next[:, -1], None)
@@ -172,7 +172,7 @@ class Ours:
 
         Args:
             items: the rollout.
-            pairs: (sample, step) pairs per forward and backward pass; None is the number that was chosen.
+            pairs: (sample, step) pairs per forward and backward pass; None is the chosen number.
         """
         parts = self.parts
         if pairs is None:
@@ -183,18 +183,18 @@ class Ours:
         return self._update(self.runs[pairs], items)
 
     def _update(self, run: Run, items: Items) -> UpdateInfo:
-        """Take the step that GRPO takes on items."""
+        """Make GRPO's optimizer update on items."""
         method = self.parts.config.method
         (part,) = run.minibatches(items, key(0), method.passes)
         return run.update(run.predict(part), method.loss, split_guidance=True)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""
+    def read_gradients(self) -> dict[str, Tensor]:
+        """Return the scaled gradient of the first update from AdamW's first moment, by the adapters' short names."""
         engine, short = self.parts.engine, map_adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
         return {name: gather(moment) for name, moment in moments.items()}
 
 
-def _mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
+def _score_mean(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the mean of each image, so that advantages differ."""
     return images.flatten(1).mean(1)

@@ -1,6 +1,6 @@
-"""Base of the projects' adapters: diffusers' SD3 pipeline over the transformer of the work, with LoRA by peft's functions.
+"""Base of the projects' adapters: diffusers' SD3 pipeline with the transformer of the work and peft's LoRA.
 
-`PeerPasses` is the transformer alone, with peft's or fluvial's LoRA: what neither side of a comparison can save.
+`PeerPasses` is the transformer alone, with peft's or fluvial's LoRA: the minimum cost of both sides.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 from fluvial.models.lora import add_lora, find_adapter_parameters
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
@@ -20,7 +20,7 @@ VAE_SCALE = 8
 
 
 class FreeVae(nn.Module):
-    """A VAE that costs nothing: decoding is not part of the work."""
+    """A VAE without cost, because decoding is not part of the work."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class FreeVae(nn.Module):
 
 
 def build_pipeline(work: Work) -> Any:
-    """Return a StableDiffusion3Pipeline without encoders whose transformer has adapters with the values of the work."""
+    """Build a StableDiffusion3Pipeline without encoders; its transformer has the adapters of the work."""
     import peft
     from diffusers import StableDiffusion3Pipeline
 
     pipeline = StableDiffusion3Pipeline(
         transformer=work.model.build().to(work.device),
-        scheduler=work.scheduler(),
+        scheduler=work.make_scheduler(),
         vae=FreeVae(work.device),
         text_encoder=None,
         tokenizer=None,
@@ -54,12 +54,12 @@ def build_pipeline(work: Work) -> Any:
     pipeline.transformer.requires_grad_(False)
     config = peft.LoraConfig(r=work.lora.rank, lora_alpha=work.lora.alpha, target_modules=list(work.lora.targets or ()))
     pipeline.transformer = peft.get_peft_model(pipeline.transformer, config)
-    work.fill(adapter_of(pipeline.transformer))
+    work.fill(list_adapter_parameters(pipeline.transformer))
     return pipeline
 
 
-def adapter_of(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of a PeftModel by the short names that fluvial has for them."""
+def list_adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of a PeftModel by fluvial's short names."""
     return {
         name.removeprefix(PREFIX).replace(SUFFIX, ""): p for name, p in transformer.named_parameters() if p.requires_grad
     }
@@ -69,7 +69,7 @@ class Peer(ABC):
     """Another project's code on the work.
 
     Args:
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, work: Work) -> None:
@@ -88,10 +88,10 @@ class Peer(ABC):
         }
 
     def shard(self) -> None:  # noqa: B027
-        """Distribute the network over the processes, before its optimizer is built, where the project does so itself."""
+        """Distribute the network over the processes, before its optimizer is built, if the project does so itself."""
 
-    def mean_over_ranks(self, loss: float) -> float:
-        """Return the mean of the processes' losses, which the project's driver takes: 4 bytes."""
+    def average_over_ranks(self, loss: float) -> float:
+        """Return the mean of the processes' losses, which the project's driver computes (4 bytes)."""
         if self.work.ranks == 1:
             return loss
         total = torch.tensor(loss)
@@ -99,7 +99,7 @@ class Peer(ABC):
         return float(total) / self.work.ranks
 
     def rollout(self) -> Sampled:
-        """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
+        """Generate a rollout from noise that the project draws; not called if `Project.samples` is False."""
         raise NotImplementedError
 
     def set_micro_batch(self, samples: int) -> None:
@@ -108,24 +108,24 @@ class Peer(ABC):
 
     @abstractmethod
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
+        """Compute the log-probabilities of recorded steps, `[B, S, *event]` -> `[B, S]`."""
 
     @abstractmethod
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step on a stored rollout, and return the loss before it."""
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of the first update by the adapters' short names, times a factor: AdamW's first moment."""
-        moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in adapter_of(self.module).items()}
+    def read_gradients(self) -> dict[str, Tensor]:
+        """Return the scaled gradient of the first update from AdamW's first moment, by the adapters' short names."""
+        moments = {name: self.optimizer.state[p]["exp_avg"] for name, p in list_adapter_parameters(self.module).items()}
         return {name: m.full_tensor() if isinstance(m, DTensor) else m.clone() for name, m in moments.items()}
 
 
 class PeerPasses:
-    """The passes of a transformer over both halves of guidance; their inputs cost nothing.
+    """Passes of a transformer over both halves of guidance; their inputs cost nothing.
 
     Args:
-        work: what is done.
-        peft: whether the transformer has peft's LoRA, as the projects have it, instead of fluvial's.
+        work: the work.
+        peft: use peft's LoRA, as the projects do, instead of fluvial's.
     """
 
     def __init__(self, work: Work, *, peft: bool) -> None:
@@ -136,30 +136,30 @@ class PeerPasses:
             self.module = work.model.build().to(work.device)
             add_lora(self.module, work.lora, ())
             work.fill(dict(find_adapter_parameters(self.module, "default")))
-        self.timestep = work.scheduler().timesteps[0].to(work.device)
+        self.timestep = work.make_scheduler().timesteps[0].to(work.device)
         self.halves = [torch.cat(halves) for halves in zip(work.cond, work.uncond, strict=True)]
 
     def predict(self, pairs: int) -> Tensor:
-        """Return the prediction of a pass over `pairs` (sample, step) pairs, which are as many samples twice."""
+        """Run a pass over `pairs` (sample, step) pairs, with 2 * `pairs` rows because of guidance."""
         tokens, pooled = (half.repeat(-(-pairs // self.work.samples), *[1] * (half.ndim - 1)) for half in self.halves)
         x = torch.ones(2 * pairs, *self.work.size.event, device=self.work.device)
-        made: Tensor = self.module(
+        prediction: Tensor = self.module(
             hidden_states=x,
             encoder_hidden_states=tokens[: len(x)],
             pooled_projections=pooled[: len(x)],
             timestep=self.timestep.expand(len(x)),
             return_dict=False,
         )[0]
-        return made
+        return prediction
 
     def rollout(self) -> None:
-        """Make the forward passes of a rollout."""
+        """Run the forward passes of a rollout."""
         with torch.no_grad():
             for _ in range(self.work.steps):
                 self.predict(self.work.samples)
 
-    def passes(self, pairs: int) -> None:
-        """Make the forward and backward passes of an update."""
+    def run_passes(self, pairs: int) -> None:
+        """Run the forward and backward passes of an update."""
         left = self.work.samples * len(self.work.recorded)
         while left > 0:
             self.predict(pairs).sum().backward()

@@ -1,8 +1,8 @@
-"""Times fluvial beside other projects' code, appends the ratios to peers.csv, and prints tables.
+"""The benchmark `peers`: times fluvial beside other projects' code, appends ratios to peers.csv, and prints tables.
 
 python -P -m fluvial.bench peers --clones FOLDER
 
-FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
+FOLDER has the clones under the names of their repositories: flow_grpo, Flow-Factory, UniRL, verl-omni.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ Rows = dict[tuple[str, int, int], PeerRow]  # by phase and pairs per pass, of fl
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
-    """Measure every project whose clone is there, append to peers.csv and print a table.
+    """Measure every project with a clone, append to peers.csv and print a table.
 
     Raises:
         UsageError: there is no clone, or none of a project that runs on this machine's accelerator.
@@ -36,15 +36,15 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
     path = config.out / "peers.csv"
     before = harness.read(path, PeerRow)
     if config.table:
-        print(markdown(before))
+        print(format_markdown(before))
         return []
-    chosen = cases(config, projects)
+    chosen = list_cases(config, projects)
     if config.skip_done:
         chosen = [case for case in chosen if not is_done(case, config, projects, before)]
     for ranks in config.ranks:
         together = [case for case in chosen if case.ranks == ranks]
         if ranks > 1 and together:
-            harness.in_processes(measure_cases, together, config, projects, ranks=ranks, threads=config.threads)
+            harness.run_in_processes(measure_cases, together, config, projects, ranks=ranks, threads=config.threads)
         elif together:
             measure_cases(together, config, projects)
     rows = harness.read(path, PeerRow)[len(before) :]
@@ -52,19 +52,19 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
     return rows
 
 
-def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
-    """Return what is compared, in order; UsageError if there is no clone."""
-    there, on_host = [], not is_accelerator(find_default_device())
+def list_cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase]:
+    """Return the cases to compare, in order; UsageError if there is no clone."""
+    present, on_host = [], not is_accelerator(find_default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
             print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")
         elif name != TRANSFORMER and config.kl and projects[name].kl is None:
             print(f"{name}: skipped, its loss has no KL term here")
         elif name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
-            there.append(name)
+            present.append(name)
         else:
             print(f"{name}: skipped, {config.clones / projects[name].folder} is not a folder")
-    if not there or (there == [TRANSFORMER] and config.peers != (TRANSFORMER,)):
+    if not present or (present == [TRANSFORMER] and config.peers != (TRANSFORMER,)):
         folders = dict.fromkeys(projects[name].folder for name in config.peers if name != TRANSFORMER)
         raise UsageError(f"peers: {config.clones} holds no clone: expected {', '.join(folders)}")
     return [
@@ -72,24 +72,24 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[PeerCase
         for ranks in config.ranks
         for size in config.sizes
         for window in config.windows
-        for name in there
+        for name in present
         if ranks == 1 or (name != TRANSFORMER and projects[name].ranks)
     ]
 
 
 def is_done(case: PeerCase, config: PeersConfig, projects: Mapping[str, Project], rows: Sequence[PeerRow]) -> bool:
-    """Return whether the rows hold every row of a case, of these commits, with at least as many rounds."""
+    """Return whether `rows` has all rows of a case for these commits, with at least as many rounds."""
     alone = case.peer == TRANSFORMER
-    commit = "peft" if alone else clone.commit(config.clones / projects[case.peer].folder)
+    commit = "peft" if alone else clone.read_commit(config.clones / projects[case.peer].folder)
     same = [
         row
         for row in rows
         if (row.peer, row.size, row.ranks, row.window) == case
-        and (row.commit, row.fluvial) == (commit, clone.commit(ROOT))
+        and (row.commit, row.fluvial) == (commit, clone.read_commit(ROOT))
         and (row.samples, row.steps, row.kl) == (config.samples, config.steps, 0.0 if alone else config.kl)
         and row.runs >= config.runs
     ]
-    expected = {("update", number) for number in case.pairs(config)}
+    expected = {("update", number) for number in case.list_pairs(config)}
     if alone or projects[case.peer].samples:
         expected.add(("rollout", config.samples))
     phases = () if alone else ("update", "whole") if projects[case.peer].samples else ("update",)
@@ -120,44 +120,47 @@ def show(rows: Sequence[PeerRow]) -> None:
     harness.show_table("CPU time of fluvial, as a multiple of the project's; below 1 fluvial is faster", lines, left=5)
 
 
-def markdown(rows: Sequence[PeerRow]) -> str:
-    """Return tables: ratios, the transformer's share, and memory, of each case at its newest commit of fluvial.
+def format_markdown(rows: Sequence[PeerRow]) -> str:
+    """Format tables of each case at its newest commit of fluvial: ratios, the transformer's share, and memory.
 
-    Of rows with the same peer, size, processes, window, phase and pairs the last one counts.
+    Among rows with the same peer, size, processes, window, phase and pairs the last one counts.
     """
     by_case: dict[Key, Rows] = {}
-    last = {_case(row): row.fluvial for row in rows}
-    newest = [row for row in rows if row.fluvial == last[_case(row)]]
+    last = {_make_key(row): row.fluvial for row in rows}
+    newest = [row for row in rows if row.fluvial == last[_make_key(row)]]
     for row in newest:
-        by_case.setdefault(_case(row), {})[row.what, row.pairs, row.peer_pairs] = row
-    order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_place)
+        by_case.setdefault(_make_key(row), {})[row.what, row.pairs, row.peer_pairs] = row
+    order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_order)
     cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, *key[3:5], 0.0), {})) for key in order]
     if not cases:
         return "peers.csv has no row of a project"
-    ratios = [_head(key) | _ratios(phase_rows) | {"fluvial": last[key]} for key, phase_rows, _ in cases]
-    shares = [_head(key) | _shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone]
-    memory = [_head(key) | _memory(phase_rows) for key, phase_rows, _ in cases]
+    ratios = [_format_head(key) | _format_ratios(phase_rows) | {"fluvial": last[key]} for key, phase_rows, _ in cases]
+    shares = [
+        _format_head(key) | _format_shares(phase_rows, alone) for key, phase_rows, alone in cases if key[2] == 1 and alone
+    ]
+    memory = [_format_head(key) | _format_memory(phase_rows) for key, phase_rows, _ in cases]
     measured = {(row.peer, row.commit) for row in newest if row.peer != TRANSFORMER}
     projects = sorted(measured, key=lambda pair: KNOWN.index(pair[0]))
     commits = ", ".join(f"{NAMES[peer]} at `{commit}`" for peer, commit in projects)
-    made = f"{commits}; medians of {_span(row.runs for row in newest)} rounds."
-    apart = (
+    origin = f"{commits}; medians of {_format_span(row.runs for row in newest)} rounds."
+    distances = (
         f"Log-probabilities are {max(row.log_prob_distance for row in newest):.0e} apart at most, gradients "
         f"{max(row.gradient_distance for row in newest):.0e}."
     )
-    return "\n\n".join([made, apart, *(harness.markdown(table) for table in (ratios, shares, memory) if table)])
+    tables = [harness.format_markdown(table) for table in (ratios, shares, memory) if table]
+    return "\n\n".join([origin, distances, *tables])
 
 
-def _case(row: PeerRow) -> Key:
+def _make_key(row: PeerRow) -> Key:
     return row.peer, row.size, row.ranks, row.window, row.steps, row.kl
 
 
-def _place(key: Key) -> tuple[int, int, int, float, str, int]:
+def _order(key: Key) -> tuple[int, int, int, float, str, int]:
     peer, size, ranks, window, steps, kl = key
     return ranks, window, steps, kl, {"tiny": "0", "small": "1"}.get(size, size), KNOWN.index(peer)
 
 
-def _head(key: Key) -> dict[str, str]:
+def _format_head(key: Key) -> dict[str, str]:
     peer, size, ranks, window, steps, kl = key
     return {
         "project": NAMES[peer],
@@ -169,54 +172,54 @@ def _head(key: Key) -> dict[str, str]:
 
 
 class _Phases(NamedTuple):
-    """The rows of a case that its tables show."""
+    """Rows of a case for its tables."""
 
     rollout: PeerRow | None
     equal: PeerRow | None  # update with as many pairs per pass on both sides
-    default: PeerRow | None  # update with what each side takes by default
-    best: PeerRow | None  # update with the pairs per pass that each side is fastest with
+    default: PeerRow | None  # update with each side's default
+    best: PeerRow | None  # update with each side's fastest number of pairs per pass
 
     @classmethod
-    def of(cls, rows: Rows) -> "_Phases":
-        """Return the rows of a case, which lie in the order in which they were measured."""
+    def select(cls, rows: Rows) -> "_Phases":
+        """Select the rows of a case, which are in the order of their measurement."""
         rollout = next((row for (what, *_), row in rows.items() if what == "rollout"), None)
         updates = [row for (what, *_), row in rows.items() if what == "update"]
         equal = next((row for row in updates if row.pairs == row.peer_pairs == row.samples), None)
-        # A row beside another number of the project's than its default is there if it is faster with that.
+        # A row has another number of the project's pairs than its default only if the project is faster with it.
         best = [row for row in updates if row.peer_pairs != row.samples] or updates
         return cls(rollout, equal, next(iter(updates), None), min(best, key=lambda row: row.p50, default=None))
 
 
-def _ratios(rows: Rows) -> dict[str, str]:
-    phases = _Phases.of(rows)
+def _format_ratios(rows: Rows) -> dict[str, str]:
+    phases = _Phases.select(rows)
     whole = next((row for (what, *_), row in rows.items() if what == "whole"), None)
     return {
-        "rollout": _ratio(phases.rollout),
-        "update, equal pairs per pass": _ratio(phases.equal),
-        "update, defaults": _with_pairs(phases.default),
-        "update, each side's best pairs per pass": _with_pairs(phases.best),
-        "whole, defaults": _ratio(whole),
+        "rollout": _format_ratio(phases.rollout),
+        "update, equal pairs per pass": _format_ratio(phases.equal),
+        "update, defaults": _format_with_pairs(phases.default),
+        "update, each side's best pairs per pass": _format_with_pairs(phases.best),
+        "whole, defaults": _format_ratio(whole),
         "whole, wall time": "-" if whole is None else f"{whole.wall_p50:.2f}",
     }
 
 
-def _with_pairs(row: PeerRow | None) -> str:
-    return "-" if row is None else f"{row.pairs} and {row.peer_pairs}: {_ratio(row)}"
+def _format_with_pairs(row: PeerRow | None) -> str:
+    return "-" if row is None else f"{row.pairs} and {row.peer_pairs}: {_format_ratio(row)}"
 
 
-def _ratio(row: PeerRow | None) -> str:
+def _format_ratio(row: PeerRow | None) -> str:
     return "-" if row is None else f"{row.p50:.2f} ({row.p20:.2f} to {row.p80:.2f})"
 
 
-def _shares(rows: Rows, alone: Rows) -> dict[str, str]:
-    """Return three cells per phase, of as many pairs per pass on both sides.
+def _format_shares(rows: Rows, alone: Rows) -> dict[str, str]:
+    """Return three cells per phase, for equal pairs per pass on both sides.
 
-    They are the share of the project's time that the passes of its transformer take; the ratio that would remain if
-    fluvial made its own passes and nothing else; and the time of both sides without the passes. Only ratios of one
-    round and the rests are used, because the speed of a machine drifts between cases.
+    They are the share of the transformer's passes in the project's time; the ratio if fluvial made only its passes; and the
+    time of both sides without the passes. Only ratios within a round and times without passes are used, because the speed
+    of a machine drifts between cases.
     """
     cells = dict[str, str]()
-    for phase, row, bare in zip(("rollout", "update"), _Phases.of(rows), _Phases.of(alone), strict=False):
+    for phase, row, bare in zip(("rollout", "update"), _Phases.select(rows), _Phases.select(alone), strict=False):
         share, least, rests = "-", "-", "-"
         if row is not None and bare is not None:
             passes = 1 - row.peer_rest_seconds / row.peer_seconds
@@ -226,20 +229,23 @@ def _shares(rows: Rows, alone: Rows) -> dict[str, str]:
     return cells
 
 
-def _memory(phases: Rows) -> dict[str, str]:
+def _format_memory(phases: Rows) -> dict[str, str]:
     names = "peak, rollout", "peak, update, equal pairs", "peak, update, defaults", "peak, update, each side's best"
-    rows = dict(zip(names, _Phases.of(phases), strict=True))
+    rows = dict(zip(names, _Phases.select(phases), strict=True))
     held = next(iter(phases.values()))
     return {
-        "held": _megabytes(held.held_bytes, held.peer_held_bytes),
-        **{name: "-" if row is None else _megabytes(row.peak_bytes, row.peer_peak_bytes) for name, row in rows.items()},
+        "held": _format_megabytes(held.held_bytes, held.peer_held_bytes),
+        **{
+            name: "-" if row is None else _format_megabytes(row.peak_bytes, row.peer_peak_bytes)
+            for name, row in rows.items()
+        },
     }
 
 
-def _megabytes(ours: int, other: int) -> str:
+def _format_megabytes(ours: int, other: int) -> str:
     return f"{ours / 1e6:.1f} MB, {other / 1e6:.1f} MB"
 
 
-def _span(numbers: Iterable[int]) -> str:
+def _format_span(numbers: Iterable[int]) -> str:
     sizes = sorted(set(numbers))
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

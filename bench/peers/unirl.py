@@ -1,9 +1,9 @@
 """UniRL (Tencent-Hunyuan/UniRL): `SD3DiffusionStage.diffuse` and `TrainStack.train` with its FlowGRPO algorithm.
 
-Its own code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the optimizer
-step of its FSDP backend, without Ray. The backend's constructor, which reads configurations, is left out. On several
-processes its `fsdp_wrap` shards the module and keeps what it has gathered, as its configurations of SD3 have it; one process
-needs no wrap.
+The project's code runs: the stage, its step, the Flow-SDE strategy, the algorithm, the loop over micro-batches and the
+optimizer step of its FSDP backend, without Ray. The backend's constructor, which reads configurations, is left out. On
+several processes its `fsdp_wrap` shards the module without resharding after the forward pass, as in its configurations of
+SD3; one process needs no wrap.
 """
 
 import importlib
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import VAE_SCALE, Peer
-from fluvial.bench.peers.work import RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.work import Sampled, StoredRollout, Work
 
-# Its files import them for processes, configurations and logging.
+# Packages that its files import for processes, configurations and logging.
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
 
 
@@ -27,15 +27,15 @@ class UniRLPeer(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
+        work: the work.
     """
 
     def __init__(self, folder: Path, work: Work) -> None:
         load = importlib.import_module
-        with clone.importable(folder, stand_ins=UNUSED):
+        with clone.make_importable(folder, stand_ins=UNUSED):
             self.inject = load("unirl.train.inject")
         super().__init__(work)
-        with clone.importable(folder, stand_ins=UNUSED):
+        with clone.make_importable(folder, stand_ins=UNUSED):
             diffusion, conditions = load("unirl.models.sd3.diffusion"), load("unirl.models.sd3.conditions")
             flowgrpo, stack = load("unirl.algorithms.flowgrpo"), load("unirl.train.stack")
             backend, kernels = load("unirl.train.backend.fsdp"), load("unirl.sde.kernels")
@@ -58,7 +58,7 @@ class UniRLPeer(Peer):
             vae_scale_factor=VAE_SCALE,
             latent_channels=work.size.event[0],
         )
-        self.sigmas: Tensor = work.scheduler().sigmas
+        self.sigmas: Tensor = work.make_scheduler().sigmas
         self.typed = conditions.SD3Conditions(
             text=text.TextEmbedCondition(embeds=work.cond.tokens, pooled=work.cond.pooled),
             negative_text=text.TextEmbedCondition(embeds=work.uncond.tokens, pooled=work.uncond.pooled),
@@ -91,7 +91,7 @@ class UniRLPeer(Peer):
         """Set the size of its micro-batches."""
         self.stack.micro_batch_size = samples
 
-    def _segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
+    def _make_segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
         steps = self.work.recorded
         return self.latent.make_image_segment(
             latents=torch.cat([x, x_next[:, -1:]], dim=1),
@@ -102,26 +102,26 @@ class UniRLPeer(Peer):
         )
 
     def rollout(self) -> Sampled:
-        """Return the latents and log-probabilities that its stage samples."""
+        """Generate a rollout by its stage."""
         initial = torch.randn(self.work.samples, *self.work.size.event)
-        made = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
-        return Sampled(made.latents[:, : len(self.work.recorded) + 1], made.sde_logp)  # it keeps the clean samples, too
+        segment = self.stage.diffuse(self.typed, schedule=self.sigmas, params=self.params, initial_latents=initial)
+        return Sampled(segment.latents[:, : len(self.work.recorded) + 1], segment.sde_logp)  # without the clean samples
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its stage's `replay` finds."""
+        """Compute the log-probabilities by its stage's `replay`."""
         with torch.no_grad():
             log_probs: Tensor = self.stage.replay(
-                self.typed, segment=self._segment(x, x_next, None), params=self.params
+                self.typed, segment=self._make_segment(x, x_next, None), params=self.params
             ).log_probs
         return log_probs
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its training loop."""
         track = self.types.RolloutTrack(
             sample_ids=self.work.prompts,
             conditions=self.typed.to_dict(),
             advantages=stored.advantage,
-            segment=self._segment(stored.x, stored.x_next, stored.log_prob),
+            segment=self._make_segment(stored.x, stored.x_next, stored.log_prob),
         )
         slices = self.stack._optimizer_step_slices(self.work.samples)
-        return self.mean_over_ranks(float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss))
+        return self.average_over_ranks(float(self.stack.train(track, micro_slices=slices[0], training_progress=0.0).loss))

@@ -1,10 +1,10 @@
 """verl-omni (verl-project/verl-omni): the update of its diffusers engine with FlowGRPO and the adapter of SD3.
 
-Its own code runs: `forward_backward_batch`, `forward_step` and `optimizer_step` of `PPODiffusersFSDPEngine`, the adapter,
-the SDE scheduler and the loss. Its rollout runs in a serving engine of its own and is left out. So are Ray, and the rollout
-correction, which its default switches off. In place of verl's TensorDict it gets a dictionary, and in place of verl's base
-classes empty ones; both are cheaper. On several processes blocks and network are sharded as by verl's `apply_fsdp2` with its
-defaults; one process needs no FSDP.
+The project's code runs: `forward_backward_batch`, `forward_step` and `optimizer_step` of `PPODiffusersFSDPEngine`, the
+adapter, the SDE scheduler and the loss. Its rollout, in a separate serving engine, is left out. So are Ray, and the rollout
+correction, which is off by default. A dictionary replaces verl's TensorDict, and empty classes replace verl's base classes;
+both are cheaper. On several processes blocks and network are sharded as by verl's `apply_fsdp2` with its defaults; one
+process needs no FSDP.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import RolloutOfWork, Work
+from fluvial.bench.peers.work import StoredRollout, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
@@ -40,15 +40,15 @@ REPLACED = ("verl_omni.workers.config", "verl_omni.utils", "verl_omni.trainer.om
 
 
 class VerlBatch(dict[str, Any]):
-    """The methods of a TensorDict that its engine calls."""
+    """A dictionary with the methods of a TensorDict that verl-omni's engine calls."""
 
     def to(self, device: Any) -> "VerlBatch":
-        """Return the batch, which is where it should be."""
+        """Return the batch unchanged."""
         return self
 
 
 class EngineContext:
-    """The methods of their base class that its contexts of training and evaluation call."""
+    """Base class with the methods that verl-omni's contexts of training and evaluation call."""
 
     def __init__(self, engine: Any, mode: str, **options: Any) -> None:
         self.engine = engine
@@ -65,12 +65,12 @@ class Registry:
 
     @staticmethod
     def register(**options: Any) -> Any:
-        """Return a decorator that changes nothing."""
+        """Return a decorator without effect."""
         return lambda kind: kind
 
 
 class Metric:
-    """The methods of a metric that its loss calls."""
+    """Class with the method of a metric that verl-omni's loss calls."""
 
     @staticmethod
     def from_dict(values: dict[str, Any], aggregation: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _fsdp_version(module: nn.Module) -> int:
     return 2 if isinstance(module, FSDPModule) else 0
 
 
-# What its files take from the packages that are replaced.
+# Names that its files import from the replaced packages.
 CONTENTS: dict[str, dict[str, Any]] = {
     "tensordict": {"TensorDict": VerlBatch},
     "verl.utils": {
@@ -115,17 +115,16 @@ class VerlOmni(Peer):
 
     Args:
         folder: clone of the project.
-        work: what is done.
-        recomputes: compute the old log-probabilities again before the update, as its default does, instead of taking those
-            of the rollout.
+        work: the work.
+        recomputes: recompute the old log-probabilities before the update, as by default, instead of using the rollout's.
     """
 
     def __init__(self, folder: Path, work: Work, *, recomputes: bool = False) -> None:
         super().__init__(work)
-        with clone.importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
+        with clone.make_importable(folder, stand_ins=UNUSED, contents=CONTENTS, replaced=REPLACED, bare=BARE):
             load = importlib.import_module
             engines = load("verl_omni.workers.engine.fsdp.diffusers_impl")
-            load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # enters itself in a table
+            load("verl_omni.pipelines.sd3_flow_grpo.diffusers_training_adapter")  # registers itself
             schedulers = load("verl_omni.pipelines.schedulers.flow_match_sde")
             losses, self.padding = load("verl_omni.workers.utils.losses"), load("verl_omni.workers.utils.padding")
         self.recomputes = recomputes
@@ -168,7 +167,7 @@ class VerlOmni(Peer):
             fully_shard(block)
         fully_shard(self.module)
 
-    def _batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
+    def _make_batch(self, x: Tensor, x_next: Tensor) -> VerlBatch:
         mask = torch.ones(self.embeddings["prompt_embeds"].shape[:2], dtype=torch.bool)
         batch = VerlBatch(
             all_latents=torch.cat([x, x_next[:, -1:]], dim=1),
@@ -181,19 +180,19 @@ class VerlOmni(Peer):
         return padded
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return what its engine finds, as before an update."""
+        """Compute the log-probabilities by its engine, as before an update."""
         with self.engine.eval_mode(), torch.no_grad():
-            output = self.engine.forward_backward_batch(self._batch(x, x_next), None, forward_only=True)
+            output = self.engine.forward_backward_batch(self._make_batch(x, x_next), None, forward_only=True)
         log_probs: Tensor = output["model_output"]["log_probs"]
         return log_probs
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         """Take one optimizer step by its engine."""
         old = self.log_prob(stored.x, stored.x_next).float() if self.recomputes else stored.log_prob
-        batch = self._batch(stored.x, stored.x_next)
+        batch = self._make_batch(stored.x, stored.x_next)
         batch["old_log_probs"], batch["advantages"] = old, stored.advantage[:, None].expand(-1, old.shape[1])
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             output = self.engine.forward_backward_batch(batch, self.loss)
             self.engine.optimizer_step()
-        return self.mean_over_ranks(float(torch.tensor(output["loss"]).sum()))
+        return self.average_over_ranks(float(torch.tensor(output["loss"]).sum()))

@@ -1,1 +1,1 @@
-"""Studies of what training does to samples beside the reward that is trained on, on the built-in models."""
+"""Studies of how training on a reward changes samples in other respects, on the built-in models."""

@@ -1,4 +1,4 @@
-"""Few steps: a built-in model distilled to two and four steps, and what each method of RL then does to its samples."""
+"""Few steps: distil a built-in model to two and four steps, and measure what each RL method then does to its samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import StudyRun, StudyScore, make
+from fluvial.bench.studies.trial import StudyRun, StudyScore, run_trials
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
@@ -52,29 +52,32 @@ class FewStepsConfig:
         if not self.steps or min(self.steps) < 2 or not self.seeds:
             raise UsageError("steps and seeds: expected at least one of each, and 2 steps or more")
 
-    def trials(self) -> list[StudyRun]:
+    def list_trials(self) -> list[StudyRun]:
         """Return the teacher's evaluation, the distillations, and the runs of RL that begin from their students."""
         teachers = [
-            StudyRun("teacher", "", self._run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0) for seed in self.seeds
+            StudyRun("teacher", "", self._build_run("nft", TEACHER_STEPS, seed, solver="euler"), looks=0)
+            for seed in self.seeds
         ]
         students = [
-            StudyRun(kind, "distilled", self._student(kind, steps, seed), keep=self._folder(kind, steps, seed))
+            StudyRun(kind, "distilled", self._build_student(kind, steps, seed), keep=self._locate_student(kind, steps, seed))
             for seed in self.seeds
             for steps in self.steps
             for kind in STUDENTS
         ]
         improved = [
-            StudyRun(name, f"from {start}", self._improved(name, start, steps, seed), waits=True)
+            StudyRun(name, f"from {start}", self._build_improvement(name, start, steps, seed), waits=True)
             for seed in self.seeds
             for steps in self.steps
             for name, start in STARTS.items()
         ]
         return [*teachers, *students, *improved]
 
-    def _folder(self, kind: str, steps: int, seed: int) -> Path:
+    def _locate_student(self, kind: str, steps: int, seed: int) -> Path:
         return self.keep / f"{self.model}-{kind}-{steps}-{seed}"
 
-    def _run(self, recipe: str, steps: int, seed: int, *, solver: str, sampling: Any = None, **values: Any) -> TrainConfig:
+    def _build_run(
+        self, recipe: str, steps: int, seed: int, *, solver: str, sampling: Any = None, **values: Any
+    ) -> TrainConfig:
         config = RECIPES[recipe](self.model)
         method: Any = config.method
         few = replace(method.sampling, steps=steps, **(sampling or {}))
@@ -89,29 +92,29 @@ class FewStepsConfig:
             config, {**known, **{f"evaluation.{name}": value for name, value in evaluation.items()}, **values}
         )
 
-    def _student(self, kind: str, steps: int, seed: int) -> TrainConfig:
+    def _build_student(self, kind: str, steps: int, seed: int) -> TrainConfig:
         size = {"optimizer.lr": 3e-4, "updates": self.distilled}
-        return self._run(kind, steps, seed, solver=STUDENTS[kind], sampling={"prompts": 80}, **size)
+        return self._build_run(kind, steps, seed, solver=STUDENTS[kind], sampling={"prompts": 80}, **size)
 
-    def _improved(self, name: str, start: str, steps: int, seed: int) -> TrainConfig:
+    def _build_improvement(self, name: str, start: str, steps: int, seed: int) -> TrainConfig:
         sampling: dict[str, Any] = {"sampler": CONSISTENCY if start == "dmd2" else FLOW, "prompts": 16, "group": 8}
         if name in ("grpo", "rtdmd"):
             sampling["window"] = AllSteps()
-        student = {"lora.weights": self._folder(start, steps, seed) / "lora"}
-        config = self._run(name, steps, seed, solver=STUDENTS[start], sampling=sampling, **student)
+        student = {"lora.weights": self._locate_student(start, steps, seed) / "lora"}
+        config = self._build_run(name, steps, seed, solver=STUDENTS[start], sampling=sampling, **student)
         return replace(config, updates=self.improved * config.updates_per_rollout)
 
 
 def run(config: FewStepsConfig) -> None:
     """Make the runs, write few-steps.csv row by row, and print its table."""
-    rows = make(config.trials(), config.out / "few-steps.csv", parallel=config.parallel)
-    print(table([row for row in rows if row.model == config.model]))
+    rows = run_trials(config.list_trials(), config.out / "few-steps.csv", parallel=config.parallel)
+    print(format_table([row for row in rows if row.model == config.model]))
 
 
-def table(rows: Sequence[StudyScore]) -> str:
-    """Return a Markdown table of one model: the teacher, and each student before and after, sharpness as a share of its.
+def format_table(rows: Sequence[StudyScore]) -> str:
+    """Return a Markdown table of one model: the teacher, and each student before and after its training.
 
-    Means over seeds, with the least and the most after.
+    Sharpness is relative to the teacher's. Numbers are means over seeds; in brackets the least and the most after training.
     """
     ends: dict[tuple[str, str, int], list[tuple[StudyScore, StudyScore]]] = {}
     trials: dict[tuple[str, str, int, int], list[StudyScore]] = {}
@@ -134,4 +137,4 @@ def table(rows: Sequence[StudyScore]) -> str:
             columns[title] = (f"{mean(before):.3f} -> " if method != "teacher" else "") + f"{mean(after):.3f}{spread}"
         columns["seeds"] = str(len(pairs))
         lines.append({**columns, "seconds": f"{mean(last.seconds for _, last in pairs):.0f}"})
-    return harness.markdown(lines)
+    return harness.format_markdown(lines)

@@ -1,4 +1,4 @@
-"""Every recipe on the built-in jobs, at equal samples and at equal time."""
+"""Train every recipe on the built-in jobs, and compare them at equal samples and at equal time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import StudyRun, StudyScore, make, read_at, sort_curves
+from fluvial.bench.studies.trial import StudyRun, StudyScore, group_curves, read_at, run_trials
 from fluvial.engines.cli import preferences
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import with_values
@@ -54,22 +54,22 @@ class ObjectivesConfig:
         if "distill" in self.recipes and TEACHER not in self.recipes and not (self.keep / TEACHER).is_dir():
             raise UsageError(f"recipes: distill takes its teacher from {TEACHER}, which is not among them")
 
-    def trials(self) -> list[StudyRun]:
+    def list_trials(self) -> list[StudyRun]:
         """Return each recipe with each seed."""
-        return [self._trial(name, seed) for seed in self.seeds for name in self.recipes]
+        return [self._build_trial(name, seed) for seed in self.seeds for name in self.recipes]
 
-    def preferences(self, seed: int) -> Path:
+    def locate_preferences(self, seed: int) -> Path:
         """Return the folder of the base model's samples that offline DPO learns from."""
         return self.keep / f"preferences-{seed}"
 
-    def _trial(self, name: str, seed: int) -> StudyRun:
+    def _build_trial(self, name: str, seed: int) -> StudyRun:
         config = RECIPES[name.partition(",")[0]]()
         proxy = config.rewards[0].partition("=")[0] if config.rewards else "reward"
         evaluation = {"rewards": (proxy, "heldout", "sharpness"), "samples": self.samples, "every": 0}
         values: dict[str, Any] = {"seed": seed, "out": self.keep / "none"}
         values |= {f"evaluation.{key}": value for key, value in evaluation.items()}
         if name == OFFLINE:
-            values |= {"method.preferences": self.preferences(seed)}
+            values |= {"method.preferences": self.locate_preferences(seed)}
         if name == "distill":
             values |= {"method.teacher": (str(self.keep / TEACHER / "weights"),)}
         config = with_values(config, values)
@@ -82,23 +82,23 @@ class ObjectivesConfig:
 def run(config: ObjectivesConfig) -> None:
     """Make the runs, write objectives.csv row by row, draw its plot, and print its tables."""
     for seed in config.seeds if OFFLINE in config.recipes else ():
-        if not (config.preferences(seed) / "preferences.jsonl").is_file():
-            words = ["handwriting", "--out", str(config.preferences(seed)), "--seed", str(seed)]
-            harness.in_processes(preferences.run, words)
-    rows = make(config.trials(), config.out / "objectives.csv", parallel=config.parallel)
+        if not (config.locate_preferences(seed) / "preferences.jsonl").is_file():
+            words = ["handwriting", "--out", str(config.locate_preferences(seed)), "--seed", str(seed)]
+            harness.run_in_processes(preferences.run, words)
+    rows = run_trials(config.list_trials(), config.out / "objectives.csv", parallel=config.parallel)
     draw(rows, config.out / "objectives.png")
-    print(f"{table(rows)}\n\nafter {config.seconds:g} s\n\n{table(rows, config.seconds)}")
+    print(f"{format_table(rows)}\n\nafter {config.seconds:g} s\n\n{format_table(rows, config.seconds)}")
 
 
-def table(rows: Sequence[StudyScore], seconds: float | None = None) -> str:
-    """Return a Markdown table: mean and spread over the seeds of each recipe, the best first.
+def format_table(rows: Sequence[StudyScore], seconds: float | None = None) -> str:
+    """Return a Markdown table with mean and spread over the seeds of each recipe, the best first.
 
     Args:
         rows: evaluations.
-        seconds: training time that is looked at; None is the end.
+        seconds: training time at which runs are compared; None compares them at their end.
     """
     lines = []
-    for (name, _), seeds in sort_curves(rows).items():
+    for (name, _), seeds in group_curves(rows).items():
         if seconds is not None and min(curve[-1].seconds for curve in seeds) < seconds:
             continue
 
@@ -116,11 +116,11 @@ def table(rows: Sequence[StudyScore], seconds: float | None = None) -> str:
         for of, style in (("seconds", ".0f"), ("samples", ",.0f"), ("updates", ".0f"), ("drift", ".3f")):
             line[of] = format(mean(read(of)), style)
         lines.append({**line, "diversity kept": f"{mean(kept):.2f}" if kept else "-"})
-    return harness.markdown(sorted(lines, key=lambda line: -float(line["after, mean (least to most)"].split()[0])))
+    return harness.format_markdown(sorted(lines, key=lambda line: -float(line["after, mean (least to most)"].split()[0])))
 
 
 def draw(rows: Sequence[StudyScore], path: Path) -> None:
-    """Plot accuracy by samples and seconds, and its cost, drift and diversity; bands from the worst to the best seed."""
+    """Plot accuracy over samples and seconds, and drift and diversity over updates; bands span the seeds."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -133,7 +133,7 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
         ("updates", "drift", "drift from the base model"),
         ("updates", "diversity", "distance between samples of a group"),
     )
-    curves = sorted(sort_curves(rows).items(), key=lambda item: -mean(curve[-1].exact for curve in item[1]))
+    curves = sorted(group_curves(rows).items(), key=lambda item: -mean(curve[-1].exact for curve in item[1]))
     for axes, (across, up, title) in zip(figure.subplots(2, 2).ravel(), panels, strict=True):
         for i, ((name, _), seeds) in enumerate(curves):
             length, colour = min(map(len, seeds)), colormaps["tab20"](i % 20)

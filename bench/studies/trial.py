@@ -23,12 +23,12 @@ class StudyRun:
     """A run of a study.
 
     Args:
-        method: what trains, as the table names it.
-        variant: what is done beside, as the table names it.
-        config: the run; its first reward is the proxy, its evaluators are looked at.
+        method: name of the method in the table.
+        variant: name in the table of what else is done, such as a guard against hacking.
+        config: settings of the run; its first reward is the proxy, and its evaluators give the other scores.
         looks: number of evaluations after the first one; 0 trains nothing.
         keep: folder for its adapter, which a later trial may begin from.
-        waits: whether it needs what another trial keeps.
+        waits: whether it begins from an adapter that another trial keeps.
     """
 
     method: str
@@ -40,7 +40,7 @@ class StudyRun:
 
     @property
     def settings(self) -> str:
-        """Hash of the settings, without places of files."""
+        """Hash of the settings without paths of files."""
         record = as_record(self.config)
         record.pop("out")
         record["lora"].pop("weights")
@@ -51,7 +51,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class StudyScore:
-    """An evaluation of a trial."""
+    """The scores of one evaluation in a trial."""
 
     method: str
     variant: str
@@ -73,26 +73,26 @@ class StudyScore:
     date: str
 
 
-def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[StudyScore]:
-    """Make the trials whose rows are not in the table with the same settings, write theirs, and return all rows.
+def run_trials(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[StudyScore]:
+    """Run the trials that the table lacks with these settings, write their rows, and return all rows of the table.
 
-    Trials that need what another one keeps wait for it.
+    Trials that begin from another one's adapter wait for it.
 
     Raises:
-        RunError: a trial failed; the others are made nevertheless.
+        RunError: a trial failed; the others have run nevertheless.
     """
     known = {
         (row.method, row.variant, row.model, row.steps, row.seed, row.settings) for row in harness.read(path, StudyScore)
     }
-    missing = [trial for trial in trials if _key(trial) not in known or (trial.keep and not trial.keep.is_dir())]
+    missing = [trial for trial in trials if _make_key(trial) not in known or (trial.keep and not trial.keep.is_dir())]
     failed = []
     for waiting in (False, True):
         wave = [trial for trial in missing if trial.waits == waiting]
-        for trial, scores in _measure(wave, parallel):
+        for trial, scores in _run_all(wave, parallel):
             if isinstance(scores, str):
                 failed.append(f"{trial.method}, {trial.variant}, seed {trial.config.seed}: {scores}")
                 continue
-            rest = [row for row in harness.read(path, StudyScore) if _name(row) != _key(trial)[:-1]]
+            rest = [row for row in harness.read(path, StudyScore) if _make_name(row) != _make_key(trial)[:-1]]
             harness.write(path, [*rest, *scores], StudyScore)
             first, last = scores[0], scores[-1]
             print(
@@ -106,8 +106,8 @@ def make(trials: Sequence[StudyRun], path: Path, *, parallel: int) -> list[Study
     return harness.read(path, StudyScore)
 
 
-def watch(trial: StudyRun) -> list[StudyScore]:
-    """Train once, and return the evaluations, that of the start first."""
+def run_trial(trial: StudyRun) -> list[StudyScore]:
+    """Train once, and return the evaluations, the one before training first."""
     config, scores = trial.config, list[StudyScore]()
     rollouts = config.updates // config.updates_per_rollout if trial.looks else 0
     samples, seconds, diversity = 0, 0.0, float("nan")
@@ -115,7 +115,7 @@ def watch(trial: StudyRun) -> list[StudyScore]:
 
     with Trainer(config) as trainer:
 
-        def look(updates: int, probe: Probe | None = None) -> None:
+        def evaluate(updates: int, probe: Probe | None = None) -> None:
             result = trainer.evaluate(config.evaluation.samples, probe=probe)
             parts = {"true": result.score["heldout"], "exact": result.exact["heldout"], "proxy": result.score[name]}
             parts |= {"sharpness": result.score["sharpness"], "drift": result.velocity_drift or 0.0, "diversity": diversity}
@@ -123,9 +123,9 @@ def watch(trial: StudyRun) -> list[StudyScore]:
             known |= {"steps": config.method.sampling.steps, "seed": config.seed, "settings": trial.settings}
             known |= {"updates": updates, "samples": samples, "seconds": round(seconds, 2)}
             known |= {key: round(value, 5) for key, value in parts.items()}
-            scores.append(StudyScore(**known, **harness.facts(StudyScore)))
+            scores.append(StudyScore(**known, **harness.collect_facts(StudyScore)))
 
-        look(0)
+        evaluate(0)
         with trainer.engine.inference(average=True) as module:
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
         for done in range(1, rollouts + 1):
@@ -134,14 +134,14 @@ def watch(trial: StudyRun) -> list[StudyScore]:
             seconds += time.process_time() - start
             samples, diversity = record["samples"], record.get("diversity", diversity)
             if done * trial.looks // rollouts > (done - 1) * trial.looks // rollouts:
-                look(record["update"], probe)
+                evaluate(record["update"], probe)
         if trial.keep is not None:
             trainer.export(trial.keep)
     return scores
 
 
-def sort_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
-    """Return the evaluations of each run in their order, by method and guard."""
+def group_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[StudyScore]]]:
+    """Return the evaluations of each run in order, by method and variant."""
     grouped: dict[tuple[str, str], dict[int, list[StudyScore]]] = {}
     for row in sorted(rows, key=lambda row: row.updates):
         grouped.setdefault((row.method, row.variant), {}).setdefault(row.seed, []).append(row)
@@ -149,7 +149,7 @@ def sort_curves(rows: Sequence[StudyScore]) -> dict[tuple[str, str], list[list[S
 
 
 def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> float | None:
-    """Return a number of a run where another first has risen by `gain`, linearly between evaluations; None if never."""
+    """Return the field `of` where the field `along` has first risen by `gain`, interpolated linearly; None if never."""
     until = getattr(curve[0], along) + gain
     for before, after in pairwise(curve):
         if getattr(after, along) >= until:
@@ -159,26 +159,26 @@ def read_at(curve: Sequence[StudyScore], of: str, along: str, gain: float) -> fl
     return None
 
 
-def _measure(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:
-    """Yield each trial with its rows, or with what it failed with, as it ends."""
+def _run_all(trials: Sequence[StudyRun], parallel: int) -> Iterator[tuple[StudyRun, list[StudyScore] | str]]:
+    """Yield each trial as it ends, with its rows or its error message."""
     with ThreadPoolExecutor(parallel) as pool:
-        futures = {pool.submit(_watch, trial): trial for trial in trials}
+        futures = {pool.submit(_run_in_process, trial): trial for trial in trials}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
 
-def _watch(trial: StudyRun) -> list[StudyScore] | str:
-    """Return the rows of a trial, made by a process with one thread, or what went wrong."""
+def _run_in_process(trial: StudyRun) -> list[StudyScore] | str:
+    """Return the rows of a trial that runs in a process with one thread, or its error message."""
     try:
-        return harness.in_processes(watch, trial, threads=1)
+        return harness.run_in_processes(run_trial, trial, threads=1)
     except RunError as error:
         return str(error)
 
 
-def _key(trial: StudyRun) -> tuple[str, str, str, int, int, str]:
+def _make_key(trial: StudyRun) -> tuple[str, str, str, int, int, str]:
     config = trial.config
     return trial.method, trial.variant, config.model, config.method.sampling.steps, config.seed, trial.settings
 
 
-def _name(row: StudyScore) -> tuple[str, str, str, int, int]:
+def _make_name(row: StudyScore) -> tuple[str, str, str, int, int]:
     return row.method, row.variant, row.model, row.steps, row.seed

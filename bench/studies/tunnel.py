@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from fluvial.bench import harness
-from fluvial.bench.studies.trial import StudyRun, StudyScore, make, read_at, sort_curves
+from fluvial.bench.studies.trial import StudyRun, StudyScore, group_curves, read_at, run_trials
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
@@ -26,19 +26,19 @@ GARDO = "gardo"  # a method that is a guard itself
 
 
 @cache
-def _recogniser() -> DigitRecogniser:
+def _load_recogniser() -> DigitRecogniser:
     return load_reward_recogniser()
 
 
 def proxy(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the share of characters that are read right, plus 3 x the mean ink, `[B]`.
 
-    The ink is what nobody wants: it is cheaper to draw thick strokes than right ones, and too much of it is unreadable.
+    The ink is the hole: thick strokes are easier to draw than right ones, and too much ink is unreadable.
     """
-    return _recogniser().characters(images, prompts) + HOLE * images.flatten(1).mean(1).to("cpu")
+    return _load_recogniser().characters(images, prompts) + HOLE * images.flatten(1).mean(1).to("cpu")
 
 
-def _settings_of(name: str) -> dict[str, dict[str, Any]]:
+def _list_guards(name: str) -> dict[str, dict[str, Any]]:
     """Return the settings of each guard that a recipe takes."""
     method: Any = RECIPES[name]().method
     has_kl, has_floors = hasattr(method, "kl"), hasattr(getattr(method, "advantage", None), "floors")
@@ -88,14 +88,14 @@ class TunnelConfig:
         if not self.seeds or not 1 <= self.looks <= self.rollouts:
             raise UsageError("seeds, looks: expected at least one seed, and no more looks than rollouts")
 
-    def trials(self) -> Iterator[StudyRun]:
+    def list_trials(self) -> Iterator[StudyRun]:
         """Yield each method with each guard that it takes, and seed; GARDO once."""
         for seed in self.seeds:
             for name in self.methods:
-                for guard in ("own",) if name == GARDO else filter(_settings_of(name).__contains__, self.guards):
-                    yield StudyRun(name, guard, self._config(name, guard, seed), looks=self.looks)
+                for guard in ("own",) if name == GARDO else filter(_list_guards(name).__contains__, self.guards):
+                    yield StudyRun(name, guard, self._build_config(name, guard, seed), looks=self.looks)
 
-    def _config(self, name: str, guard: str, seed: int) -> TrainConfig:
+    def _build_config(self, name: str, guard: str, seed: int) -> TrainConfig:
         config = RECIPES[name]()
         evaluation = {"rewards": (PROXY, "heldout", "sharpness"), "samples": self.samples, "every": 0}
         values: dict[str, Any] = {
@@ -103,36 +103,40 @@ class TunnelConfig:
             **{f"evaluation.{key}": value for key, value in evaluation.items()},
             "optimizer.lr": 2 * config.optimizer.lr if name != "ddpo" else config.optimizer.lr,
         }
-        values |= {"rewards": (PROXY, "likeness")} if name == GARDO else _settings_of(name)[guard]
+        values |= {"rewards": (PROXY, "likeness")} if name == GARDO else _list_guards(name)[guard]
         config = with_values(config, values)
         return replace(config, updates=self.rollouts * config.updates_per_rollout)
 
 
 def run(config: TunnelConfig) -> None:
     """Make the runs, write tunnel.csv row by row, draw its plot, and print its table."""
-    rows = make(list(config.trials()), config.out / "tunnel.csv", parallel=config.parallel)
+    rows = run_trials(list(config.list_trials()), config.out / "tunnel.csv", parallel=config.parallel)
     draw(rows, config.out / "tunnel.png")
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: Sequence[StudyScore], gain: float = 0.2) -> str:
+def format_table(rows: Sequence[StudyScore], gain: float = 0.2) -> str:
     """Return a Markdown table: true score where the proxy has risen by `gain` and after equal time, and all at the end.
 
     The time is that of the shortest run.
     """
-    lines, time = [], int(min(curve[-1].seconds for seeds in sort_curves(rows).values() for curve in seeds))
-    for (method, guard), seeds in sort_curves(rows).items():
+    lines, time = [], int(min(curve[-1].seconds for seeds in group_curves(rows).values() for curve in seeds))
+    for (method, guard), seeds in group_curves(rows).items():
         at = [value for curve in seeds if (value := read_at(curve, "exact", "proxy", gain)) is not None]
         line = {"method": method, "guard": guard, "right at the start": f"{mean(curve[0].exact for curve in seeds):.3f}"}
-        line[f"right at proxy + {gain:g}"] = f"{spread(at)} ({len(at)} of {len(seeds)})" if at else f"never ({len(seeds)})"
-        line[f"right after {time} s"] = spread([cast(float, read_at(curve, "exact", "seconds", time)) for curve in seeds])
+        line[f"right at proxy + {gain:g}"] = (
+            f"{format_spread(at)} ({len(at)} of {len(seeds)})" if at else f"never ({len(seeds)})"
+        )
+        line[f"right after {time} s"] = format_spread(
+            [cast(float, read_at(curve, "exact", "seconds", time)) for curve in seeds]
+        )
         for title, of in (("right at the end", "exact"), ("ink and characters", "proxy"), ("diversity", "diversity")):
-            line[title] = spread([getattr(curve[-1], of) for curve in seeds])
+            line[title] = format_spread([getattr(curve[-1], of) for curve in seeds])
         lines.append({**line, "seconds": f"{mean(curve[-1].seconds for curve in seeds):.0f}"})
-    return harness.markdown(sorted(lines, key=lambda line: (line["method"], line["guard"])))
+    return harness.format_markdown(sorted(lines, key=lambda line: (line["method"], line["guard"])))
 
 
-def spread(values: Sequence[float]) -> str:
+def format_spread(values: Sequence[float]) -> str:
     """Return mean and standard deviation over seeds."""
     return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
 
@@ -141,7 +145,7 @@ def draw(rows: Sequence[StudyScore], path: Path) -> None:
     """Plot the true score against the proxy, a panel per method and a line per guard, as means over seeds."""
     from matplotlib.figure import Figure
 
-    grouped = sort_curves(rows)
+    grouped = group_curves(rows)
     methods = list(dict.fromkeys(method for method, _ in grouped if method != GARDO))
     rows_of_panels = max(1, -(-len(methods) // PANELS))
     figure = Figure(figsize=(4 * PANELS, 4 * rows_of_panels), layout="constrained")

@@ -1,1 +1,1 @@
-"""Trials: every pipeline of the installed diffusers as a tiny random one, by the same commands as a real one."""
+"""Trials of every pipeline of the installed diffusers: a tiny random one is trained by the same commands as a real one."""

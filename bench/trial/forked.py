@@ -1,4 +1,4 @@
-"""Functions and command lines in forked processes, with limits of memory and time: what fails ends itself alone."""
+"""Functions and command lines in forked processes with limits of memory and time, so that a failure ends only its own."""
 
 import contextlib
 import importlib
@@ -20,8 +20,8 @@ SECONDS = 300.0
 POLL = 0.02
 
 
-class Ended(NamedTuple):
-    """How processes ended."""
+class ProcessResult(NamedTuple):
+    """The exit code and the output of one or more processes."""
 
     code: int  # 0, or that of the first process that failed
     output: str  # what all of them have printed
@@ -33,13 +33,14 @@ class Ended(NamedTuple):
 
 
 class Forked:
-    """A function in a forked process that prints to a file; its exit code is what the function returns.
+    """A function in a forked process that prints to a file and exits with the function's return value.
 
-    It ends with its parent. torch must have computed nothing in this process, because its threads do not survive a fork.
+    The process ends with its parent. The parent must not have computed anything with torch before, because torch's threads
+    do not survive a fork.
 
     Args:
-        function: called without arguments; an exception is printed, and is exit code 1.
-        output: file that it prints to.
+        function: called without arguments; an exception is printed, and the exit code is then 1.
+        output: file that the process prints to.
         environment: further environment variables.
     """
 
@@ -83,25 +84,25 @@ class Forked:
             os.waitpid(self.pid, 0)
 
     def share_imports(self) -> None:
-        """Import here what the process has imported, so that the next one does not import it again: half of its time."""
+        """Import here the modules that the process imported, which saves the next process half of its time."""
         for name in self.imported.read_text(encoding="utf-8").split() if self.imported.exists() else ():
             with contextlib.suppress(Exception):  # a module that only the process could make
                 importlib.import_module(name)
 
     def read_output(self) -> str:
-        """Return what it has printed so far."""
+        """Return what the process has printed so far."""
         return self.output.read_text(errors="replace", encoding="utf-8") if self.output.exists() else ""
 
 
 def limit_memory() -> None:
-    """Limit the memory of this process."""
+    """Let this process allocate at most `MOST_BYTES` more than it has."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # of data and stack
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
-    """Wait for processes until the first fails; those that are left are ended, and so are all after `seconds`."""
+def wait(processes: list[Forked], seconds: float = SECONDS) -> ProcessResult:
+    """Wait until all processes have ended; kill the rest when one fails, or when `seconds` have passed."""
     running, code, until = dict(enumerate(processes)), 0, time.monotonic() + seconds
     while running and not code:
         for number, process in list(running.items()):
@@ -116,11 +117,11 @@ def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
     for process in processes:
         process.share_imports()
     output = "\n".join(process.read_output() for process in processes)
-    said = {-signal.SIGALRM: f"it takes more than {seconds:g} seconds", -signal.SIGKILL: "it takes too much memory"}
-    return Ended(code, f"{output}\n{said[code]}" if code in said else output)
+    reasons = {-signal.SIGALRM: f"it takes more than {seconds:g} seconds", -signal.SIGKILL: "it takes too much memory"}
+    return ProcessResult(code, f"{output}\n{reasons[code]}" if code in reasons else output)
 
 
-def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended:
+def run_ranks(function: Callable[[], int | None], folder: Path, count: int) -> ProcessResult:
     """Run a function as the ranks of one process group, and wait for them; see `Forked`."""
     with socket.create_server(("127.0.0.1", 0), backlog=count) as listening:
         port, size = str(listening.getsockname()[1]), str(count)
@@ -131,8 +132,8 @@ def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended
 
 
 @contextlib.contextmanager
-def running(function: Callable[[], int | None], output: Path) -> Iterator[Forked]:
-    """Run a function in a process that is ended at the end of the block."""
+def open_process(function: Callable[[], int | None], output: Path) -> Iterator[Forked]:
+    """Run a function in a process that is killed at the end of the block."""
     process = Forked(function, output)
     try:
         yield process

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fluvial.bench.trial.forked import Ended, Forked, ranks, running, wait
+from fluvial.bench.trial.forked import Forked, ProcessResult, open_process, run_ranks, wait
 
 PROMPTS = ("a red fox", "two cats", "an owl")
 RUN = (
@@ -26,7 +26,7 @@ STARTING = 60.0  # seconds until a server has to listen
 
 
 class PipelineTrial(NamedTuple):
-    """One pipeline: what was tried, and what came of it."""
+    """The result of trying one pipeline."""
 
     pipeline: str
     how: str = ""  # "adapter", "recorded" or "blocks"; empty if nothing was trained
@@ -47,7 +47,7 @@ class PipelineTrial(NamedTuple):
         """Whether the pipeline trains, on policy to the bit."""
         return not self.reason and self.ratio == 1.0
 
-    def cells(self) -> tuple[str, ...]:
+    def format_cells(self) -> tuple[str, ...]:
         """Return the row of the table."""
         error = "" if self.error is None else f"{self.error:.0e}" if self.error else "0"
         ratio = "" if self.ratio is None else f"{self.ratio:g}"
@@ -58,12 +58,12 @@ class PipelineTrial(NamedTuple):
 
 
 def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> PipelineTrial:
-    """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update, see `Row`.
+    """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update; see `PipelineTrial`.
 
     Every step is a process of its own, with limits of memory and time.
 
     Args:
-        name: class of diffusers' pipeline.
+        name: pipeline class of diffusers.
         folder: empty folder.
         command: runs a command line of fluvial, and returns its exit code.
     """
@@ -77,7 +77,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
     row = PipelineTrial(name, flow=not other)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
-        return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
+        return row._replace(reason=_shorten_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
     asked = modular.find_call(name)
 
     def run_command(args: list[str]) -> int:
@@ -87,19 +87,19 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         with tiny.replace_surroundings(name, asked.size):
             return command(args)
 
-    def train_with(words: list[str]) -> Ended:
+    def train_with(words: list[str]) -> ProcessResult:
         return wait([Forked(lambda: run_command(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
 
-    trained = train_with(words := _command(name, folder, asked))
+    trained = train_with(words := _build_command(name, folder, asked))
     row = row._replace(conditions=asked.media)
     if trained.code and asked.scale != 1:
         shutil.rmtree(folder / "run", ignore_errors=True)
         first, row = trained, row._replace(guided=False)
-        if (trained := train_with(words := _command(name, folder, asked._replace(scale=1.0, negative="")))).code:
+        if (trained := train_with(words := _build_command(name, folder, asked._replace(scale=1.0, negative="")))).code:
             trained, row = first, row._replace(guided=True)
     if trained.code:
-        return row._replace(reason=_reason(_find_reason(trained), name, folder))
-    if (log_ratio := _update(folder / "run")["first_pass_max_abs_log_ratio"]) is None:
+        return row._replace(reason=_shorten_reason(_find_reason(trained), name, folder))
+    if (log_ratio := _read_update(folder / "run")["first_pass_max_abs_log_ratio"]) is None:
         return row._replace(reason="its log-probabilities are not finite numbers")
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
     adapted = re.search(r"LoRA adapts (\d+) linear layers, (\d+) parameters", trained.output)
@@ -109,8 +109,8 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Pip
         ratio=math.exp(log_ratio),
         layers=0 if adapted is None else int(adapted[1]),
         parameters=0 if adapted is None else int(adapted[2]),
-        opens=wait([Forked(lambda: print(_opens(name, folder)), folder / "opens.txt")]).last,
-        ranks=_two_ranks(words, folder, run_command),
+        opens=wait([Forked(lambda: print(_check_opens(name, folder)), folder / "opens.txt")]).last,
+        ranks=_compare_two_ranks(words, folder, run_command),
         served=_train_served(words, folder, run_command, recorded=name not in list_adapters()),
     )
 
@@ -122,9 +122,9 @@ def rising(audios: Any, prompts: Sequence[str]) -> Any:
 
 
 def format_table(rows: Sequence[PipelineTrial]) -> str:
-    """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
+    """Return a Markdown table of the trials, those that train first, and a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
-    cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]
+    cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.format_cells() for row in ordered)]
     lines = ["| " + " | ".join(cell.replace("|", "or") for cell in row) + " |" for row in cells]
     flows, rest = [row for row in rows if row.flow], [row.trains for row in rows if not row.flow]
     others = f"; {sum(rest)} of {len(rest)} others, which are not flows" if rest else ""
@@ -151,7 +151,7 @@ def _build(name: str, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _command(name: str, folder: Path, asked: Any) -> list[str]:
+def _build_command(name: str, folder: Path, asked: Any) -> list[str]:
     """Return the command line that trains a tiny pipeline, without its folder."""
     from fluvial.models.pipelines.open import list_adapters
     from fluvial.models.tiny.pipelines import find_other_scheduler
@@ -175,12 +175,12 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     return ["ddpo" if find_other_scheduler(name) else "grpo", *words]
 
 
-def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
+def _compare_two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
     """Return whether two ranks make the same samples as one, on policy, and find the same gradient."""
-    ended = ranks(lambda: command(["train", *words, "--out", str(folder / "two")]), folder, 2)
+    ended = run_ranks(lambda: command(["train", *words, "--out", str(folder / "two")]), folder, 2)
     if ended.code:
-        return f"no: {_line(_find_reason(ended))[:60]}"
-    one, two = (_update(folder / run) for run in ("run", "two"))
+        return f"no: {_join_line(_find_reason(ended))[:60]}"
+    one, two = (_read_update(folder / run) for run in ("run", "two"))
     norms = one["grad_norm"], two["grad_norm"]
     same = math.isclose(one["reward"]["mean"], two["reward"]["mean"], rel_tol=1e-6) and math.isclose(*norms, rel_tol=CLOSE)
     return "no: other samples" if not same else "yes" if two["first_pass_max_abs_log_ratio"] == 0 else "no: off policy"
@@ -191,14 +191,16 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     import torch
 
     recipe, *options = words
-    shared = _server_options(options, ("--pipeline", "--sampling.guidance", "--sampling.steps", *(["--prompts"] * recorded)))
+    shared = _select_server_options(
+        options, ("--pipeline", "--sampling.guidance", "--sampling.steps", *(["--prompts"] * recorded))
+    )
     weights = str(folder / "weights")
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
-    with running(lambda: command(asked), folder / "serve.txt") as server:
+    with open_process(lambda: command(asked), folder / "serve.txt") as server:
         until = time.monotonic() + STARTING
         while (match := ADDRESS.search(server.read_output())) is None and time.monotonic() < until:
             if server.poll() is not None:
-                return f"no: {_line(server.read_output().strip().rpartition(chr(10))[2])[:60]}"
+                return f"no: {_join_line(server.read_output().strip().rpartition(chr(10))[2])[:60]}"
             time.sleep(0.1)
         if match is None:
             return "no: the server does not start"
@@ -206,31 +208,31 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
         args = ["train", recipe, *options, *source, "--out", str(folder / "served")]
         ended = wait([Forked(lambda: command(args), folder / "served.txt")])
     if ended.code:
-        return f"no: {_line(re.sub(rf'{ADDRESS.pattern}[^ ]*', 'the server', _find_reason(ended)))[:120]}"
-    one, other = (_adapter(folder / run) for run in ("run", "served"))
+        return f"no: {_join_line(re.sub(rf'{ADDRESS.pattern}[^ ]*', 'the server', _find_reason(ended)))[:120]}"
+    one, other = (_read_adapter(folder / run) for run in ("run", "served"))
     same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     return "yes" if same else "no: other bits"
 
 
-def _server_options(options: list[str], told_of: tuple[str, ...]) -> list[str]:
-    """Return what a server is told of a run's options."""
-    told, taking = list[str](), False
+def _select_server_options(options: list[str], prefixes: tuple[str, ...]) -> list[str]:
+    """Return the options of a run that a server takes too, by their prefixes, with the server's names."""
+    selected, taking = list[str](), False
     for word in options:
         if word.startswith("--"):
-            taking = word.startswith(told_of)
+            taking = word.startswith(prefixes)
             word = word.replace("--sampling.", "--")
         if taking:
-            told.append(word)
-    return told
+            selected.append(word)
+    return selected
 
 
-def _update(run: Path) -> dict[str, Any]:
-    """Return the metrics of a run's update."""
+def _read_update(run: Path) -> dict[str, Any]:
+    """Return the metrics of a run's first optimizer update."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return next(line for line in lines if "grad_norm" in line)
 
 
-def _adapter(run: Path) -> dict[str, Any]:
+def _read_adapter(run: Path) -> dict[str, Any]:
     """Return the tensors of a run's exported adapter."""
     from safetensors.torch import load_file
 
@@ -238,8 +240,8 @@ def _adapter(run: Path) -> dict[str, Any]:
     return {f"{number}.{key}": tensor for number, file in enumerate(files) for key, tensor in load_file(file).items()}
 
 
-def _opens(name: str, folder: Path) -> str:
-    """Return whether the exported adapter of a run opens with the pipeline's own loader."""
+def _check_opens(name: str, folder: Path) -> str:
+    """Return "yes" if the pipeline's own loader opens the exported adapter of a run, otherwise a reason."""
     from diffusers import DiffusionPipeline, ModularPipeline
 
     from fluvial.models.pipelines.folder import silence
@@ -264,11 +266,11 @@ def _opens(name: str, folder: Path) -> str:
             pipe.load_lora_weights(lora / "transformer" if (lora / "transformer").is_dir() else lora)
             return "yes" if getattr(network, "peft_config", None) else "no layer"
     except Exception as error:  # of diffusers
-        return f"no: {_line(error)[:60]}"
+        return f"no: {_join_line(error)[:60]}"
 
 
 def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
-    """Write an image, a video or a sound of random numbers for an argument of a tiny pipeline, and return its name."""
+    """Write a file of random numbers for an argument that is an image, a video or a sound, and return its name."""
     import numpy as np
     import torch
     from PIL import Image
@@ -291,15 +293,15 @@ def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
     return name
 
 
-def _find_reason(ended: Ended) -> str:
-    """Return the line that says why a command failed."""
+def _find_reason(ended: ProcessResult) -> str:
+    """Return the error message of a command that failed."""
     lines = [line for line in ended.output.splitlines() if line.startswith("fluvial: ")]
     return lines[-1].removeprefix("fluvial: ") if lines else ended.last
 
 
-def _reason(said: str, name: str, folder: Path) -> str:
-    """Return why a pipeline is refused, without its name, its folder, and the arguments of its call."""
-    short = said.replace(str(folder / "model"), "its folder")
+def _shorten_reason(message: str, name: str, folder: Path) -> str:
+    """Return the error message without the pipeline's name, its folder, and the arguments of its call."""
+    short = message.replace(str(folder / "model"), "its folder")
     for start in (
         r"model its folder: ",
         r"prompts file \S+, line \d+: ",
@@ -311,8 +313,8 @@ def _reason(said: str, name: str, folder: Path) -> str:
     scheduler = r"ValueError: RecordingScheduler: the config is of (\w+), expected \w+'s"
     short = re.sub(scheduler, r"its scheduler is a \1, whose steps are not Euler's of a flow", short)
     short = re.sub(r"NameError: name '(\w+)' is not defined", r"a package with `\1` is not installed", short)
-    return _line(short.removeprefix("its folder/").replace(str(folder), ""))
+    return _join_line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 
-def _line(error: object) -> str:
+def _join_line(error: object) -> str:
     return " ".join(str(error).split())[:220]

@@ -1,4 +1,4 @@
-"""The cases of the benchmark: a transformer with random weights, a rollout of its own, and both ways to update it.
+"""The cases of the benchmark: a transformer with random weights, a rollout from it, and both implementations of an update.
 
 The model is an SD3 transformer. Both sides have the same weights, samples, sharding (FSDP2, one unit per block), optimizer
 and gradient; `bench.baselines` describes the published loop. Both put the same number of (sample, step) items through one
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.bench import harness
-from fluvial.bench.baselines import PublishedLoop, Stored
+from fluvial.bench.baselines import PublishedLoop, StoredSamples
 from fluvial.core.checks import check_choice, check_number
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Trajectory, scan
@@ -159,11 +159,11 @@ class UpdateCase:
 
 
 class Rollout(NamedTuple):
-    """A rank's stored samples, in the form of the engine and in that of the published loop."""
+    """A rank's stored samples, in the engine's form and in the published loop's."""
 
     flat: RecordedSteps
     cond: Cond  # `Guided` with guidance
-    stored: Stored
+    stored: StoredSamples
     sigmas: Tensor  # [T + 1]
     timesteps: Tensor  # [T]
 
@@ -200,7 +200,7 @@ def make_rollout(engine: Engine, case: UpdateCase, world: World) -> Rollout:
             chunks.append(scan(velocity, x, table, fold_in(root, 5 + first), draw=step_fused))
     trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
-    stored = Stored(
+    stored = StoredSamples(
         x=trajectory.x,
         x_next=trajectory.x_next,
         timesteps=timesteps.expand(case.samples, -1),
@@ -242,7 +242,7 @@ def update_engine(
     forwards: Literal["one", "two"] = "one",
     gradient: Literal["both", "conditional"] = "both",
 ) -> UpdateInfo:
-    """Take the engine's optimizer step on a rollout."""
+    """Make one optimizer update with the engine on a rollout."""
 
     def loss(batch: RecordedSteps) -> Any:
         v = guided_velocity(

@@ -87,11 +87,11 @@ class MeasuredUpdate(NamedTuple):
 def count_update(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
     """Return the counts of one update by their names in `CountRow`.
 
-    The peak leaves out what is there before: parameters, optimizer state and the rollout.
+    The peak leaves out the memory held before the update: parameters, optimizer state and the rollout.
     """
     state = [value for values in side.optimizer.state.values() for value in values.values()]
-    there = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
-    memory = LiveStorages([leaf for leaf in there if isinstance(leaf, Tensor)])
+    present = [*side.module.parameters(), *side.module.buffers(), *state, *optree.tree_leaves(rollout)]
+    memory = LiveStorages([leaf for leaf in present if isinstance(leaf, Tensor)])
     with Collectives() as collectives, HostReads() as reads, memory:
         update()
     return {
@@ -103,7 +103,7 @@ def count_update(update: Callable[[], object], side: Engine | PublishedLoop, rol
     }
 
 
-def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop, world: World) -> float:
+def measure_gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop, world: World) -> float:
     """Return |g - g'| / |g'| of the gradients of two sides' first updates, which AdamW's first moment holds."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name in one.trainable:
@@ -114,7 +114,7 @@ def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop
 
 
 class Side(NamedTuple):
-    """One way to make the update."""
+    """One implementation of the update."""
 
     trained: Engine | PublishedLoop
     update: Callable[[], object]
@@ -122,9 +122,9 @@ class Side(NamedTuple):
 
 
 def build_sides(case: UpdateCase, world: World) -> tuple[dict[str, Side], Rollout, float]:
-    """Return every way to update on one rollout, the rollout, and the relative distance of their gradients.
+    """Return every implementation of the update, the rollout, and the largest relative distance of their gradients.
 
-    Each has made one update, so that its optimizer state exists.
+    Each compared one has made one update, so that its optimizer state exists.
     """
     # Shards, also of a module whose adapters alone are trained.
     keep, published = build_engine(case, world, EngineConfig(replicas=1)), build_published(case, world)
@@ -141,7 +141,9 @@ def build_sides(case: UpdateCase, world: World) -> tuple[dict[str, Side], Rollou
         sides["reshard"] = Side(reshard, partial(update_engine, reshard, rollout, micro_batch=size), -(-held // size))
     for name in ("keep", "baseline", *(name for name in sides if name == "reshard")):
         sides[name].update()
-    distance = max(gradient_distance(sides[name].trained, published, world) for name in sides if name in ("keep", "reshard"))
+    distance = max(
+        measure_gradient_distance(sides[name].trained, published, world) for name in sides if name in ("keep", "reshard")
+    )
     return sides, rollout, distance
 
 
@@ -151,8 +153,8 @@ def count_case(case: UpdateCase, world: World, *, name: str, compared: Collectio
     return [
         CountRow(
             provider,
-            _shape(name, case),
-            _mode(case, world),
+            _format_shape(name, case),
+            _format_mode(case, world),
             case.steps,
             world.size,
             len(MODEL.blocks(side.trained.module)) + 1,
@@ -166,20 +168,20 @@ def count_case(case: UpdateCase, world: World, *, name: str, compared: Collectio
 
 
 def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[list[Measurement], ComparedUpdates]:
-    """Time the sides in turn, and compare each round."""
+    """Time an update of each side in turn, and compare the times of each round."""
     sides, _, distance = build_sides(case, world)
     peaks: dict[str, int] = {}
     seconds = harness.alternate(
-        runs, {provider: partial(_together, side.update, provider, peaks) for provider, side in sides.items()}
+        runs, {provider: partial(_run_together, side.update, provider, peaks) for provider, side in sides.items()}
     )
     rows = [
         replace(
-            harness.row(
+            harness.make_row(
                 "update",
                 times,
                 provider=provider,
-                mode=_mode(case, world),
-                shape=_shape(name, case),
+                mode=_format_mode(case, world),
+                shape=_format_shape(name, case),
                 amount=case.samples * world.size,
                 unit="samples",
                 dtype=EngineConfig().compute_dtype(world.device),
@@ -189,27 +191,27 @@ def time_case(case: UpdateCase, world: World, *, name: str, runs: int) -> tuple[
         for provider, times in seconds.items()
     ]
 
-    def speedup(provider: str, baseline: str = "baseline") -> float:
+    def find_speedup(provider: str, baseline: str = "baseline") -> float:
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))
 
     mfu: dict[str, float] = {}
-    most = utilisation.peak(world.device, EngineConfig().compute_dtype(world.device))
+    most = utilisation.find_peak(world.device, EngineConfig().compute_dtype(world.device))
     if most is not None:
         with FlopCounter() as counter:
             sides["keep"].update()
         mfu = {
-            provider: utilisation.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            provider: utilisation.compute_mfu(counter.model, statistics.median(times), peak=most, ranks=1)
             for provider, times in seconds.items()
         }
-    ratios = {provider: speedup(provider) for provider in seconds}
-    stored = speedup("keep", "baseline, stored log-probs")
+    ratios = {provider: find_speedup(provider) for provider in seconds}
+    stored = find_speedup("keep", "baseline, stored log-probs")
     return rows, ComparedUpdates(name, case.train, case.steps, world.size, distance, ratios, stored, mfu)
 
 
 def measure(config: UpdateConfig) -> MeasuredUpdate:
-    """Count and time every case with this number of ranks, as one of them."""
+    """Count and time every case, as one rank of this process group."""
 
-    def case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> UpdateCase:
+    def make_case(name: str, train: Literal["lora", "full"], steps: int, samples: int) -> UpdateCase:
         return UpdateCase(SIZES[name], train, steps, config.guidance, samples, config.micro_batch, config.checkpointing)
 
     measured = MeasuredUpdate([], [], [])
@@ -219,21 +221,23 @@ def measure(config: UpdateConfig) -> MeasuredUpdate:
                 name = config.sizes[0]
                 # With many steps only the compared sides, to save time.
                 compared = COMPARED if steps == config.counted[-1] else ()
-                few = case(name, train, steps, config.micro_batch)
+                few = make_case(name, train, steps, config.micro_batch)
                 measured.counts.extend(count_case(few, world, name=name, compared=compared))
                 gc.collect()  # hooks hold modules in reference cycles
         for name in config.sizes:
             for train in config.train:
                 for steps in config.steps:
-                    rows, ratios = time_case(case(name, train, steps, config.samples), world, name=name, runs=config.runs)
+                    rows, ratios = time_case(
+                        make_case(name, train, steps, config.samples), world, name=name, runs=config.runs
+                    )
                     measured.rows.extend(rows)
                     measured.compared.append(ratios)
                     gc.collect()
     return measured
 
 
-def _together(update: Callable[[], object], provider: str, peaks: dict[str, int]) -> None:
-    """Run an update that all ranks start at once; on a GPU record the memory that it takes on top of what is held."""
+def _run_together(update: Callable[[], object], provider: str, peaks: dict[str, int]) -> None:
+    """Run an update that all ranks start at once; on a GPU record how much memory it takes beyond what is held before."""
     dist.barrier()
     held = torch.cuda.memory_allocated() if CUDA else 0
     if CUDA:
@@ -243,11 +247,11 @@ def _together(update: Callable[[], object], provider: str, peaks: dict[str, int]
         peaks[provider] = max(peaks.get(provider, 0), torch.cuda.max_memory_allocated() - held)
 
 
-def _mode(case: UpdateCase, world: World) -> str:
+def _format_mode(case: UpdateCase, world: World) -> str:
     return f"{world.size} process(es), {case.train}, {'guidance' if case.guidance else 'no guidance'}"
 
 
-def _shape(name: str, case: UpdateCase) -> str:
+def _format_shape(name: str, case: UpdateCase) -> str:
     return f"{name}, {case.samples} samples x {case.steps} steps, {case.micro_batch} pairs a pass"
 
 
@@ -257,7 +261,7 @@ def run(config: UpdateConfig) -> dict[str, Any]:
     Raises:
         RunError: the processes failed; their messages are on standard error.
     """
-    measured = [harness.in_processes(measure, config, ranks=ranks, threads=config.threads) for ranks in config.ranks]
+    measured = [harness.run_in_processes(measure, config, ranks=ranks, threads=config.threads) for ranks in config.ranks]
     rows = [row for part in measured for row in part.rows]
     counts = [row for part in measured for row in part.counts]
     compared = [case for part in measured for case in part.compared]

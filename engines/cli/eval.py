@@ -12,10 +12,10 @@ from fluvial.engines.cli.parse import console, find_values, flags_in_errors, par
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.evaluation.evaluate import evaluate
-from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder, find
-from fluvial.engines.run.evaluation.table import as_records, format_tables, rows
+from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder, find_suite
+from fluvial.engines.run.evaluation.table import as_records, format_tables, list_rows
 from fluvial.engines.run.process.heap import keep_freed_memory
-from fluvial.engines.run.process.run_folder import finite
+from fluvial.engines.run.process.run_folder import without_infinities
 from fluvial.engines.run.record import CONVERTER
 from fluvial.engines.sampling.generate import on_device
 from fluvial.engines.sampling.solvers import serving_solver
@@ -51,7 +51,7 @@ def find_defaults(name: str, args: list[str]) -> EvalConfig:
     config = apply_run_settings(name, config)
     if suites := find_values(args, "--suite"):
         compared = find_source(name) is not None or bool(find_values(args, "--weights") or find_values(args, "--lora"))
-        return apply_suite_settings(name, find(suites[-1]), config, compared=compared)
+        return apply_suite_settings(name, find_suite(suites[-1]), config, compared=compared)
     # With a file of prompts, or several samples per prompt, every prompt is sampled instead of random ones.
     if find_values(args, "--prompts") or find_values(args, "--seeds"):
         config = replace(config, seeds=config.seeds or 1, samples=None)
@@ -83,8 +83,8 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
                     keep=None if folder is None else folder.keep(kind),
                 )
         ours, base = results[IMAGES], results.get(BASE)
-        table = rows(ours.scores, None if base is None else base.scores)
-        title, settings = subjects.ours.title, finite(CONVERTER.unstructure(config))
+        table = list_rows(ours.scores, None if base is None else base.scores)
+        title, settings = subjects.ours.title, without_infinities(CONVERTER.unstructure(config))
         if folder is not None:
             folder.finish(table, ours, base, title=title, settings=settings)
         if world.is_main and as_json:

@@ -23,13 +23,13 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig, SuiteConfig
-from fluvial.engines.run.exports import export_run, policy_of
+from fluvial.engines.run.exports import build_policy, export_run
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
-from fluvial.engines.run.jobs.media import media_columns
-from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
+from fluvial.engines.run.jobs.media import list_media_columns
+from fluvial.engines.run.jobs.pipeline import check_second_scale, read_run_prompts
 from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
-from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
+from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, is_run, read_configuration, with_base
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight
@@ -131,10 +131,10 @@ def find_source(name: str) -> RecordedRun | None:
     """
     path = Path(name)
     if is_run(name):
-        config = configuration(path)
+        config = read_configuration(path)
         if (path / WEIGHTS).is_dir():
             return RecordedRun(config, path, None)
-        saved = checkpoint.newest_first(config.checkpoint_folders)
+        saved = checkpoint.list_newest_first(config.checkpoint_folders)
         if not saved:
             raise UsageError(f"{name} is a run without exported weights or a checkpoint: continue it (--resume)")
         return RecordedRun(config, path, str(saved[0]))
@@ -143,7 +143,7 @@ def find_source(name: str) -> RecordedRun | None:
     run = path.absolute().parent.parent
     if not (run / RECORD).is_file():
         raise UsageError(f"{name} is a checkpoint, but {run} holds no run: evaluate it within its run folder")
-    return RecordedRun(configuration(run), run, name)
+    return RecordedRun(read_configuration(run), run, name)
 
 
 @contextmanager
@@ -373,7 +373,7 @@ def _open_base(base: str, model: str, job: Job, config: EvalConfig, world: World
     elif not folder.is_dir():
         raise UsageError("base", base, "start, the folder of a run, a checkpoint or a folder of weights")
     if source is not None and source.checkpoint is not None:
-        load = partial(policy_of, source.checkpoint, average=config.average, world=world)
+        load = partial(build_policy, source.checkpoint, average=config.average, world=world)
         return Subject(base, job, partial(_open, job, engine, world, load))
     job_of_base = with_base(job, folder)
     return Subject(base, job_of_base, _make_opener(job_of_base, None, engine, world))
@@ -383,7 +383,9 @@ def _build_job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     """Return the job of a model, with the weights in a folder if one is given."""
     guidance = Guidance(config.guidance, config.negative)
     compute = _build_engine(config).compute_dtype(find_default_device())
-    return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
+    return jobs.open_to_sample(
+        model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute
+    )
 
 
 def _find_heldout(job: Job, name: str, source: RecordedRun | None, evaluation: EvaluationConfig) -> Sequence[Prompt]:
@@ -393,13 +395,13 @@ def _find_heldout(job: Job, name: str, source: RecordedRun | None, evaluation: E
     if source is None:
         raise UsageError(f"{name} needs prompts to evaluate on: set `prompts` to a file, as for training")
     run = source.config
-    return read_prompts_of(
+    return read_run_prompts(
         run.pipeline,
         prompts=run.prompts,
         preferences=None if (data_of_run := run.method.source) is None else getattr(data_of_run, "folder", None),
         data=run.data.images,
         check=job.model.check_prompt,
-        media={} if run.data.images else media_columns(job.model, run.pipeline.media),
+        media={} if run.data.images else list_media_columns(job.model, run.pipeline.media),
     ).heldout
 
 

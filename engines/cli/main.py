@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.listing import JSON, drop_flag, format_paragraphs
 from fluvial.engines.cli.parse import HelpPrintedError
-from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
+from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, describe_machine_failure
 from fluvial.engines.run.process.stop import end_at_once, say_stopped
 from fluvial.engines.waits import Waits, wait_for
 
@@ -110,7 +110,7 @@ def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> i
         _complain(error)
         return 1
     except (MemoryError, RuntimeError) as error:
-        if (line := machine_failure(error)) is None:
+        if (line := describe_machine_failure(error)) is None:
             raise
         _complain(line)
         return 1

@@ -114,7 +114,7 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     for name in classes:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(name, Path(folder), command))
-        print(" | ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+        print(" | ".join(rows[-1].format_cells()), file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps([{**row._asdict(), "trains": row.trains} for row in rows], indent=1))
     else:

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from fluvial.engines.choices import (
-    default_of,
     describe_fields,
+    find_default,
+    find_variant,
     is_bare,
     is_open,
     is_variant,
-    kinds,
-    kinds_of,
+    list_kinds,
     list_unused,
+    list_variant_fields,
+    list_variant_kinds,
+    list_variants,
     locate,
-    settings,
-    variant_of,
-    variants,
 )
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.plugins import suggest
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class FlagForm(NamedTuple):
         if self.union is None:
             return next((hint for form in self.bare if (hint := form.explain_other_kind(name)) is not None), None)
         fields = {
-            kind: [field.name for field in settings(variant_of(self.union, kind, "")[0])] for kind in kinds(self.union)
+            kind: [field.name for field in list_variant_fields(find_variant(self.union, kind, "")[0])]
+            for kind in list_kinds(self.union)
         }
         others = [kind for kind, names in fields.items() if first in names]
         return f"the kind {self.kind} has no {first}, which {', '.join(others)} have" if others else None
@@ -184,21 +185,21 @@ def build_form(
     kind = ""
     if union is not None:
         kind = typed_kind(name) or config.kind
-        variant, build = variant_of(union, kind, name)
+        variant, build = find_variant(union, kind, name)
         if kind == config.kind and is_open(variant):  # a function in Python may have no name to type
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
     hints, inner = get_type_hints(variant, include_extras=True), dict[str, FlagForm]()
     names, bare = list[str](), list[FlagForm]()
     fields: list[Any] = [] if union is None else [(KIND, _build_kind_flag(union), kind)]
-    for field in dataclasses.fields(variant) if union is None else settings(variant):
+    for field in dataclasses.fields(variant) if union is None else list_variant_fields(variant):
         value = getattr(config, field.name) if isinstance(config, variant) else _find_default(field)
         full_name, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
         full_name = name if is_bare(field) else full_name
         if full_name in hidden:
             continue
-        if variants(declared) or dataclasses.is_dataclass(value):
-            form = build_form(value, typed_kind, full_name, declared if variants(declared) else None, hidden)
+        if list_variants(declared) or dataclasses.is_dataclass(value):
+            form = build_form(value, typed_kind, full_name, declared if list_variants(declared) else None, hidden)
             inner[field.name] = form
             names += form.names
             bare += [form] if is_bare(field) else []
@@ -220,11 +221,11 @@ def _build_kind_flag(union: Any) -> Any:
     """Return the annotated type of the flag for a choice's kind."""
     import tyro
 
-    known, custom = kinds(union), any(map(is_open, variants(union)))
+    known, custom = list_kinds(union), any(map(is_open, list_variants(union)))
     metavar = f"{{{','.join([*known, 'module:name'] if custom else known)}}}"
     about = "; ".join(
-        f"{'any other' if is_open(variant) else kinds_of(variant)[0]}: {_read_first_line(variant)}"
-        for variant in reversed(variants(union))
+        f"{'any other' if is_open(variant) else list_variant_kinds(variant)[0]}: {_read_first_line(variant)}"
+        for variant in reversed(list_variants(union))
     )
     return Annotated[str, tyro.conf.arg(name="", metavar=metavar, help=about)]
 
@@ -237,7 +238,7 @@ def _find_default(field: "dataclasses.Field[Any]") -> Any:
     """Return the default of a field, or tyro's mark of a required one."""
     import tyro
 
-    return tyro.MISSING if (default := default_of(field)) is dataclasses.MISSING else default
+    return tyro.MISSING if (default := find_default(field)) is dataclasses.MISSING else default
 
 
 def _read_first_line(variant: type) -> str:
@@ -259,8 +260,8 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(matches)}")
         if (hint := form.explain_other_kind(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        near = did_you_mean(unknown, map(_to_flag, form.names))
-        near = near or did_you_mean(unknown, [_to_flag(name.rpartition(".")[2]) for name in form.names])
+        near = suggest(unknown, map(_to_flag, form.names))
+        near = near or suggest(unknown, [_to_flag(name.rpartition(".")[2]) for name in form.names])
         name = unknown[2:].replace("-", "_")
         if (hint := explain_unknown(name, form.names, _to_flag, of_method=bool(form.bare))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
@@ -418,7 +419,7 @@ def parse_name(
     if args and (args[0] in known or (fits is not None and fits(args[0]))):
         return args[0]
     got = repr(args[0]) if args else "nothing"
-    guess = did_you_mean(args[0], known) if args else ""
+    guess = suggest(args[0], known) if args else ""
     raise UsageError(
         f"{command} needs the name of {what}, got {got}, expected one of {', '.join(known)}{guess} "
         f"(fluvial {command} --help)"

@@ -111,7 +111,7 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     with open_model(name, weights=config.weights, lora=config.lora) as (model, weights):
         if config.prompts:
             jobs.check_has_reward(model, config.rewards)
-        job = jobs.to_train(
+        job = jobs.open_to_train(
             model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=weights, prompts=config.prompts
         )
         if weights == config.weights:  # not the weights of a run, whose rollouts may be guided

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fluvial.engines.cli.parse import find_values, split_flags
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.process.launch import cores, launch
+from fluvial.engines.run.process.launch import count_cores, launch
 
 FLAG = "--processes"
 PER_CORE = 32  # largest number of processes per core; more would only fill the memory
@@ -32,7 +32,7 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
     if "RANK" in os.environ:
         raise UsageError(f"{FLAG} is {values[0]}, but this process already is one of several, e.g. torchrun's: remove it")
     count = _count_auto() if values[0] == "auto" else int(values[0]) if values[0].isdecimal() else 0
-    most = PER_CORE * cores()
+    most = PER_CORE * count_cores()
     if not 1 <= count <= most:
         raise UsageError(f"{FLAG} is {values[0]!r}, expected a number from 1 to {most} ({PER_CORE} per core), or auto")
     return count, others
@@ -50,7 +50,7 @@ def _count_auto() -> int:
 
         if torch.cuda.is_available():
             return torch.cuda.device_count()
-    return min(cores(), 2)
+    return min(count_cores(), 2)
 
 
 def _has_gpus() -> bool:

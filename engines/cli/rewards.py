@@ -7,7 +7,7 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, drop_flag, find_installed, find_width, format_paragraphs, wrap
 from fluvial.engines.errors import UsageError
-from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.plugins import suggest
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
 
 USAGE = """usage: fluvial rewards [NAME] [--json]
@@ -58,7 +58,7 @@ def run(args: list[str]) -> None:
         print(f"{name}: client of a reward server\n\n{inspect.getdoc(clients.CLIENTS[name])}\n")
         _print_options(name, clients.build_maker(name))
     else:
-        raise UsageError(f"unknown reward {name!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise UsageError(f"unknown reward {name!r}, expected one of {', '.join(known)}{suggest(name, known)}")
 
 
 def _print_table() -> None:

@@ -22,7 +22,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.media import check_columns, list_media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, is_adapter
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
@@ -103,12 +103,12 @@ def sample(name: str, config: SampleConfig) -> Path:
     files = tuple(filter(is_prompt_file, config.prompts))  # a missing file is an error before a checkpoint is read
     with open_model(name, weights=config.weights, lora=config.lora) as (base, weights):
         recorded = _find_recorded(base, config, files)
-        job = jobs.to_sample(
+        job = jobs.open_to_sample(
             base, config.pipeline, steps=config.steps, guidance=config.guidance, weights=weights, prompts=recorded
         )
         if weights == config.weights:  # not the weights of a run, whose rollouts may be guided
             check_second_scale(job.model, guided=config.guidance.scale != 1)
-        media = media_columns(job.model, config.pipeline.media)
+        media = list_media_columns(job.model, config.pipeline.media)
         prompts = [prompt for word in config.prompts for prompt in _parse_prompts(word, job, media)]
         check_columns(job.model, [*job.prompts[:1], *prompts], media)
         if is_recorded(model := cast(Any, job.model)):
@@ -156,4 +156,4 @@ def _draw_sheet(
     chunks = generate(model, module, requests, sampling, micro_batch=config.micro_batch)
     samples = torch.cat([chunk.images.cpu() for chunk in chunks])
     scores = score(job.evaluators["heldout"], samples, repeated) if "heldout" in job.evaluators else None
-    return images.sheet_of(samples, texts(repeated), scores, title=title, columns=config.each)
+    return images.draw_sheet(samples, texts(repeated), scores, title=title, columns=config.each)

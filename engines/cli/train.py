@@ -162,13 +162,13 @@ def _configure_recipe(
     flags = flags if preset is None or find_values(flags, PRESET) else [PRESET, str(preset), *flags]
     first = _build(name, recipe, flags)
     with convert_errors(UsageError, UsageError, says=str(path)):
-        runs = read.expand(first, entries, list_fields(first))
+        runs = read.expand_sweeps(first, entries, list_fields(first))
     for label, values in runs:
         model = [] if "model" not in values else ["--model", str(values["model"])]
         plain = _build(name, recipe, [*model, *flags])
         base, others = _apply_preset(plain, expand_flags(flags, list_fields(plain)))
         with convert_errors(UsageError, UsageError, says=str(path)):
-            config = read.apply(base, values, list_fields(base)) if values else base
+            config = read.apply_settings(base, values, list_fields(base)) if values else base
         yield _complete(command, name, about, plain, config, others, label=label, gpus=gpus)
 
 
@@ -226,12 +226,12 @@ def _apply_preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainCo
     matched, others = split_flags(flags, {PRESET})
     if not matched:
         return config, others
-    from fluvial.engines.run.recipes import on_gpus
+    from fluvial.engines.run.recipes import fit_to_gpus
 
     if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
-        preset, note = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
+        preset, note = fit_to_gpus(config, (find_values(flags, PRESET) or [""])[-1])
     except UsageError as error:
         raise UsageError(error.name_fields(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
@@ -314,10 +314,10 @@ def _find_recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a built-in, published, installed or user-defined recipe."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines.run.recipes import RECIPES, recipe_of
+    from fluvial.engines.run.recipes import RECIPES, make_method_recipe
 
     recipe: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
-    return recipe_of(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]
+    return make_method_recipe(recipe) if inspect.isclass(recipe) else recipe  # type: ignore[arg-type]
 
 
 def _explain_no_recipe(recipe: Any) -> str | None:
@@ -326,7 +326,7 @@ def _explain_no_recipe(recipe: Any) -> str | None:
 
     if inspect.isclass(recipe) and issubclass(recipe, Method):
         return explain_no_method(recipe)
-    return plugins.callable_with()(recipe)
+    return plugins.make_call_check()(recipe)
 
 
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:
@@ -354,12 +354,12 @@ def _build(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     sets its own.
     """
     from fluvial.engines.run.config import TrainConfig
-    from fluvial.engines.run.jobs.weights import base_model
+    from fluvial.engines.run.jobs.weights import find_base_model
 
     models = find_values(args, "--model")[-1:]
     takes_model = "model" in inspect.signature(recipe).parameters
     try:
-        config = recipe(model=base_model(models[0])) if models and takes_model else recipe()
+        config = recipe(model=find_base_model(models[0])) if models and takes_model else recipe()
     except UsageError:
         raise
     except Exception as error:
@@ -378,8 +378,8 @@ def _is_recorded(out: Path) -> bool:
 
 def _read_recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder."""
-    from fluvial.engines.run.jobs.weights import configuration
+    from fluvial.engines.run.jobs.weights import read_configuration
 
     if not _is_recorded(out):
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")
-    return configuration(out)
+    return read_configuration(out)

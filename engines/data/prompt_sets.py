@@ -131,7 +131,7 @@ def read_set(word: str, part: Part) -> Iterator[FileRecord]:
     Raises:
         UsageError: there is no such set, or it is not a function that returns records of a part.
     """
-    check = plugins.callable_with("part")
+    check = plugins.make_call_check("part")
     prompt_set: PromptSet = plugins.load(word.removeprefix(MARK), "prompts", check, table=PROMPT_SETS, field="prompts")
     try:
         for number, record in enumerate(prompt_set(part), start=1):

@@ -18,7 +18,7 @@ from fluvial.engines.attention import set_attention, split_tokens
 from fluvial.engines.engine.config import DTYPES, EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.offload import frozen_tensors, on_host
+from fluvial.engines.offload import call_with_offload, list_frozen_tensors
 from fluvial.models.device import is_accelerator
 from fluvial.models.lora import HEADS, is_adapter
 from fluvial.models.quantised import quantise_linear
@@ -208,14 +208,14 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None
     for block in blocks[: config.checkpointed]:
         block.forward = partial(_checkpoint, block.forward, contexts)
         if config.checkpointing == "host":
-            block.forward = partial(on_host, block.forward)
+            block.forward = partial(call_with_offload, block.forward)
 
 
 def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
     """Call a forward pass, and store only its inputs for the backward pass.
 
-    Inputs that need a gradient (positional, keyword, or in lists) are saved tensors, which `on_host` moves. Others, such as
-    rotary embeddings, are shared by the blocks, so that copies would only cost memory.
+    Inputs that need a gradient (positional, keyword, or in lists) are saved tensors, which `call_with_offload` moves.
+    Others, such as rotary embeddings, are shared by the blocks, so that copies would only cost memory.
     """
     leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     saved = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -259,7 +259,7 @@ def swapped_blocks(module: nn.Module, blocks: Sequence[nn.Module], config: Engin
     number = len(blocks) if config.offload == "blocks" else int(config.offload)
     if number > len(blocks):
         raise UsageError("engine.offload", number, f"at most the {len(blocks)} blocks of the network")
-    if not any(frozen_tensors(block) for block in blocks):
+    if not any(list_frozen_tensors(block) for block in blocks):
         hint = f"no block of {type(module).__name__} has frozen weights; train adapters, or leave it out"
         raise UsageError("engine.offload", config.offload, hint=hint)
     return [blocks[place * len(blocks) // number] for place in range(number)]
@@ -269,7 +269,7 @@ def on_host_tensors(module: nn.Module, blocks: Sequence[nn.Module], config: Engi
     """Return the ids of the tensors that stay on the host."""
     if config.offload == "always":
         return {id(parameter) for parameter in module.parameters()}
-    return {id(tensor) for block in swapped_blocks(module, blocks, config) for tensor in frozen_tensors(block)}
+    return {id(tensor) for block in swapped_blocks(module, blocks, config) for tensor in list_frozen_tensors(block)}
 
 
 def _move(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError
-from fluvial.engines.files import read_weights, shapes, weight_files
+from fluvial.engines.files import list_weight_files, read_shapes, read_weights
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import find_quantised
@@ -135,7 +135,7 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     base_tensors = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
     quantised = {plain_name(f"{name}.weight"): layer for name, layer in find_quantised(module).items()}
     with world.agreed():
-        stored_shapes = shapes(folder)
+        stored_shapes = read_shapes(folder)
         expected = {name: tuple(tensor.shape) for name, tensor in base_tensors.items()}
         expected.update((name, (layer.out_features, layer.in_features)) for name, layer in quantised.items())
         if missing := sorted(set(expected) - set(stored_shapes)):
@@ -167,4 +167,4 @@ class _WeightFiles(FileSystem):
 
     def ls(self, path: Any) -> list[str]:
         """Return the paths of the weight files."""
-        return [str(file) for file in weight_files(self.folder)]
+        return [str(file) for file in list_weight_files(self.folder)]

@@ -12,7 +12,7 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
 from fluvial.engines.files import LORA
-from fluvial.engines.run.log.records import flat, read_json, read_records
+from fluvial.engines.run.log.records import flatten, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that name files of a machine, or that do not change the weights.
@@ -184,7 +184,7 @@ def _format_adapter_call(card: Card, folder: str) -> str:
 
 def _format_settings(card: Card) -> str:
     """Return the section of the settings that differ from the defaults of the method."""
-    settings, defaults = flat(card.settings), flat(card.defaults)
+    settings, defaults = flatten(card.settings), flatten(card.defaults)
     rows = [
         f"| `{name.removeprefix('method.')}` | `{json.dumps(value)}` |"
         for name, value in settings.items()

@@ -86,7 +86,7 @@ class AdjointMatching(Method, name="adjoint"):
         """Propagate the reward's gradient back through the base, then fit the steps' control to it."""
         keep = run.grade(batch).keep[:, None] * (batch.noise > 0)
         steps = run.record_steps(batch, key, trained=self.trained, keep=keep)
-        steps = steps.with_predictions(adjoint=self.carry_back(run, steps, -self.scale * run.reward_gradient(batch)))
+        steps = steps.with_predictions(adjoint=self.carry_back(run, steps, -self.scale * run.differentiate_rewards(batch)))
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, "base")
             if self.quantile is not None:

@@ -82,7 +82,7 @@ class AlignProp(Method, name="alignprop"):
         sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         final = final_samples(v, rows, sampling.stochastic.transition, sampling.schedule, partial(run.forward, items))
-        return run.rewards_of(items, rows, final)[0]
+        return run.compute_rewards(items, rows, final)[0]
 
     def loss(self, v: Tensor, rows: LastSteps, reward: Any = None) -> tuple[Tensor, AlignPropInfo]:
         """Return minus the reward of the replayed final samples, or its distance to the target."""

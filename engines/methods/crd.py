@@ -74,8 +74,8 @@ class Crd(Method, name="crd"):
 
     def networks(self) -> Networks:
         """Declare the old policy, the policy that generates the rollouts, and the references of the KL terms."""
-        slower = Follower(self.rollout_policy.decay, samples_from=0)
-        return {"old": Follower(self.old.decay), "sampling": slower, **self.kl.networks()}
+        slower = Follower(self.rollout_policy.compute_decay, samples_from=0)
+        return {"old": Follower(self.old.compute_decay), "sampling": slower, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Centre implicit rewards and rewards over the samples of each update, per level; fit one to the other."""

@@ -91,4 +91,4 @@ def score_steps(run: "Run", batch: "Batch") -> "tuple[Batch, Tensor]":
     assert batch.rewards is not None
     assert last.rewards is not None
     kept = [replace(each, rewards=each.rewards._replace(kept=last.rewards.kept)) for each in scored]  # type: ignore[union-attr]
-    return kept[-1], torch.stack([run.reward(each) for each in kept], dim=1)
+    return kept[-1], torch.stack([run.weigh_rewards(each) for each in kept], dim=1)

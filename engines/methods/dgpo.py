@@ -14,7 +14,7 @@ from fluvial.core.dgpo import DgpoInfo
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.run.declared import Follower, Networks, Start, ramp
+from fluvial.engines.run.declared import Follower, Networks, Start, compute_ramp
 from fluvial.engines.run.method import EpochsConfig, Method, Needs
 from fluvial.engines.sampling.config import CleanSamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
@@ -78,7 +78,7 @@ class Dgpo(Method, name="dgpo"):
     def networks(self) -> Networks:
         """Declare the old policy, which follows fast, and the policy that training starts from."""
         start = None if self.old_samples_from is None else self.old_samples_from + 1
-        decay = partial(ramp, rise=self.old_rise, cap=self.old_cap, delay=1)
+        decay = partial(compute_ramp, rise=self.old_rise, cap=self.old_cap, delay=1)
         return {"old": Follower(decay, samples_from=start), "ref": Start(self.kl.guidance), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":

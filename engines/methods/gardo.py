@@ -88,7 +88,7 @@ class Gardo(Method, name="gardo"):
         """Optimize the surrogate of every recorded step, with a KL on the gated samples."""
         assert batch.rewards is not None
         scores = batch.rewards.scores[batch.kept] * run.runners.weights.sign()  # only the sign of a weight matters
-        advantage = diverse_advantages(scores[:, 0], run.features(batch, self.features), batch.group)
+        advantage = diverse_advantages(scores[:, 0], run.extract_features(batch, self.features), batch.group)
         advantage, chosen = advantage.clamp(-self.adv_clip, self.adv_clip), self.gate.choose(run.state, scores)
         run.log(advantage=advantage.clone(), gate={"share": float(chosen.mean())})
         steps = run.record_steps(batch, key, advantage, trained=self.trained, keep=torch.ones_like(advantage))

@@ -185,7 +185,7 @@ class RewardTermConfig:
             return lambda rows, x0: 0.0
 
         def shortfall(rows: Any, x0: Tensor) -> Tensor:
-            (score,) = run.rewards_of(items, rows, x0)
+            (score,) = run.compute_rewards(items, rows, x0)
             return self.coef * (-score if self.margin is None else (self.margin - score).relu())
 
         return shortfall

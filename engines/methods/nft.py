@@ -68,7 +68,7 @@ class Nft(Method, name="nft"):
 
     def networks(self) -> Networks:
         """Declare the old policy, which generates all rollouts, and the references of the KL terms."""
-        old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
+        old = Before() if isinstance(self.old, NoOld) else Follower(self.old.compute_decay, samples_from=0)
         return {"old": old, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":

@@ -80,7 +80,7 @@ class Refl(Method, name="refl"):
         sampling = items.batch.spec.sampling
         assert sampling.stochastic is not None
         end = to_device(sampling.schedule.levels[-1], rows.level.device).to(rows.level.dtype).expand_as(rows.level)
-        return run.rewards_of(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]
+        return run.compute_rewards(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]
 
     def loss(self, v: Tensor, rows: RecordedSteps, reward: Any = None) -> tuple[Tensor, RewardInfo]:
         """Return the reward's shortfall from the margin, or minus the reward without one."""

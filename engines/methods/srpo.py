@@ -91,7 +91,7 @@ class Srpo(Method, name="srpo"):
         edits = [prefix(words[run.clock % len(words)]) for words in (self.wanted, self.unwanted)]
         items = items.with_rows(x=x, level=level, target=noise - items.rows.x0, context=torch.stack(context, dim=1))
         for part in run.minibatches(items, key, self.passes):
-            yield run.update(part, partial(self.loss, reward=partial(run.rewards_of, part, edits=edits)))
+            yield run.update(part, partial(self.loss, reward=partial(run.compute_rewards, part, edits=edits)))
 
     def steps(self, key: Key) -> Tensor:
         """Return level s, level s' after the step and weight k, for the steps towards and away from the image, `[3, 2]`."""

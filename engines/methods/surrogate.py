@@ -56,7 +56,7 @@ class SurrogateConfig:
 
     def networks(self) -> Networks:
         """Declare the surrogate, its moving average, and the surrogate with guidance as a teacher."""
-        average = Follower(Ramp(start=0.001, rise=0.001, cap=0.3, delay=1).decay, network="surrogate")
+        average = Follower(Ramp(start=0.001, rise=0.001, cap=0.3, delay=1).compute_decay, network="surrogate")
         guide = SameNetwork("surrogate", self.guidance)
         return {"surrogate": Trained(self.optimizer), "average": average, "guide": guide}
 

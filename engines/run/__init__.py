@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 def train(config: "TrainConfig", job: "Job | None" = None, *, console: "Console | None" = None) -> dict[str, Any]:
-    """Run a training job to its end, or until it is asked to stop, and return its summary (empty if stopped early).
+    """Run a training job to its end or a request to stop, and return its summary (empty if stopped early).
 
-    The run folder `config.out` receives metrics, images, checkpoints, the trained weights and the summary.
+    Metrics, images, checkpoints, trained weights and the summary are written to the run folder `config.out`.
 
     Args:
-        job: what is trained; by default what `config.model` names.
-        console: where progress is shown; None is silent.
+        job: job to train; by default that of `config.model`.
+        console: console for progress; None is silent.
 
     Raises:
-        UsageError: the run cannot be done as configured.
-        RunError: it cannot go on.
+        UsageError: the configuration does not fit the job or the machine.
+        RunError: the run cannot continue.
     """
-    from fluvial.engines.run.training import run  # imports torch, which a command's help need not wait for
+    from fluvial.engines.run.training import run  # imports torch, which the help of a command avoids
 
     return run(config, job, console=console)

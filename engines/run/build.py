@@ -19,7 +19,7 @@ from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.files import digest_weights
-from fluvial.engines.heads import add_head, list_head
+from fluvial.engines.heads import add_head, list_head_parameters
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
@@ -30,9 +30,9 @@ from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_frames, has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
-from fluvial.engines.run.jobs.weights import digest, read_adapter
+from fluvial.engines.run.jobs.weights import digest_adapter, read_adapter
 from fluvial.engines.run.method import Images, Method, NoisedRows, Preferences
-from fluvial.engines.run.monitoring.diagnostics import evaluator_of
+from fluvial.engines.run.monitoring.diagnostics import choose_watched
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
@@ -40,7 +40,7 @@ from fluvial.engines.run.prefetch import RolloutPrefetcher
 from fluvial.engines.run.rollouts import Memory
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.sampler import RolloutSampler
-from fluvial.engines.run.saving import read_micro_batch, runs_on
+from fluvial.engines.run.saving import describe_machine, read_micro_batch
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules, ScoutedGroups
 from fluvial.engines.sampling.generate import Guidance, on_device
@@ -66,15 +66,15 @@ from fluvial.models.step_cache import GuidanceCache
 
 
 class RunParts(NamedTuple):
-    """The parts of a run."""
+    """Parts of a run."""
 
-    run: Run  # as the method sees it; its micro-batch is a number, its job has evaluators, by default the rewards of the run
-    ahead: RolloutPrefetcher | None  # batches that are collected ahead of the updates, if any are
-    evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
+    run: Run  # interface for the method; its micro-batch is a number, and its job has evaluators
+    ahead: RolloutPrefetcher | None  # collects batches ahead of the updates; None without `rollout.ahead`
+    evaluated: Job  # job of the evaluations, perhaps with other prompts, evaluators and sizes
     schedule: Schedule  # with its timesteps on the device
-    evaluation_schedule: Schedule  # which may have another number of steps
-    choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
-    base: str  # fingerprint of the weights, and of the adapter, that training starts from
+    evaluation_schedule: Schedule  # perhaps with another number of steps
+    choices: dict[str, Choice]  # micro-batch sizes chosen by trial, and why, by setting
+    base: str  # fingerprint of the weights and adapters that training starts from
 
 
 @collective
@@ -87,72 +87,72 @@ def build_parts(
     stop: Callable[[], bool] = lambda: False,
     resume_from: Path | str | None = None,
 ) -> RunParts:
-    """Return the parts of a run.
+    """Build the parts of a run.
 
     Args:
-        memory: what the run remembers between batches.
-        stop: whether this rank was asked to stop.
-        resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes, and whose number of
-            pairs where it was chosen on a machine like this one.
+        memory: state of the run between batches.
+        stop: returns whether this rank was asked to stop.
+        resume_from: checkpoint to continue from. An automatic micro-batch takes its size; automatic pairs per pass take its
+            number if it was chosen on a machine like this one.
 
     Raises:
-        UsageError: configuration and job do not fit together, or something of the job cannot be used.
+        UsageError: configuration and job do not fit together, or a part of the job cannot be used.
         RunError: a reward cannot score blank images.
     """
     with world.agreed():
-        # What is wrong with the job is found before anything is computed.
-        rewards, job = _rewards(config, job, world)
+        # Check the job before anything is computed.
+        rewards, job = _select_rewards(config, job, world)
         job.check_prompts()
         _check_sources(config.method, job)
         _check_column(config.method, job)
         _check_order(config.data.order, job)
         if config.rollout.is_served:
             check_files(list_examples(job.prompts))
-        asked = build_evaluated(job, config.evaluation, config.pipeline)
+        evaluated = build_evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, [*list_examples(job.prompts)])
-        check_records(asked.evaluators, [*list_examples(asked.heldout)], label="evaluator")
+        check_records(evaluated.evaluators, [*list_examples(evaluated.heldout)], label="evaluator")
         if config.prompts and not any(prompt.media for prompt in list_examples(job.prompts)):
-            asked_rewards = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_used([*list_examples(job.prompts, asked.heldout)], asked_rewards)
-        _check_watched(config, asked, rewards)
+            scorers = {**evaluated.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
+            check_used([*list_examples(job.prompts, evaluated.heldout)], scorers)
+        _check_watched(config, evaluated, rewards)
     group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     with ExitStack() as stack:
         stack.callback(runners.close)
-        with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **asked.evaluators})}"):
-            _warm_up(config, job, asked, runners, world)
+        with world.agreed(), wait_for(f"trying the rewards {', '.join({**rewards, **evaluated.evaluators})}"):
+            _warm_up(config, job, evaluated, runners, world)
         with world.agreed(), convert_errors(UsageError, ValueError):
             conditioned = any(prompt.media for prompt in list_examples(job.prompts))
             known: Any = {"recorded": is_recorded(job.model), "any_level": knows_any_level(job.model)}
             check_model(config, job.model.prediction, **known, conditioned=conditioned)
-        _check_negative_prompt(config, job, asked)
-        job = _encode_prompts(config, job, asked, world)  # before the network, so that encoders have the device alone
+        _check_negative_prompt(config, job, evaluated)
+        job = _encode_prompts(config, job, evaluated, world)  # before the network, so that encoders have the device alone
         engine, base = _open_engine(config, job, world)
         with world.agreed():
-            preferences = _preferences(config, job)
-        networks = _networks(config, job, engine)
+            preferences = _open_preferences(config, job)
+        networks = _open_networks(config, job, engine)
         schedules = Schedules(job.model, config.method.sampling, world.device)
         schedule, _ = schedules.of(job.shape)
-        copy = _copy(config, job, networks, world) if config.rollout.ahead else None
+        copy = _open_copy(config, job, networks, world) if config.rollout.ahead else None
         config, pairs, choices = _choose_passes(config, job, engine, schedule, resume_from)
         with world.agreed():
-            # What servers make is compared with the engine's own network, on the main thread.
-            apart = copy is not None and not config.rollout.is_served
+            # Samples of servers are compared with the engine's own network, on the main thread.
+            samples_from_copy = copy is not None and not config.rollout.is_served
             source = build_source(
                 config.rollout,
                 config.method.sampling,
                 job.model,
-                copy.behaviour if copy is not None and apart else networks.open_sampler,
+                copy.behaviour if copy is not None and samples_from_copy else networks.open_sampler,
                 world,
                 resume=config.resume or resume_from is not None,
-                adapter=lambda version: networks.sampling_adapter(version) or "default",
+                adapter=lambda version: networks.choose_sampler(version) or "default",
                 product=config.lora.product,
-                sizes=_pixels(config, job),
+                sizes=_list_pixel_sizes(config, job),
                 copy=copy,
             )
             latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
-            # A server sends the final latents only to those who need them; in process they cost nothing.
-            alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
+            # Servers send the final latents only if something reads them; in process they cost nothing.
+            only_steps = config.method.recorded is not None and config.method.needs.rewards != "gradients"
             sampler = RolloutSampler(
                 config,
                 job,
@@ -161,34 +161,34 @@ def build_parts(
                 schedules,
                 copy=copy,
                 pairs=preferences,
-                sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
+                sends_final=latents or not (only_steps and config.rollout.is_served and config.rollout.store is None),
             )
         check_loss = with_checked_loss(config.method)
         run = Run(config, job, networks, sampler, rewards, runners, memory, pairs=pairs, stop=stop, check_loss=check_loss)
         ahead = None if copy is None else RolloutPrefetcher(run, copy)
-        evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
+        evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, evaluated.shape), world.device)
         stack.pop_all()
-    return RunParts(run, ahead, asked, schedule, evaluation_schedule, choices, base)
+    return RunParts(run, ahead, evaluated, schedule, evaluation_schedule, choices, base)
 
 
 @collective
-def _encode_prompts(config: TrainConfig, job: Job, asked: Job, world: World) -> Job:
-    """Return a job whose model has encoded all texts of the run, where it encodes them ahead."""
+def _encode_prompts(config: TrainConfig, job: Job, evaluated: Job, world: World) -> Job:
+    """Encode all texts of the run if the job encodes them ahead, and return the job with the prompts that remain."""
     if job.prepare is None:
         return job
     guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
-    with wait_for("encoding what the run reads"):
-        prompts = job.prepare(world, list_texts(job, asked, guidance))
+    with wait_for("encoding prompts and images"):
+        prompts = job.prepare(world, list_texts(job, evaluated, guidance))
     return job if prompts is None else replace(job, prompts=prompts)
 
 
 @collective
 def _open_engine(config: TrainConfig, job: Job, world: World) -> tuple[Engine, str]:
-    """Return the engine of the policy, and the fingerprint of all weights."""
-    weights = _sharded_weights(config, job)
+    """Build the engine of the policy, and return it with the fingerprint of all weights."""
+    weights = _find_sharded_weights(config, job)
     with world.agreed():
         with wait_for(f"loading the network of {config.model}"):
-            module, adapter = _network_in_training(config, job)
+            module, adapter = _build_trained_network(config, job)
         share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
             tensors = sorted(module.state_dict().items())[share] if weights is None else ()
@@ -213,10 +213,13 @@ def _open_engine(config: TrainConfig, job: Job, world: World) -> tuple[Engine, s
 def _choose_passes(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, tuple[int, ...], dict[str, Choice]]:
-    """Return a run with a number as its micro-batch, its numbers of pairs per pass of an update, and why these were chosen.
+    """Choose the sizes of forward passes that are auto: `engine.micro_batch` and `engine.update_micro_batch`.
 
-    Those of a checkpoint are taken, and its pairs if it was written on a machine like this one. There are none where
-    `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
+    A checkpoint's sizes are reused; its pairs only if it was written on a machine like this one.
+
+    Returns:
+        The run with a number as its micro-batch; micro-batch sizes of an update in pairs, empty if the setting is a number
+        or cannot be chosen; and the choices made here.
     """
     choices = dict[str, Choice]()
     if config.engine.micro_batch == "auto":
@@ -232,7 +235,7 @@ def _choose_passes(
     if resume_from is not None:
         known = checkpoint.read_manifest(resume_from, world=engine.world)["meta"]["runs_on"]
         pairs = known.pop("update_micro_batch", None)
-        if pairs is not None and known == runs_on(config, engine.world):
+        if pairs is not None and known == describe_machine(config, engine.world):
             return config, tuple(pairs), choices
     with wait_for("choosing engine.update_micro_batch by trial"):
         choices["update_micro_batch"] = choice = choose_pairs(config, job, engine, schedule)
@@ -241,15 +244,15 @@ def _choose_passes(
 
 
 def _list_trained(config: TrainConfig, module: nn.Module, name: str) -> list[str]:
-    """Return the parameters of a network of the method that learns as an adapter of the policy's module; else none."""
+    """Return the parameters of a second trained network that is an adapter of the policy's module; else none."""
     if config.train != "lora" or not isinstance(config.networks[name], Trained):
         return []
-    return [*map_adapter_names(module, name).values(), *list_head(module, name)]
+    return [*map_adapter_names(module, name).values(), *list_head_parameters(module, name)]
 
 
 @collective
-def _networks(config: TrainConfig, job: Job, engine: Engine) -> BuiltNetworks:
-    """Return the networks that the method declares."""
+def _open_networks(config: TrainConfig, job: Job, engine: Engine) -> BuiltNetworks:
+    """Build the networks that the method declares."""
     frozen, trained = dict[str, ShardedModule](), dict[str, Engine]()
     for name, network in config.networks.items():
         if isinstance(network, Start | Base) and config.train == "full":
@@ -264,59 +267,59 @@ def _networks(config: TrainConfig, job: Job, engine: Engine) -> BuiltNetworks:
 
 
 def _open_trained(config: TrainConfig, job: Job, name: str, network: Trained, engine: Engine) -> Engine:
-    """Return the engine of a second network that learns: of an adapter of the policy's module, or of a module of its own."""
+    """Build the engine of a second trained network: an adapter of the policy's module, or a separate module."""
     if config.train == "lora":
         return Engine(engine.sharded, config=network.optimizer, parameters=_list_trained(config, engine.module, name))
     with engine.world.agreed():
-        module = _network(config, job)
+        module = _build_network(config, job)
         blocks = job.model.blocks(module)
         if network.head:
             add_head(module, blocks, name, seed=config.seed)
-    weights = _sharded_weights(config, job)
+    weights = _find_sharded_weights(config, job)
     return Engine(module, blocks, network.optimizer, engine.world, sharding=config.engine, weights=weights)
 
 
 def _open_frozen(config: TrainConfig, job: Job, world: World) -> ShardedModule:
-    """Return a job's network for forward passes alone."""
-    weights = _sharded_weights(config, job)
+    """Load a job's network for forward passes only."""
+    weights = _find_sharded_weights(config, job)
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
                 raise UsageError(f"{folder} holds no model, config.json is missing: set `teacher` to a folder of weights")
-        module = _network(config, job).requires_grad_(False)
+        module = _build_network(config, job).requires_grad_(False)
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
 
 
 @collective
-def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) -> Copy:
-    """Return a second network, which samples while the engine's own is trained."""
+def _open_copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) -> Copy:
+    """Build a second network that generates rollouts while the engine's own is trained."""
     with world.agreed():
-        module, _ = _network_in_training(config, job)
-    blocks, weights = job.model.blocks(module), _sharded_weights(config, job)
-    return Copy(module, blocks, world, config.engine, weights=weights, adapter=networks.sampling_adapter)
+        module, _ = _build_trained_network(config, job)
+    blocks, weights = job.model.blocks(module), _find_sharded_weights(config, job)
+    return Copy(module, blocks, world, config.engine, weights=weights, adapter=networks.choose_sampler)
 
 
-def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
-    """Return size in pixels and number of frames by the shape of a sample, for a model that has several."""
+def _list_pixel_sizes(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
+    """Return size in pixels and number of frames by the shape of a sample; empty for a model of one size."""
     if has_one_size(job.model):
         return {}
     frames, sizes = config.pipeline.frames, job.sizes or {config.pipeline.size: job.shape}
     return {tuple(shape): (size, frames) for size, shape in sizes.items()}
 
 
-def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
+def _warm_up(config: TrainConfig, job: Job, evaluated: Job, runners: RewardRunners, world: World) -> None:
     """Score a blank batch with every reward and evaluator, before anything expensive."""
     count = 2 if isinstance(config.engine.micro_batch, str) else config.engine.micro_batch
     known = {id(runner.reward) for runner in runners.runners}
-    others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
-    images, latents = _blank(config, job), torch.zeros(1, *job.shape)
+    others = {name: reward for name, reward in evaluated.evaluators.items() if id(reward) not in known}
+    images, latents = _make_blank(config, job), torch.zeros(1, *job.shape)
     blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
     warm_up(runners.runners, blank, count=count, group=config.method.sampling.group)
-    warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
+    warm_up_evaluators(others, blank._replace(prompts=evaluated.heldout[:count]), count=count)
 
 
-def _blank(config: TrainConfig, job: Job) -> Tensor:
-    """Return one blank image, or video, as the model makes them; for a pipeline without waiting for its VAE."""
+def _make_blank(config: TrainConfig, job: Job) -> Tensor:
+    """Return a blank image or video of the model's size; a pipeline's VAE is not loaded for it."""
     if getattr(job.model, "pipeline", None) is None:
         with torch.no_grad():
             return job.model.decode(torch.zeros(1, *job.shape))
@@ -324,8 +327,8 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
     return torch.zeros(1, 3, *([frames] if has_frames(frames, job.shape) else []), height, width)
 
 
-def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
-    """Return the rewards of the run with their weights, and the job with its evaluators."""
+def _select_rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
+    """Select the rewards of the run, and return them with their weights, and the job with its evaluators."""
     videos = has_frames(config.pipeline.frames, job.shape)
     rewards = select(job.rewards, config.rewards, videos=videos) if config.method.is_scored else {}
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
@@ -341,14 +344,14 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     job = replace(job, evaluators=with_audio(job.evaluators, job.model))
-    if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
-        alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
-        job = replace(job, evaluators=alone)
+    if not job.evaluators:  # a reward that compares samples within a group does not evaluate the policy
+        independent = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
+        job = replace(job, evaluators=independent)
     return rewards, job
 
 
 def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> None:
-    """Raise UsageError for a run that cannot wait for people as long as a reward does, in seconds."""
+    """Raise UsageError if a reward may wait longer for people, in seconds, than the run can."""
     ahead, timeout = config.rollout.ahead, config.engine.timeout
     if ahead:
         raise UsageError("rollout.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
@@ -358,7 +361,7 @@ def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> N
 
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
-    """Raise UsageError unless floors are of rewards of the run, without a weight, and another one is learnt from."""
+    """Raise UsageError unless each floor names a reward of the run without a weight, and another reward is left to learn."""
     floors = {} if config.method.advantage is None else config.method.advantage.floor_of
     for name in floors:
         if name not in rewards:
@@ -374,12 +377,12 @@ def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]])
         raise UsageError("`advantage.floors` names every reward of the run: add one to learn from to rewards")
 
 
-def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
-    """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
+def _check_watched(config: TrainConfig, evaluated: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
+    """Raise UsageError if `stop_when_gamed` has no evaluator that training does not see."""
     if not config.evaluation.stop_when_gamed:
         return
-    name = evaluator_of([*asked.evaluators]) if asked.evaluators else None
-    if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
+    name = choose_watched([*evaluated.evaluators]) if evaluated.evaluators else None
+    if name is None or any(evaluated.evaluators[name] is reward for reward, _ in rewards.values()):
         what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
         raise UsageError(
             "evaluation.stop_when_gamed",
@@ -399,7 +402,7 @@ def check_model(
     """Raise UsageError if a run does not fit its model.
 
     Args:
-        prediction: what the model predicts.
+        prediction: prediction of the model.
         recorded: whether the model is a pipeline without an adapter.
         any_level: whether that pipeline's velocity is known at levels between those of its schedule.
     """
@@ -444,17 +447,17 @@ def check_model(
         raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
 
 
-def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
-    """Return the given preferences of the run, if it learns from a folder of them."""
+def _open_preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
+    """Open the preference dataset of the run; empty for a run that learns from other samples."""
     if isinstance(source := config.method.source, Preferences):
-        # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
+        # Held-out prompts of the job itself must not be in the folder; prompts split off from the folder are skipped.
         split_off = config.model not in MODELS and not config.prompts and not config.pipeline.heldout
         heldout = texts(job.heldout)
-        apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
+        excluded = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
-            records = read_preference_records(source.folder, check=job.model.check_prompt, **apart)
+            records = read_preference_records(source.folder, check=job.model.check_prompt, **excluded)
             return EncodedPreferences(records, job.images)
-        return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
+        return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **excluded)
     if (not config.makes_samples or config.method.needs.images) and job.data is None:
         raise UsageError(
             f"{config.method.method_name} learns from data, and this job has none: set `data.images` to a folder of "
@@ -463,10 +466,10 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
     return ()
 
 
-def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
+def _check_negative_prompt(config: TrainConfig, job: Job, evaluated: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
     guidance = config.method.sampling.guidance
-    prompts = [*list_examples(job.prompts, job.heldout, asked.heldout)]
+    prompts = [*list_examples(job.prompts, job.heldout, evaluated.heldout)]
     opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if opposed is not None and is_recorded(job.model):
         raise UsageError(
@@ -480,7 +483,7 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
 
 
 def _check_sources(method: Method, job: Job) -> None:
-    """Raise UsageError unless each source of prompts has a teacher, and each teacher has prompts, if they have sources."""
+    """Raise UsageError unless each source of prompts has a teacher, and each teacher of a source has prompts."""
     known = [*dict.fromkeys(prompt.source for prompt in list_examples(job.prompts))]
     for name, network in method.networks().items():
         taught = [*network.teachers] if isinstance(network, BySource) else known
@@ -495,7 +498,7 @@ def _check_sources(method: Method, job: Job) -> None:
 
 
 def _check_column(method: Method, job: Job) -> None:
-    """Raise UsageError unless each given image has the column that the method reads, with a value that it knows."""
+    """Raise UsageError unless each image's record has the column that the method reads, with an accepted value."""
     source = method.source
     if not isinstance(source, Images) or source.column is None:
         return
@@ -512,17 +515,17 @@ def _check_column(method: Method, job: Job) -> None:
 
 
 def _check_order(order: str, job: Job) -> None:
-    """Raise UsageError if prompts have weights and are drawn without."""
+    """Raise UsageError if prompts have weights, which only the order epochs uses."""
     weights = list_source_weights(job.prompts, job.source_weights).values()
     uneven = len({prompt.weight for prompt in list_examples(job.prompts)}) > 1 or len({*weights}) > 1
     if order != "epochs" and uneven:
-        raise UsageError(f"`data.order` is {order}, which draws all prompts alike, and some have a weight: use epochs")
+        raise UsageError(f"`data.order` is {order}, which ignores weights, and some prompts have one: use epochs")
 
 
-def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
-    """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it continues from."""
-    module = _network(config, job)
-    folder = config.lora.weights  # of an adapter that the run continues from
+def _build_trained_network(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
+    """Build the network with its adapters, before sharding; return it with a fingerprint of the adapters that it read."""
+    module = _build_network(config, job)
+    folder = config.lora.weights  # adapter that the run continues from
     adapter = None if folder is None else read_adapter(folder, job, module, "lora.weights")
     listed = {name: network for name, network in config.networks.items() if isinstance(network, Teacher)}
     taught = {name: each.weights for name, each in listed.items() if each.weights is not None and each.is_adapter}
@@ -561,14 +564,16 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 load_lora(module, each.tensors, name)
         for name in sorted(find_heads(config.networks)):
             add_head(module, job.model.blocks(module), name, seed=config.seed)
-    return module, "".join(f" {digest(each)}" for each in (*([] if adapter is None else [adapter]), *teachers.values()))
+    return module, "".join(
+        f" {digest_adapter(each)}" for each in (*([] if adapter is None else [adapter]), *teachers.values())
+    )
 
 
-def _network(config: TrainConfig, job: Job) -> nn.Module:
-    """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
-    return jobs.build(job, empty=_sharded_weights(config, job) is not None)
+def _build_network(config: TrainConfig, job: Job) -> nn.Module:
+    """Build a job's network with its base weights; with parameters on the meta device if each rank reads its own shards."""
+    return jobs.build(job, empty=_find_sharded_weights(config, job) is not None)
 
 
-def _sharded_weights(config: TrainConfig, job: Job) -> Weights | None:
-    """Return the folder that each rank reads its own shards of a job's network from; None where it is loaded as a whole."""
+def _find_sharded_weights(config: TrainConfig, job: Job) -> Weights | None:
+    """Return the folder from which each rank reads its own shards; None if the network is loaded as a whole."""
     return job.model.weights if config.engine.init == "sharded" else None

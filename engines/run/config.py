@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from fluvial.core.checks import check_fields, type_of
-from fluvial.engines.choices import BARE, list_required, list_unused, refuse_unused, variant_of, variants
+from fluvial.engines.choices import BARE, find_variant, list_required, list_unused, list_variants, refuse_unused
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.plugins import suggest
 from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers, find_heads, list_single
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import (
@@ -53,19 +53,19 @@ class TrainConfig:
         tracker: Where numbers, images and settings go besides the run folder: tensorboard (its folder tensorboard), wandb,
             trackio, swanlab, mlflow (each needs the extra of its name, and is offline without a login), none, or your own as
             module:name; several with commas between them.
-        resume: Continue the run in `out` from its newest whole checkpoint, with its recorded settings where none is given. A
-            continued run may change what does not change an update: `updates` (fewer, too; not more while the learning rate
-            depends on their number), engine, evaluation, checkpoint, export, tracker, `rollout.max_invalid` and where
-            rollouts are made. Any other change makes it another run, and is refused.
+        resume: Continue the run in `out` from its newest whole checkpoint, with its recorded settings by default. Settings
+            that do not change an update may change: `updates` (fewer or more; not more while the learning rate depends on
+            their number), engine, evaluation, checkpoint, export, tracker, `rollout.max_invalid` and the source of rollouts.
+            Any other change raises an error.
         data: Order of the prompts, and images to learn from without a rollout.
-        rollout: Where and when the samples of rollouts are made.
+        rollout: Source of the rollouts, and their timing.
         optimizer: Optimizer, learning rate and moving average.
         lora: Rank, scale and layers of the adapters.
         engine: Sharding, precision, activation checkpointing, offloading and micro-batches.
         pipeline: Base weights, and settings of a diffusers pipeline.
         evaluation: Evaluators, schedule, and sampling where it differs from the rollout's.
         checkpoint: When and where checkpoints are written.
-        export: When weights are exported, and how.
+        export: Interval and format of exports.
     """
 
     out: Path
@@ -104,23 +104,23 @@ class TrainConfig:
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         refuse_unused(self)
-        for problem in (*self._method_on_machine(), *self._parts_of_the_machine()):
+        for problem in (*self._check_method_on_machine(), *self._check_machine()):
             raise problem
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that have no effect, and why."""
         return ((name, why) for is_unused, name, why in self._unused() if is_unused)
 
-    def unused_by_built_in(self) -> Iterator[tuple[str, str]]:
-        """Yield the settings of diffusers pipelines that a built-in model does not have, and why."""
+    def list_unused_by_built_in(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings of diffusers pipelines that have no effect with the built-in model, and why."""
         names = [f"pipeline.{each.name}" for each in dataclasses.fields(self.pipeline) if each.name != "weights"]
         names += ["evaluation.height", "evaluation.width", "engine.attention", "engine.context_parallel"]
         yield from ((name, f"with model {self.model}") for name in names if self.model in MODELS)
 
     def list_fixed(self) -> Iterator[str]:
-        """Yield the dotted names of settings that accept only their default beside the others."""
+        """Yield the dotted names of settings that accept only their default in this configuration."""
         yield from list_unused(self)
-        yield from (name for name, _ in self.unused_by_built_in())
+        yield from (name for name, _ in self.list_unused_by_built_in())
         yield from ("rollout.autocast",) if self.compares_exactly else ()
 
     def _unused(self) -> Iterator[tuple[bool, str, str]]:
@@ -154,7 +154,7 @@ class TrainConfig:
         yield self.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
 
-    def _method_on_machine(self) -> Iterator[UsageError]:
+    def _check_method_on_machine(self) -> Iterator[UsageError]:
         """Yield conflicts between the method and the machine's settings."""
         method, rollout, name = self.method, self.rollout, self.method.method_name
         if self.updates % self.updates_per_rollout:
@@ -191,14 +191,14 @@ class TrainConfig:
             yield UsageError("engine.context_parallel", self.engine.context_parallel, "1", hint)
         for network in self.networks.values():
             if isinstance(network, Trained):
-                settings = next(at for at, each in _optimizers(method) if each is network.optimizer)
+                settings = next(at for at, each in _list_optimizers(method) if each is network.optimizer)
                 yield from network.problems(settings)
         if self.followers and self.train == "full":
             followers = ", ".join(self.followers)
             hint = f"{name} keeps policies that lag behind ({followers}) as LoRA adapters"
             yield UsageError("train", "full", "lora", hint)
 
-    def _parts_of_the_machine(self) -> Iterator[UsageError]:
+    def _check_machine(self) -> Iterator[UsageError]:
         """Yield conflicts between settings of the machine."""
         engine, rollout = self.engine, self.rollout
         if isinstance(rollout.step_cache, FirstBlockCache) and engine.context_parallel > 1:
@@ -233,7 +233,7 @@ class TrainConfig:
 
     @property
     def checkpoint_folder(self) -> Path | str:
-        """Where checkpoints are: a folder, or a URL as text."""
+        """The folder of checkpoints, or their URL as text."""
         folder = self.checkpoint.folder
         if folder is None:
             return self.out / "checkpoints"
@@ -259,7 +259,7 @@ class TrainConfig:
             )
         return self.engine.micro_batch
 
-    def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
+    def choose_pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the micro-batch sizes of an update, largest first; the last one takes the remainder.
 
         Args:
@@ -273,11 +273,11 @@ class TrainConfig:
         most = max(self.engine.update_micro_batch // each, 1)
         return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
-    def update_forwards(self, pairs: int) -> Literal["one", "two"]:
+    def choose_forwards(self, pairs: int) -> Literal["one", "two"]:
         """Return the number of forward passes for the two halves of guidance in an update's micro-batch of `pairs` pairs.
 
         Two if the unconditional half has no gradient, because a joint pass would propagate zeros back through it. A
-        micro-batch no larger than the rollout's takes the rollout's form, to have its bits on every device.
+        micro-batch no larger than the rollout's has the rollout's number, to give the same bits on every device.
         """
         guidance = self.method.sampling.guidance
         if guidance.gradient == "both" or isinstance(self.engine.micro_batch, str) or pairs <= self.samples_per_pass:
@@ -340,18 +340,18 @@ class TrainConfig:
         return find_followers(self.networks)
 
 
-def _optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _list_optimizers(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the optimizers among the settings of a method, by their dotted names."""
     for each in dataclasses.fields(config):
         value, name = getattr(config, each.name), f"{place}{each.name}"
         if isinstance(value, OptimizerConfig):
             yield name, value
         elif dataclasses.is_dataclass(value):
-            yield from _optimizers(value, f"{name}.")
+            yield from _list_optimizers(value, f"{name}.")
 
 
 def explain_fixed_micro_batch(method: Method) -> str | None:
-    """Return why `engine.micro_batch` cannot be auto: another size would change more than rounding, or cannot be tried."""
+    """Return why `engine.micro_batch` cannot be auto: the size changes more than rounding, or cannot be tried; else None."""
     if method.sampling.window.draw == "call":
         return "sampling.window.draw call draws a window for the samples of each micro-batch"
     if isinstance(method.rows, NoisedRows) and method.rows.noising.draw == "call":
@@ -369,8 +369,8 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     Raises:
         UsageError: there is no such field, or a value is not accepted.
     """
-    of_run = {each.name for each in dataclasses.fields(TrainConfig)}
-    names = {name if name.partition(".")[0] in of_run else f"method.{name}": value for name, value in values.items()}
+    run_fields = {each.name for each in dataclasses.fields(TrainConfig)}
+    names = {name if name.partition(".")[0] in run_fields else f"method.{name}": value for name, value in values.items()}
     changed: TrainConfig = _with_values(config, names, "")
     return changed
 
@@ -380,11 +380,11 @@ def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:
     known, changes = {each.name for each in dataclasses.fields(config)}, dict[str, Any]()
     for first in dict.fromkeys(name.partition(".")[0] for name in values):
         if first not in known:
-            raise UsageError(f"there is no field {owner}{first}{did_you_mean(first, known)}")
+            raise UsageError(f"there is no field {owner}{first}{suggest(first, known)}")
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == first}
         value = inner.pop("", getattr(config, first))
-        if isinstance(value, str) and variants(union := get_type_hints(type(config))[first]):
-            variant, make = variant_of(union, value, f"{owner}{first}")
+        if isinstance(value, str) and list_variants(union := get_type_hints(type(config))[first]):
+            variant, make = find_variant(union, value, f"{owner}{first}")
             if missing := [name for name in list_required(variant) if name not in inner]:
                 raise UsageError(f"{owner}{first}.{missing[0]} is missing: without a default, expected a value")
             value = make(**{name: inner.pop(name) for name in list_required(variant)})

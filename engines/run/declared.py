@@ -19,11 +19,11 @@ Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Follower:
-    """A network that lags behind one that learns, as a LoRA adapter of its own: it <- d it + (1 - d) network.
+    """A network that lags behind a trained one, as a separate LoRA adapter: follower <- d follower + (1 - d) network.
 
     Args:
-        decay: `(rollouts, updates) -> d`, of the numbers made so far; called after each rollout.
-        samples_from: number of updates from which on it makes the rollouts; None: the policy makes them.
+        decay: `(rollouts, updates) -> d`, with the numbers so far; called after each batch.
+        samples_from: number of updates after which the follower generates the rollouts; None: the policy generates them.
         network: name of the network that it follows.
     """
 
@@ -37,7 +37,7 @@ class Start:
     """The policy that training starts from: the reference.
 
     Args:
-        guidance: its own scale of classifier-free guidance; None is that of the update.
+        guidance: scale of classifier-free guidance; None is that of the update.
     """
 
     guidance: float | None = None
@@ -45,15 +45,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Before:
-    """The policy before the first update on a batch; with one update per batch it costs no forward pass."""
+    """The policy before the first update on a batch; with one update per batch it needs no forward pass."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model's own weights, without an adapter: the teacher of a student that is distilled from them.
+    """The model's base weights, without an adapter: the teacher in self-distillation.
 
     Args:
-        guidance: its own scale of classifier-free guidance; None is that of the update.
+        guidance: scale of classifier-free guidance; None is that of the update.
     """
 
     guidance: float | None = None
@@ -64,8 +64,8 @@ class Teacher:
     """Another model of the same architecture, without gradient.
 
     Args:
-        weights: folder of its weights, or file or folder of an adapter of the weights that training starts from.
-        guidance: its own scale of classifier-free guidance; None is that of the update.
+        weights: folder of its weights, or file or folder of an adapter for the weights that training starts from.
+        guidance: scale of classifier-free guidance; None is that of the update.
     """
 
     weights: Path | None
@@ -73,13 +73,13 @@ class Teacher:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is an adapter of the policy's module, rather than a module of its own."""
+        """Whether the teacher is an adapter of the policy's module, and not a separate module."""
         return self.weights is not None and is_lora(self.weights)
 
 
 @dataclass(frozen=True)
 class BySource:
-    """One prediction by several teachers, each at the samples whose prompts come from its source.
+    """One prediction by several teachers, each for the samples whose prompts come from its source.
 
     Args:
         teachers: teacher of each source.
@@ -88,21 +88,21 @@ class BySource:
     teachers: Mapping[str, Teacher]
 
     def name_members(self, name: str) -> dict[str, str]:
-        """Return the name of each teacher as a network of its own, by source; `name` is that of their prediction."""
+        """Return the network name of each teacher, by source; `name` is that of their prediction."""
         return {source: f"{name}_{number}" for number, source in enumerate(self.teachers)}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A second network that learns (`run.update(network=...)`), which starts as the model without adapters.
+    """A second trained network (`run.update(network=...)`), initialised as the model without adapters.
 
-    It is an adapter beside the policy's, or with full fine-tuning a module of its own.
+    It is an adapter beside the policy's, or with full fine-tuning a separate module.
 
     Args:
-        optimizer: its optimizer.
-        guidance: its own scale of classifier-free guidance.
-        head: whether it has a head, which learns with it: a number per sample from what its middle block returns, in
-            `rows.predictions["head"]`. It reads one pass, so that such a network has no guidance.
+        optimizer: optimizer of the network.
+        guidance: scale of classifier-free guidance.
+        head: add a trained head: a number per sample from the output of the middle block, in `rows.predictions["head"]`. It
+            reads a single forward pass, so such a network has no guidance.
     """
 
     optimizer: OptimizerConfig
@@ -110,7 +110,7 @@ class Trained:
     head: bool = False
 
     def problems(self, name: str) -> Iterator[UsageError]:
-        """Yield what has no meaning among the settings of its optimizer, which are those of the field `name`."""
+        """Yield errors of optimizer settings without a meaning here; `name` is the field of the optimizer."""
         hint = "of a second network, whose number of updates is not planned"
         for field in self.optimizer.planned_fields:
             expected = "constant" if field == "schedule" else "a number of updates"
@@ -121,10 +121,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class SameNetwork:
-    """Another network of the method, with guidance of its own.
+    """Another network of the method with a different guidance scale.
 
     Args:
-        network: its name.
+        network: name of that network.
         guidance: scale of classifier-free guidance.
     """
 
@@ -133,7 +133,7 @@ class SameNetwork:
 
 
 Network = Follower | Start | Before | Base | Teacher | BySource | Trained | SameNetwork
-Networks = dict[str, Network]  # by the name under which rows hold their predictions
+Networks = dict[str, Network]  # by the name of their predictions in rows
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class Ramp:
     def __post_init__(self) -> None:
         check_fields(self, "decay", start=(0, 0.999999), rise=(0, 1), cap=(0, 0.999999), delay=(0, math.inf))
 
-    def decay(self, rollouts: int, updates: int) -> float:
+    def compute_decay(self, rollouts: int, updates: int) -> float:
         """Return d after a number of rollouts and updates."""
-        return ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
+        return compute_ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
 
 
-def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
+def compute_ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
     """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
     return start if updates < delay else min(start + rise * (updates - delay), cap)
 
@@ -199,12 +199,12 @@ class LinearOld:
         if self.cap == 1:
             raise UsageError("`old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
 
-    def decay(self, rollouts: int, updates: int) -> float:
-        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
+    def compute_decay(self, rollouts: int, updates: int) -> float:
+        """Return d, the weight of the old policy, after a number of rollouts and updates."""
         if rollouts % self.every:
             return 1.0
         done = updates if self.unit == "updates" else rollouts
-        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
+        return compute_ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
 
 
 OldPolicy = NoOld | LinearOld
@@ -220,8 +220,8 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
     Raises:
         UsageError: a source stands twice or beside a folder without one, or a scale is not a number or of no teacher.
     """
-    by_source, scales = _split("teacher", folders), dict[str, float]()
-    for source, word in _split("guidance", guidance).items():
+    by_source, scales = _split_sources("teacher", folders), dict[str, float]()
+    for source, word in _split_sources("guidance", guidance).items():
         try:
             scales[source] = float(word)
         except ValueError:
@@ -238,8 +238,8 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
     return teachers.get("", Teacher(None))
 
 
-def _split(field: str, words: Sequence[str]) -> dict[str, str]:
-    """Return the value of each source, that of a word without one under an empty name."""
+def _split_sources(field: str, words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each source; the value of a word without a source has an empty name."""
     values = dict[str, str]()
     for word in words:
         source, separator, value = ("", "", "") if Path(word).exists() else word.partition("=")
@@ -251,7 +251,7 @@ def _split(field: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def list_single(networks: Networks) -> Networks:
-    """Return the networks with the teachers of each source under names of their own."""
+    """Return the networks with each teacher of a `BySource` under a separate name."""
     single: Networks = {}
     for name, network in networks.items():
         if isinstance(network, BySource):

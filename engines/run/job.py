@@ -1,4 +1,4 @@
-"""The job of a model, built-in, of diffusers or user-defined, and its network."""
+"""Jobs of models (built-in, diffusers pipelines, or user-defined), and their networks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -21,15 +21,15 @@ from fluvial.engines.errors import RunError, UsageError, convert_errors, no_effe
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
-from fluvial.engines.run.jobs.images import cache_folder, with_images
-from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.images import locate_cache, with_images
+from fluvial.engines.run.jobs.media import check_columns, list_media_columns
 from fluvial.engines.run.jobs.pipeline import (
-    PromptsOfRun,
+    RunPrompts,
     check_exists,
     check_second_scale,
     is_adapter,
     open_job,
-    read_prompts_of,
+    read_run_prompts,
     read_training,
 )
 from fluvial.engines.run.jobs.settings import PipelineConfig
@@ -42,14 +42,25 @@ from fluvial.models import is_recorded
 from fluvial.models.device import find_default_device
 from fluvial.models.lora import find_lora_layers
 
-__all__ = ["Job", "build", "build_job", "edit_words", "from_run", "handwriting", "of_run", "to_sample", "to_train", "words"]
+__all__ = [
+    "Job",
+    "build",
+    "build_job",
+    "edit_words",
+    "from_run",
+    "handwriting",
+    "open_configured",
+    "open_to_sample",
+    "open_to_train",
+    "words",
+]
 
 
 def handwriting(*, unet: bool = False) -> Job:
     """Return the built-in job: write 4-digit codes so that a recogniser reads them.
 
     Args:
-        unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
+        unet: train the UNet that predicts epsilon instead of the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
     from fluvial.models.handwriting import draw_codes, likeness, list_codes, load_heldout_recogniser, load_reward_recogniser
@@ -72,7 +83,7 @@ handwriting_unet = partial(handwriting, unet=True)
 
 
 def words() -> Job:
-    """Return the job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
+    """Return the built-in job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
 
     Raises:
         UsageError: a package of the recognisers is not installed.
@@ -83,9 +94,9 @@ def words() -> Job:
 
 
 def edit_words() -> Job:
-    """Return the job: correct a wrong letter of an image of a word; RapidOCR reads it, and the other letters have to stay.
+    """Return the built-in job: correct a wrong letter in the image of a word, and keep the others; RapidOCR reads it.
 
-    The records of a file of prompts have a column `image`.
+    Files of prompts need a column `image`.
 
     Raises:
         UsageError: a package of the recognisers is not installed.
@@ -106,7 +117,7 @@ def edit_words() -> Job:
 
 
 def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
-    """Return the rewards and the evaluators of a job of words; UsageError if a package of theirs is not installed."""
+    """Return the rewards and evaluators of a job of words; UsageError if a package of the recognisers is not installed."""
     from fluvial.models import words as built_in
     from fluvial.models.words.recognisers import INSTALL, list_missing_packages
 
@@ -125,7 +136,7 @@ def _make_built_in(
     rewards: Mapping[str, Reward],
     evaluators: Mapping[str, Reward],
 ) -> Job:
-    """Return the job of a built-in model, with all prompts that there are."""
+    """Return the job of a built-in model, with all its prompts."""
     return Job(
         load(base),
         list_known("train"),
@@ -142,9 +153,9 @@ def build_job(model: str, *, weights: Path | None = None, prompts: Sequence[str]
     """Return the job of a built-in model.
 
     Args:
-        weights: folder of the model's weights; the shipped base by default.
+        weights: folder of the model's weights; by default the shipped base.
         prompts: files of prompts to train on, see `data.prompts.sources`; by default all that are not held out.
-        data: images with their prompts as captions, see `data.images.read_images`.
+        data: images with captions, which are the prompts, see `data.images.read_images`.
 
     Raises:
         UsageError: there is no such model, or a file holds a line that is not a prompt.
@@ -157,8 +168,8 @@ def build_job(model: str, *, weights: Path | None = None, prompts: Sequence[str]
     job = job if weights is None else job.with_weights(weights)
     if not prompts and not data:
         return job
-    columns, apart = media_columns(job.model, ()), texts(job.heldout)
-    train, source_weights = read_training(prompts, data, check=job.model.check_prompt, heldout=apart, media=columns)
+    columns, heldout = list_media_columns(job.model, ()), texts(job.heldout)
+    train, source_weights = read_training(prompts, data, check=job.model.check_prompt, heldout=heldout, media=columns)
     check_columns(job.model, train, columns)
     if columns:
         with convert_errors(UsageError, ValueError):
@@ -166,7 +177,7 @@ def build_job(model: str, *, weights: Path | None = None, prompts: Sequence[str]
     return replace(job, prompts=train, source_weights=source_weights)
 
 
-def to_sample(
+def open_to_sample(
     name: str,
     settings: PipelineConfig,
     *,
@@ -176,35 +187,35 @@ def to_sample(
     compute: torch.dtype = torch.float32,
     prompts: Sequence[str] = (),
 ) -> Job:
-    """Return the job of a model that is only sampled from: without training prompts, unless they come with the model.
+    """Open the job of a model for sampling only: without training prompts, except those of a built-in model.
 
     Args:
-        name: built-in model, folder or id on the Hub of a pipeline, or `module:name`.
-        settings: size of the images, and how a pipeline is opened.
+        name: built-in model, folder or Hub id of a pipeline, or `module:name`.
+        settings: size of the images, and settings of the pipeline.
         steps: number of steps per sample.
-        guidance: guidance of its steps.
-        weights: folder of weights in place of the model's own.
-        compute: dtype that the network computes in.
-        prompts: files of prompts that a pipeline without an adapter is recorded on, see `to_train`.
+        guidance: guidance of the steps.
+        weights: folder of weights in place of the model's default ones.
+        compute: dtype of the network's computations.
+        prompts: files of prompts that a pipeline without an adapter is recorded on, see `open_to_train`.
 
     Raises:
-        UsageError: there is no such model, the weights are of another, or prompts would be ignored.
+        UsageError: there is no such model, the weights are of another model, or prompts would be ignored.
     """
     if name in MODELS:
         _check_unset(name, settings)
         if prompts:
-            raise no_effect("prompts", f"with model {name}, which is sampled from any")
+            raise no_effect("prompts", f"with model {name}, which accepts any")
         return build_job(name, weights=weights)
     read = partial(_with_prompts, settings=settings, prompts=prompts) if prompts else None
     job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     if prompts and not is_recorded(model):
-        raise no_effect("prompts", f"with model {name}, whose adapter takes any")
+        raise no_effect("prompts", f"with model {name}, whose adapter accepts any")
     load = partial(OtherWeights, model) if is_adapter(name) else model.with_weights
     return with_base(replace(job, load=load), weights)
 
 
-def to_train(
+def open_to_train(
     name: str,
     settings: PipelineConfig,
     *,
@@ -215,19 +226,19 @@ def to_train(
     prompts: Sequence[str] = (),
     data: Sequence[str] = (),
     preferences: Path | None = None,
-    read_before: PromptsOfRun | None = None,
+    read_before: RunPrompts | None = None,
 ) -> Job:
-    """Return the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
+    """Open the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
 
     Args:
-        name, settings, steps, guidance, weights, compute: see `to_sample`.
+        name, settings, steps, guidance, weights, compute: see `open_to_sample`.
         prompts: files of prompts to train on, see `data.prompts.sources`.
-        data: images with captions, which are the prompts then, see `data.images.read_images`.
-        preferences: folder of preferences, whose prompts are the job's where there is no such file.
+        data: images with captions, which are the prompts, see `data.images.read_images`.
+        preferences: folder of a preference dataset, whose prompts are the job's if there are no other files.
         read_before: prompts in place of those of files.
 
     Raises:
-        UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
+        UsageError: there are no prompts, the model cannot be opened or trained, or it does not support the size.
     """
     if not _is_opened(name):
         if name in MODELS:
@@ -255,7 +266,7 @@ def to_train(
 
     def prepare(world: World, texts: Sequence[Any]) -> None:
         if settings.text_cache is not None:
-            with world.agreed():  # until every rank has written its prompts
+            with world.agreed():  # waits until every rank has written its prompts
                 try:
                     texts_here = texts[world.rank :: world.size]
                     for prompt in count_parts("encoding", texts_here, 1, len(texts_here), unit="prompts"):
@@ -268,20 +279,20 @@ def to_train(
 
     def check(module: nn.Module) -> str:
         error = model.check(module, model_inputs([*train[:2], *train[:1]][:2]))
-        columns_of_media = media_columns(model, settings.media)
+        columns_of_media = list_media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {columns_of_media[name]}" for name in train[0].media)
         layers = len(find_lora_layers(module))
         trained = sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
-        asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
+        size, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
         scale = model.call_arguments.get("guidance_scale", guidance.scale)
         hint = (
             f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
         )
-        other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
+        other = f"; its images have {width}x{height} pixels, not the {size.width}x{size.height} asked for"
         return (
             f"no adapter for {model.pipeline}: {model.how}{from_columns}, "
-            f"velocities and images within {error:.1g}{adapted}{hint}{other if asked != (height, width) else ''}"
+            f"velocities and images within {error:.1g}{adapted}{hint}{other if size != (height, width) else ''}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
@@ -295,11 +306,11 @@ def _with_prompts(
     prompts: Sequence[str],
     data: Sequence[str] = (),
     preferences: Path | None = None,
-    read_before: PromptsOfRun | None = None,
-) -> tuple[Any, PromptsOfRun]:
-    """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
-    columns = {} if data else media_columns(model, settings.media)
-    prompts_of = read_before or read_prompts_of(
+    read_before: RunPrompts | None = None,
+) -> tuple[Any, RunPrompts]:
+    """Return the model adapted to the prompts of a run, and these prompts; see `open_to_train`."""
+    columns = {} if data else list_media_columns(model, settings.media)
+    prompts_of = read_before or read_run_prompts(
         settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
     )
     if not data:
@@ -310,14 +321,14 @@ def _with_prompts(
 
 
 def _check_unset(name: str, settings: PipelineConfig) -> None:
-    """Raise UsageError for settings of a pipeline, which a built-in model does not take."""
+    """Raise UsageError if settings of a pipeline are set for a built-in model."""
     for field in fields(settings):
         if getattr(settings, field.name) != field.default:
             raise no_effect(f"pipeline.{field.name}", f"with model {name}")
 
 
 def check_has_reward(model: str, rewards: Sequence[str]) -> None:
-    """Raise UsageError for a pipeline or a custom model, which comes without a reward, if none is named."""
+    """Raise UsageError if a pipeline or custom model, which has no reward, is trained without `rewards`."""
     if _is_opened(model) and not rewards:
         raise UsageError(
             f"model {model} comes without a reward to learn from: set `rewards`, e.g. to pickscore, or to your own "
@@ -326,67 +337,67 @@ def check_has_reward(model: str, rewards: Sequence[str]) -> None:
 
 
 def _is_opened(name: str) -> bool:
-    """Return whether a name is not that of a built-in model, but of a pipeline, its folder, or a custom model."""
+    """Return whether a name is that of a pipeline, a folder or a custom model, and not of a built-in model."""
     return name not in MODELS and ("/" in name or Path(name).exists() or is_adapter(name))
 
 
-def of_run(config: TrainConfig) -> Job:
-    """Return the job that a run's configuration describes: a built-in model's, or a pipeline's.
+def open_configured(config: TrainConfig) -> Job:
+    """Open the job that a run's configuration describes.
 
     Raises:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
     config = from_run(config)
-    for name, why in config.unused_by_built_in():
+    for name, why in config.list_unused_by_built_in():
         if is_set(config, name):
             raise no_effect(name, why)
-    asked, source = replace(config.pipeline, weights=None), config.method.source
+    pipeline, source = replace(config.pipeline, weights=None), config.method.source
     preferences = source.folder if isinstance(source, Preferences) else None
-    if config.model not in MODELS and (config.data.images or preferences is not None) and asked.text_cache is None:
-        asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
+    if config.model not in MODELS and (config.data.images or preferences is not None) and pipeline.text_cache is None:
+        pipeline = replace(pipeline, text_cache=locate_cache(config) / "texts")  # captions, like images, are encoded once
     if (config.prompts or config.data.images) and config.method.is_scored and config.method.needs.rewards is not None:
         check_has_reward(config.model, config.rewards)
-    job = _train(config, asked, prompts=config.prompts, data=config.data.images, preferences=preferences)
+    job = _open_to_train(config, pipeline, prompts=config.prompts, data=config.data.images, preferences=preferences)
     check_second_scale(job.model, guided=config.is_guided)
     return with_images(job, config)
 
 
-def open_given(config: TrainConfig, job: Job | None) -> Job:
-    """Return the job of a run: as it is given, with the pipeline that its model names, or by default that of `of_run`.
+def open_for_run(config: TrainConfig, job: Job | None) -> Job:
+    """Open the job of a run: the given job, whose model is opened if it is a name; by default that of `open_configured`.
 
     Raises:
-        UsageError: the run is for another model, or this one cannot be opened.
+        UsageError: the run is for another model, or the model cannot be opened.
     """
     if job is None:
-        return of_run(config)
+        return open_configured(config)
     if job.is_opened:
         return job
     name: Any = job.model
     if config.model != name:
         recipe = f"recipes.{config.method.method_name}({name!r})"
-        raise UsageError(f"job: model is {name}, and the run is for {config.model}: make it by its recipe, e.g. {recipe}")
+        raise UsageError(f"job: model is {name}, and the run is for {config.model}: use the model's recipe, e.g. {recipe}")
     if not _is_opened(name):
         return replace(
-            of_run(config), prompts=job.prompts, heldout=job.heldout, rewards=job.rewards, evaluators=job.evaluators
+            open_configured(config), prompts=job.prompts, heldout=job.heldout, rewards=job.rewards, evaluators=job.evaluators
         )
     if config.prompts or config.data.images:
         field = "prompts" if config.prompts else "data.images"
         raise no_effect(field, "with a job that has prompts")
-    prompts = PromptsOfRun(job.prompts, job.heldout, dict(job.source_weights))
-    opened = _train(config, replace(config.pipeline, weights=None), read_before=prompts)
+    prompts = RunPrompts(job.prompts, job.heldout, dict(job.source_weights))
+    opened = _open_to_train(config, replace(config.pipeline, weights=None), read_before=prompts)
     return replace(opened, rewards=job.rewards, evaluators=job.evaluators)
 
 
-def _train(config: TrainConfig, pipeline: PipelineConfig, **sources: Any) -> Job:
-    """Return the job of training the model of a run, see `to_train`."""
+def _open_to_train(config: TrainConfig, pipeline: PipelineConfig, **sources: Any) -> Job:
+    """Open the job of training the model of a run, see `open_to_train`."""
     sampling = config.method.sampling
     settings: Any = {"steps": sampling.steps, "guidance": sampling.guidance, "weights": config.pipeline.weights}
     compute = config.engine.compute_dtype(find_default_device())
-    return to_train(config.model, pipeline, **settings, compute=compute, **sources)
+    return open_to_train(config.model, pipeline, **settings, compute=compute, **sources)
 
 
 def build(job: Job, *, empty: bool = False) -> nn.Module:
-    """Return a job's network with its weights on the CPU, or, if `empty`, with parameters on the meta device.
+    """Build a job's network with its weights on the CPU, or, if `empty`, with parameters on the meta device.
 
     Raises:
         UsageError: the weights are missing, damaged or of another model.

@@ -1,4 +1,4 @@
-"""The loop of a run: collect a batch, score it, learn from it, and record what happened."""
+"""The loop of a run: collect a batch, score it, learn from it, and record the result."""
 
 import copy
 import inspect
@@ -27,10 +27,13 @@ from fluvial.engines.waits import wait_for
 
 
 class Loop:
-    """Makes the updates of a run, one batch at a time, on all ranks.
+    """Loop over the batches of a run, on all ranks.
+
+    `update` runs one whole batch; `Run.update` makes one optimizer update of one network. A batch has
+    `config.updates_per_rollout` optimizer updates of the policy, which `engine.updates` counts.
 
     Args:
-        run: the run as the method sees it, with its settings and its method.
+        run: interface of the run for its method, with settings, networks and rewards.
         ahead: collects batches ahead of the updates; None collects each batch when it is needed.
         progress: counters of the run so far.
     """
@@ -39,16 +42,16 @@ class Loop:
         self.config, self.method, self.run, self.ahead = run.config, run.config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # current phase, for error messages
         device = run.world.device
-        self.peak_flops = metrics.peak(device, self.config.engine.compute_dtype(device))
+        self.peak_flops = metrics.find_peak(device, self.config.engine.compute_dtype(device))
         self.restore(progress)
 
     def restore(self, progress: Progress) -> None:
         """Continue from the counters of a run whose weights the engine already has."""
-        self.progress = self.run.memory = progress  # what a method remembers is saved with the counters
-        self.finished = self.run.networks.updates, progress  # state of the last complete update
+        self.progress = self.run.memory = progress  # the method's state is saved with the counters
+        self.finished = self.run.networks.updates, progress  # state after the last complete batch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the record of each rollout and its updates, until the last update or a request to stop."""
+        """Run batches until the last optimizer update or a request to stop, and yield the record of each."""
         while self.engine.updates < self.config.updates and not self.stopping:
             try:
                 record = self.update()
@@ -64,7 +67,7 @@ class Loop:
 
     @collective
     def update(self) -> dict[str, Any]:
-        """Make one rollout and its optimizer updates, and return their record.
+        """Run one batch: collect and score it, make its optimizer updates, and return the record.
 
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
@@ -74,11 +77,11 @@ class Loop:
         programs = count_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         seconds: dict[str, float] = {}
-        # Copied, because this batch changes them in place, and if it fails `finished` is saved.
+        # Copied, because this batch changes them in place; if it fails, `finished` is saved.
         copied = copy.deepcopy({name: getattr(self.progress, name) for name in ("rewards", "multipliers", "state")})
         self.finished = self.run.networks.updates, replace(self.progress, **copied)
         self.run.notes = {}
-        with self.enter_phase(seconds, "rollout"), self._naming_errors("collect"):
+        with self.enter_phase(seconds, "rollout"), self._name_errors("collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
         with self.enter_phase(seconds, "reward"):
             batch = self.run.score(batch)
@@ -96,18 +99,18 @@ class Loop:
         self.finished = self.run.networks.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
         samples, peak = self.progress.samples, self.peak_flops
-        return metrics.update_record(self.run, batch, updates, seconds, samples=samples, compiled=compiled, peak=peak)
+        return metrics.summarize_update(self.run, batch, updates, seconds, samples=samples, compiled=compiled, peak=peak)
 
     @collective
     def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
-        """Make the updates on a scored batch, then update the followers (moving averages, old policies).
+        """Make the optimizer updates on a scored batch, then update the followers (moving averages, old policies).
 
         Args:
             root: key of the batch.
         """
-        rollouts = self.engine.updates // self.config.updates_per_rollout  # before this one: updates are counted below
-        with self.engine.gathered_once(), self._naming_errors("learn"):
-            # a copy, so that a method cannot change the recorded rewards
+        rollouts = self.engine.updates // self.config.updates_per_rollout  # before this batch: `learn` counts its updates
+        with self.engine.gathered_once(), self._name_errors("learn"):
+            # Copied, so that a method cannot change the recorded rewards.
             updates = list(self.method.learn(self.run, replace(batch, rewards=copy.deepcopy(batch.rewards)), root))
         if len(updates) != self.config.updates_per_rollout:  # keys, prompts and learning rate are counted by them
             raise UsageError(
@@ -119,7 +122,7 @@ class Loop:
 
     @contextmanager
     def enter_phase(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
-        """Enter a phase of the update, and add the seconds of the block to it."""
+        """Enter a phase of the batch (rollout, reward or update), and add the block's seconds to it."""
         self.phase = phase
         each = self.config.updates_per_rollout
         last = (self.engine.updates // each + 1) * each
@@ -129,7 +132,7 @@ class Loop:
             seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
     @contextmanager
-    def _naming_errors(self, call: str) -> Iterator[None]:
+    def _name_errors(self, call: str) -> Iterator[None]:
         """Turn an exception raised in a custom method's file into a RunError of one line."""
         try:
             yield
@@ -140,15 +143,17 @@ class Loop:
             file = kind not in METHODS.values() and inspect.getfile(kind)
             if not file or not frames or frames[-1].filename != file:
                 raise
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             where = frames[-1].name if frames[-1].name in ("learn", "collect", "loss") else call
-            raise RunError(f"method {self.method.method_name} raised {type(error).__name__} in {where}: {said}") from error
+            raise RunError(
+                f"method {self.method.method_name} raised {type(error).__name__} in {where}: {message}"
+            ) from error
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Record the largest |log ratio| of a batch's first update, and raise above its bound.
+        """Record the largest |log ratio| of a batch's first optimizer update; raise RunError above its bound.
 
-        It is 0 if rollout and update compute the same policy. With a correction the old log-probs are the update's
-        own, so the gap to the servers' log-probs is recorded as well.
+        It is 0 if rollout and update compute the same policy. With a correction the old log-probs are recomputed by the
+        update, so the gap to the servers' log-probs is recorded as well.
         """
         progress, correction = self.progress, self.run.notes.get("correction")
         if "log_ratio" not in info.max_abs:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key
-from fluvial.engines.choices import default_of, is_set
+from fluvial.engines.choices import find_default, is_set
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import spec_of
 from fluvial.engines.run.declared import Networks, Start
@@ -28,7 +28,7 @@ from fluvial.models import Prediction
 
 @dataclass(frozen=True)
 class EpochsConfig:
-    """How often a batch is trained on, by a method with one update per epoch.
+    """Epochs over a batch, for a method with one optimizer update per epoch.
 
     Args:
         epochs: Number of epochs over the samples of a batch.
@@ -48,7 +48,7 @@ class EpochsConfig:
 
 @dataclass(frozen=True)
 class PassesConfig(EpochsConfig):
-    """How often a batch is trained on.
+    """Passes over a batch: its epochs and minibatches. These are not forward passes, see `run/passes`.
 
     Args:
         minibatches: Number of optimizer updates per epoch, each on an equal part of the samples.
@@ -59,7 +59,7 @@ class PassesConfig(EpochsConfig):
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """The rows of an update are steps that the rollout recorded: x, x_next and the log-probability.
+    """Rows of an update that are recorded steps of the rollout: x, x_next and the log-probability.
 
     Args:
         form: form of the log-probability.
@@ -76,7 +76,7 @@ class RecordedRows:
 
 @dataclass(frozen=True)
 class NoisedRows:
-    """The rows of an update are noised clean samples, or pairs of samples with the same noise.
+    """Rows of an update that are noised clean samples, or pairs of samples with the same noise.
 
     Args:
         noising: the noise levels.
@@ -89,7 +89,7 @@ class NoisedRows:
 
 @dataclass(frozen=True)
 class Images:
-    """The samples are images of a dataset, with captions.
+    """Source of samples: images of a dataset, with captions.
 
     Args:
         compare: scope in which images are compared: one caption, or the whole data; None neither compares nor scores.
@@ -104,7 +104,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Preferences:
-    """The samples are pairs of a preference dataset.
+    """Source of samples: pairs of a preference dataset.
 
     Args:
         folder: folder of the dataset.
@@ -115,7 +115,7 @@ class Preferences:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs of the model, the rewards and the machine.
+    """Requirements of a method on the model, the rewards and the machine.
 
     Args:
         prediction: required prediction of the model; None accepts any.
@@ -148,10 +148,10 @@ class Method:
     the loss that `learn` optimizes; `name="..."` after the base class is its name on the command line, by default
     module:Class. `collect` and `learn` are separate, so that batches can be collected ahead.
 
-    A field without help of its own has this help:
+    Fields without a description in the subclass have these:
 
     Args:
-        sampling: How samples are made.
+        sampling: How samples are generated.
         noising: Noise levels at which clean samples are trained on.
         trained: Which recorded steps are trained on.
         advantage: How rewards become advantages.
@@ -291,7 +291,7 @@ class Method:
         return self.sampling.groups.collect(run, key)
 
     def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
-        """Make and yield the updates on a batch: `passes.updates` of them."""
+        """Make and yield the optimizer updates of the policy on a batch, `passes.updates` in number."""
         raise NotImplementedError
 
     def loss(self, v: Tensor, rows: Any) -> tuple[Tensor, Any]:
@@ -357,7 +357,7 @@ def check_kinds(method: Method) -> None:
             got = type(value).__name__
             raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")
     fields: tuple[Any, ...] = dataclasses.fields(method)  # type: ignore[arg-type]
-    default = next((default_of(field) for field in fields if field.name == "sampling"), method.sampling)
+    default = next((find_default(field) for field in fields if field.name == "sampling"), method.sampling)
     for name in {field.name for field in dataclasses.fields(method.sampling)} - {*vars(default)}:
         if is_set(method.sampling, name):
             raise no_effect(f"sampling.{name}", f"with {method.method_name}, which has no such setting")

@@ -14,7 +14,7 @@ from fluvial.engines.data.records import split_scores
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.items import PartNumbers
 from fluvial.engines.run.evaluation.evaluate import Evaluation
-from fluvial.engines.run.evaluation.table import overall
+from fluvial.engines.run.evaluation.table import average_over_tags
 from fluvial.engines.run.log.progress import table
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.batch import Batch
@@ -61,33 +61,33 @@ PEAKS: dict[str, Peak] = {
     "MI300X": Peak(1307.4e12, 163.4e12),
     "MI325X": Peak(1307.4e12, 163.4e12),
 }
-# Words of partitions of a GPU, or of another GPU of a similar name, whose peaks are not known.
-OTHERS = {"MIG", "Laptop", "D", "Ti", "Max-Q"}
+# Words that mark a partition of a GPU, or another GPU of a similar name; their peaks are unknown.
+VARIANTS = {"MIG", "Laptop", "D", "Ti", "Max-Q"}
 
 
 def find_peaks(name: str) -> Peak | None:
     """Return the peaks of a device by its name; None if unknown."""
     words = set(re.split(r"[\s-]+", name))
-    rows = [row for row in PEAKS if set(row.split()) <= words]
-    if not rows or words & OTHERS:
+    matches = [key for key in PEAKS if set(key.split()) <= words]
+    if not matches or words & VARIANTS:
         return None
-    return PEAKS[max(rows, key=lambda row: len(row.split()))]
+    return PEAKS[max(matches, key=lambda key: len(key.split()))]
 
 
-def peak_of(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of the device of this name in a dtype, None if it is not known."""
-    best = find_peaks(name)
-    if best is None:
+def look_up_peak(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak dense FLOP/s of a device, by its name, in a dtype; None if unknown."""
+    peaks = find_peaks(name)
+    if peaks is None:
         return None
-    return {torch.bfloat16: best.bfloat16, torch.float16: best.bfloat16, torch.float32: best.float32}.get(dtype)
+    return {torch.bfloat16: peaks.bfloat16, torch.float16: peaks.bfloat16, torch.float32: peaks.float32}.get(dtype)
 
 
-def peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of a device in a dtype, None if it is not known, as for a CPU."""
-    return peak_of(torch.get_device_module(device).get_device_name(device), dtype) if is_accelerator(device) else None
+def find_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak dense FLOP/s of a device in a dtype; None if unknown, e.g. for a CPU."""
+    return look_up_peak(torch.get_device_module(device).get_device_name(device), dtype) if is_accelerator(device) else None
 
 
-def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
+def compute_mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
     """Return model FLOPs utilisation: flops / (seconds * peak * ranks) (Chowdhery et al., arXiv 2204.02311, appendix B).
 
     Args:
@@ -99,7 +99,7 @@ def mfu(flops: float, seconds: float, *, peak: float, ranks: int) -> float:
     """
     for name, number in {"seconds": seconds, "peak": peak, "ranks": ranks}.items():
         if not number > 0:
-            raise ValueError(f"mfu: {name} is {number}, expected above 0")
+            raise ValueError(f"compute_mfu: {name} is {number}, expected above 0")
     return flops / (seconds * peak * ranks)
 
 
@@ -110,7 +110,7 @@ EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 WHOLE = {"ratio", "log_ratio"}
 
 
-def update_record(
+def summarize_update(
     run: Run,
     batch: Batch,
     updates: Sequence[UpdateInfo],
@@ -120,11 +120,11 @@ def update_record(
     compiled: int | None,
     peak: float | None,
 ) -> dict[str, Any]:
-    """Return the record of a batch and its updates; most numbers are those of the last update.
+    """Return the record of a batch and its optimizer updates; most numbers are those of the last update.
 
     Args:
-        run: run whose notes go into the record: advantages, correction, padding, and what the method logged.
-        updates: diagnostics of each update.
+        run: run whose notes go into the record: advantages, correction, padding, and values logged by the method.
+        updates: diagnostics of each optimizer update.
         seconds: seconds of each phase.
         samples: number of samples so far.
         compiled: number of programs compiled during the update; None without compilation.
@@ -147,9 +147,9 @@ def update_record(
         "correction": correction and dict(zip(correction._fields, torch.stack(list(correction)).tolist(), strict=True)),
         "size": size and size._asdict(),
         "text": padding and {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved},
-        **parts_record(last.parts, steps=method.recorded is not None),
-        **reward_record(run, batch),
-        **(advantage_record(advantage) if run.rewards else {}),
+        **summarize_parts(last.parts, steps=method.recorded is not None),
+        **summarize_rewards(run, batch),
+        **(summarize_advantages(advantage) if run.rewards else {}),
         **{name: value for name, value in notes.items() if name != "diversity"},
         **({"multipliers": dict(run.memory.multipliers)} if run.memory.multipliers else {}),
         "speed": measure_speed(run, batch, updates, seconds, peak),
@@ -164,18 +164,18 @@ def update_record(
     return {name: value for name, value in record.items() if value is not None}
 
 
-def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
+def summarize_rewards(run: Run, batch: Batch) -> dict[str, Any]:
     """Return the record of a rollout's rewards, over the samples that are trained on; empty without rewards.
 
     Their mean, without rewards that have a floor, is also given per tag and per source of the prompts.
     """
-    names, scored, asked = list(run.rewards), batch.rewards, batch.spec.asked
+    names, scored, requested = list(run.rewards), batch.rewards, batch.spec.asked
     if not names or scored is None:
         return {}
     rewards = scored.scores[scored.kept]
     weights = learnt_weights(run.runners.weights, names, dict.fromkeys(run.memory.multipliers, 0.0))
     kept: list[int] = torch.nonzero(scored.kept).flatten().tolist()
-    prompts = [asked[i * len(asked) // len(scored.scores)] for i in kept] if asked else []
+    prompts = [requested[i * len(requested) // len(scored.scores)] for i in kept] if requested else []
     total = weigh_rewards(rewards, weights)
     record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
     if len(names) > 1:
@@ -183,28 +183,28 @@ def reward_record(run: Run, batch: Batch) -> dict[str, Any]:
     if scored.parts:
         record["reward_parts"] = scored.parts
     record |= {"invalid": scored.invalid, **split_scores(total[:, None], prompts, ["reward"])}
-    return record | group_record(rewards, weights, batch.spec.group)
+    return record | summarize_groups(rewards, weights, batch.spec.group)
 
 
-def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]:
-    """Return how much rewards `[B, K]` differ within groups of consecutive samples; empty without rewards or groups.
+def summarize_groups(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]:
+    """Return the spread of rewards `[B, K]` within groups of consecutive samples; empty without rewards or groups.
 
     `reward_std` is the mean over the groups of the standard deviation of the weighted sum. `without_signal` is the share of
-    groups whose samples all have the same rewards, so that advantages cannot tell them apart.
+    groups whose samples all have the same rewards, and so equal advantages.
     """
     if group < 2 or not rewards.numel():
         return {}
-    each = rewards.unflatten(0, (-1, group))
-    equal = (each.amax(1) == each.amin(1)).all(1)
+    by_group = rewards.unflatten(0, (-1, group))
+    equal = (by_group.amax(1) == by_group.amin(1)).all(1)
     return {
         "groups": {
-            "reward_std": weigh_rewards(each, weights).std(1).mean().item(),
+            "reward_std": weigh_rewards(by_group, weights).std(1).mean().item(),
             "without_signal": equal.to(rewards.dtype).mean().item(),
         }
     }
 
 
-def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
+def summarize_advantages(advantage: Tensor | None) -> dict[str, Any]:
     """Return the distribution of advantages `[B]`: share of zeros, standard deviation, largest size, and a histogram.
 
     The histogram is the share of samples per bin, keyed by the bin's lower edge (inclusive).
@@ -223,7 +223,7 @@ def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
     }
 
 
-def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
+def summarize_parts(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     """Return the diagnostics per recorded step, or per tenth of the noise levels; empty parts are left out.
 
     Args:
@@ -232,12 +232,12 @@ def parts_record(parts: PartNumbers | None, *, steps: bool) -> dict[str, Any]:
     """
     if parts is None:
         return {}
-    held = {str(i) if steps else f"{i / TENTHS:g}": i for i, count in enumerate(parts.items) if count}
+    filled = {str(i) if steps else f"{i / TENTHS:g}": i for i, count in enumerate(parts.items) if count}
     means = {name: numbers for name, numbers in parts.mean.items() if name not in WHOLE}
     if "log_ratio" in parts.mean_abs:
         means["abs_log_ratio"] = parts.mean_abs["log_ratio"]
-    split = {name: {part: numbers[i] for part, i in held.items()} for name, numbers in means.items()}
-    return {"by_step" if steps else "by_level": split} if held else {}
+    split = {name: {part: numbers[i] for part, i in filled.items()} for name, numbers in means.items()}
+    return {"by_step" if steps else "by_level": split} if filled else {}
 
 
 def measure_speed(
@@ -246,23 +246,23 @@ def measure_speed(
     """Return samples per second of rollout and updates, and model FLOP/s of the updates.
 
     FLOPs are this rank's, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the share of
-    the time that was spent outside updates. The seconds that rewards computed are split into those that overlapped with the
-    rollout (`reward_hidden`) and those that this rank waited for (`reward_waited`).
+    time outside the phase update. Seconds of reward computation are split into those that overlapped with the rollout
+    (`reward_hidden`) and those that this rank waited for (`reward_waited`).
 
     Args:
         updates: diagnostics of the updates on the batch.
         seconds: seconds of each phase.
         peak: peak FLOP/s of the device; None if unknown.
     """
-    work, rewards = sum(update.flops for update in updates), batch.rewards
+    flops, rewards = sum(update.flops for update in updates), batch.rewards
     total = sum(seconds.values())
     numbers = {
         "samples_per_second": batch.samples / total,
-        "update_flops": work / seconds["update"],
+        "update_flops": flops / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
     if peak is not None:
-        numbers["mfu"] = mfu(work, seconds["update"], peak=peak, ranks=1)
+        numbers["mfu"] = compute_mfu(flops, seconds["update"], peak=peak, ranks=1)
     if run.rewards and rewards is not None:
         numbers |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return numbers
@@ -275,7 +275,7 @@ def select_shown(record: Mapping[str, Any]) -> dict[str, float]:
     return reward | {label: record["objective"][name] for name, label in names.items() if name in record["objective"]}
 
 
-def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+def summarize_evaluation(evaluation: Evaluation) -> dict[str, Any]:
     """Return the record of an evaluation: per evaluator, per source and per tag."""
     numbers: dict[str, Any] = {
         "score": evaluation.score,
@@ -285,12 +285,12 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     }
     if evaluation.invalid:
         numbers["invalid"] = {"samples": evaluation.invalid}
-    summary = overall(evaluation.scores)
+    summary = average_over_tags(evaluation.scores)
     return {**numbers, "overall": summary} if summary else numbers
 
 
-def evaluation_line(when: str, evaluation: Evaluation) -> str:
-    """Return an evaluation as a line for the console."""
+def format_evaluation(when: str, evaluation: Evaluation) -> str:
+    """Format an evaluation as a line for the console."""
     if not evaluation.score:
         return f"{when}: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
     exactly = any(evaluation.exact.values())
@@ -299,29 +299,31 @@ def evaluation_line(when: str, evaluation: Evaluation) -> str:
     return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts)}"
 
 
-def evaluation_title(name: str, evaluation: Evaluation) -> str:
-    """Return the title of an evaluation's images, with the last evaluator's score of all samples."""
+def format_title(name: str, evaluation: Evaluation) -> str:
+    """Format the title of an evaluation's images, with the last evaluator's score of all samples."""
     if not evaluation.exact:
         return name
     evaluator, right = list(evaluation.exact.items())[-1]
-    said = f"{right:.0%} of held-out prompts exactly right" if right else f"{evaluation.score[evaluator]:.3f} by {evaluator}"
-    return f"{name}: {said}"
+    score = (
+        f"{right:.0%} of held-out prompts exactly right" if right else f"{evaluation.score[evaluator]:.3f} by {evaluator}"
+    )
+    return f"{name}: {score}"
 
 
-def before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> Table:
+def tabulate_before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> Table:
     """Return the table of an evaluation before and after training."""
-    now = {"exact": after.exact, "score": after.score}
+    final = {"exact": after.exact, "score": after.score}
     rows = {
-        f"{what}, by the {evaluator} evaluator": (f"{before[part][evaluator]:.3f}", f"{now[part][evaluator]:.3f}")
-        for part, what in (("exact", "exactly right"), ("score", "score"))
-        for evaluator in now[part]
+        f"{label}, by the {evaluator} evaluator": (f"{before[part][evaluator]:.3f}", f"{final[part][evaluator]:.3f}")
+        for part, label in (("exact", "exactly right"), ("score", "score"))
+        for evaluator in final[part]
         if evaluator in before[part]  # a resumed run may have other evaluators
         and (part == "score" or after.exact[evaluator] or before["exact"][evaluator])
     }
     return table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows)
 
 
-def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> dict[str, float]:
+def flatten_before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> dict[str, float]:
     """Return an evaluation before and after training as the flat fields of a summary."""
     return {
         **{f"{evaluator}_exact_before": right for evaluator, right in before["exact"].items()},
@@ -332,7 +334,7 @@ def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluat
     }
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of the packages that a result depends on."""
     packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}

@@ -33,10 +33,10 @@ START = "start"  # adapter that training started from, if it was not a new one
 
 
 class BuiltNetworks:
-    """The networks of a run, opened by name.
+    """Networks of a run, opened by name.
 
-    With LoRA no network needs a copy of the base weights: the reference is the module without adapters, or with the adapter
-    that training started from; a follower, a second trained network or a teacher's LoRA is another adapter. A teacher with
+    With LoRA no network needs a copy of the base weights. The reference is the module without adapters, or with the adapter
+    that training started from; followers, second trained networks and teachers' LoRAs are further adapters. A teacher with
     full weights, and the reference of full fine-tuning, are sharded modules without an optimizer.
 
     Args:
@@ -72,7 +72,7 @@ class BuiltNetworks:
     @contextmanager
     def open(self, name: str) -> Iterator[nn.Module]:
         """Yield a network for forward passes without gradient."""
-        name = self._name(name)
+        name = self._resolve(name)
         if name in self.separate:
             self.engine.sharded.reshard()  # never gather both modules at the same time
             with self.separate[name].inference() as module:
@@ -96,8 +96,8 @@ class BuiltNetworks:
         with self._use_adapter(name):
             yield engine
 
-    def _name(self, name: str) -> str:
-        """Return the name of the network whose weights compute: a `SameNetwork` differs in guidance alone."""
+    def _resolve(self, name: str) -> str:
+        """Return the name of the network with the weights: a `SameNetwork` differs only in guidance."""
         network = self.declared.get(name)
         return network.network if isinstance(network, SameNetwork) else name
 
@@ -115,13 +115,13 @@ class BuiltNetworks:
 
     @contextmanager
     def open_sampler(self) -> Iterator[nn.Module]:
-        """Yield the network that generates rollouts now: a follower with `samples_from`, else the policy."""
+        """Yield the network that currently generates rollouts: a follower with `samples_from`, else the policy."""
         with self.engine.inference() as module:
-            follower = self.sampling_adapter(self.engine.updates)
+            follower = self.choose_sampler(self.engine.updates)
             with nullcontext() if follower is None else use_adapter(module, follower):
                 yield module
 
-    def sampling_adapter(self, updates: int) -> str | None:
+    def choose_sampler(self, updates: int) -> str | None:
         """Return the follower that generates rollouts after a number of updates; None for the policy."""
         starts = {name: follower.samples_from for name, follower in self.followers.items()}
         return next((name for name, start in starts.items() if start is not None and updates >= start), None)
@@ -143,7 +143,7 @@ class BuiltNetworks:
         else:
             one = self.model.encode([self.negative])
             pairs = zip(optree.tree_leaves(plain), optree.tree_leaves(one), strict=True)
-            # Prompts may be padded to fewer tokens than the model's own length.
+            # Prompts may be padded to fewer tokens than the model's default length.
             one = trim(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))
             unconditional = optree.tree_map(lambda row: to_device(row, first.device).expand(len(first), *row.shape[1:]), one)
         return Guided(plain, unconditional, torch.full((len(first),), scale, device=first.device))
@@ -163,14 +163,14 @@ class BuiltNetworks:
                 blend_adapter(self.engine.module, leader, name, decay)
 
     def offload(self) -> None:
-        """Offload what a rollout does not need: separate modules, and optimizer states."""
+        """Offload all that a rollout does not need: separate modules, and optimizer states."""
         for module in self.separate.values():
             module.offload()
         for engine in self.trained.values():
             engine.offload(parameters=False)
 
     def onload(self) -> None:
-        """Move all that `offload` moved back to the device."""
+        """Move everything that `offload` moved back to the device."""
         for module in self.separate.values():
             module.onload()
         for engine in self.trained.values():

@@ -1,8 +1,8 @@
-"""Batches ahead of the trainer: a thread of each rank makes their samples in order, with the weights that belong to each.
+"""Prefetching of batches: a thread of each rank generates their samples in order, with a fixed version of the weights.
 
-Rollout j is made with the weights of version max(0, j - K), where a version counts the rollouts that were learnt from. So
-what is computed depends on K and not on how fast samples are made or learnt from. Prompts, keys and lengths are found on the
-main thread, where all collectives are; the thread pushes weights, makes samples and hands their images to the rewards.
+Rollout j has the weights after max(0, j - K) batches (K is `rollout.ahead`). So results depend on K, and not on the speed of
+rollouts and updates. Prompts, keys and lengths are chosen on the main thread, which makes all collectives. The thread pushes
+weights, generates samples and submits their images to the rewards.
 """
 
 import time
@@ -34,60 +34,60 @@ from fluvial.models import DiffusionModel
 from fluvial.models.device import is_accelerator, set_current_device
 
 FAILED = "failed"
-PAUSE = 0.01  # seconds between two looks at the store
-PREFIX = "ahead."  # of the names of a checkpoint's tensors
+PAUSE = 0.01  # polling interval of the store, in seconds
+PREFIX = "ahead."  # prefix of tensor names in a checkpoint
 FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final")  # of a trajectory, each `[B, ...]`
-ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends early
+ENDING = 30.0  # longest wait for the current chunk when a run ends early, in seconds
 
 
 class RunAhead(Run):
-    """A run as `collect` sees it for a batch ahead: samples are asked for with the current weights, and made on a thread.
+    """Run for the `collect` of a prefetched batch: samples are requested here and generated on a thread.
 
     Args:
         run: the run.
         number: number of the batch.
-        version: number of updates of the weights that make its samples.
-        ask: function of a batch whose samples are to be made.
+        version: number of optimizer updates of the weights for its samples.
+        request: function that requests the samples of a batch.
     """
 
-    def __init__(self, run: Run, number: int, version: int, ask: Callable[[Batch], None]) -> None:
+    def __init__(self, run: Run, number: int, version: int, request: Callable[[Batch], None]) -> None:
         self.__dict__.update(run.__dict__)
-        self.number, self.version, self.ask = number, version, ask
+        self.number, self.version, self.request = number, version, request
 
     @property
     def clock(self) -> int:
-        """Number of updates before those on the batch that is collected."""
+        """Number of optimizer updates before those on the batch that is collected."""
         return self.number * self.config.updates_per_rollout
 
     def sample(self, key: Key, **chosen: Any) -> Batch:
-        """Return samples that are made on the thread: reading them waits for it."""
+        """Request samples from the thread, and return their batch; reading them waits for the thread."""
         if chosen:
             raise self._refuse()
-        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock)
+        spec = self.sampler.specify(key, self.sampler.choose_prompts(key, self.clock), self.clock)
         batch = self._batch(spec, made=Future(), scoring=Scoring(self.runners.fork()), version=self.version)
-        self.ask(batch)
+        self.request(batch)
         return batch
 
     def fill(self, batch: Batch, key: Key, *, rounds: int, floor: float = 0.0) -> Batch:
-        """Raise UsageError: rewards are not waited for."""
+        """Raise UsageError: replacements depend on rewards, which are not known ahead."""
         raise self._refuse()
 
     def _refuse(self) -> UsageError:
-        hint = "samples that rewards choose cannot be asked for ahead of them"
+        hint = "samples that depend on rewards cannot be requested before the rewards are known"
         return UsageError("rollout.ahead", self.config.rollout.ahead, "0", hint)
 
 
 class RolloutPrefetcher:
-    """Collects the batches of a run ahead of its updates.
+    """Prefetcher of the batches of a run. All ranks create it.
 
     Args:
-        run: the run, whose source may be called on another thread. Every rank must take part.
+        run: the run; its source may be called on another thread.
         copy: network that takes the weights of each version.
     """
 
     def __init__(self, run: Run, copy: Copy) -> None:
         self.config, self.world, self.engine, self.run, self.copy = run.config, run.world, run.engine, run, copy
-        self.local = not run.config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
+        self.local = not run.config.rollout.is_served  # each rank pushes to its own source; else rank 0 pushes for all
         self.requested: dict[int, Batch] = {}
         self._work: Queue[tuple[int, Batch, dict[str, Tensor] | None] | None] = Queue()
         self._ending = Event()
@@ -96,10 +96,10 @@ class RolloutPrefetcher:
 
     @collective
     def next(self) -> Batch:
-        """Return the next batch, and ask for those after it; RunError if its samples could not be made."""
-        every = self.config.updates_per_rollout
-        number = self.engine.updates // every
-        self._ask(range(number, min(number + self.config.rollout.ahead + 1, self.config.updates // every)))
+        """Return the next batch, and request those after it; RunError if its samples could not be generated."""
+        per_batch = self.config.updates_per_rollout
+        number = self.engine.updates // per_batch
+        self._request(range(number, min(number + self.config.rollout.ahead + 1, self.config.updates // per_batch)))
         batch = self.requested.pop(number)
         with self.world.agreed():
             batch.made.result()
@@ -107,10 +107,10 @@ class RolloutPrefetcher:
 
     @collective
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the batches that were asked for, once their samples are made and scored.
+        """Wait until the samples of all requested batches are scored, and return these batches.
 
         Returns:
-            Tensors, the same on every rank, and values that JSON can hold.
+            Tensors, the same on every rank, and values of JSON.
         """
         tensors, meta = dict[str, Tensor](), dict[str, Any]()
         for number, batch in sorted(self.requested.items()):
@@ -125,7 +125,7 @@ class RolloutPrefetcher:
 
     @collective
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Take over batches as `state` returned them, on any number of ranks."""
+        """Restore batches from a result of `state`, on any number of ranks."""
         model, size = self.run.job.model, self.config.samples_per_pass
         for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
             batch = self._collect(int(name), values["version"], lambda batch: None)
@@ -138,60 +138,60 @@ class RolloutPrefetcher:
             self.requested[int(name)] = batch
 
     def close(self) -> None:
-        """End the thread after the chunk that it makes now."""
+        """End the thread after its current chunk."""
         self._ending.set()
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(ENDING)
 
     @collective
-    def _ask(self, numbers: range) -> None:
-        """Ask for the rollouts that were not asked for, with the current weights."""
+    def _request(self, numbers: range) -> None:
+        """Request the rollouts among `numbers` that are not requested yet, with the current weights."""
         new = [number for number in numbers if number not in self.requested]
         if not new:
             return
         if self._thread is None:
-            # A daemon: a source that hangs does not keep the process alive.
+            # A daemon, so that a source that hangs does not keep the process alive.
             self._thread = Thread(target=self._serve, name="rollouts", daemon=True)
             self._thread.start()
         weights: dict[str, Tensor] | None = snapshot_weights(self.engine)
 
-        def ask(batch: Batch) -> None:
+        def request(batch: Batch) -> None:
             nonlocal weights
             self._work.put((number, batch, weights))
-            weights = None  # the next ones have the same
+            weights = None  # the next batches have the same weights
 
         for number in new:
-            self.requested[number] = self._collect(number, self.engine.updates, ask)
+            self.requested[number] = self._collect(number, self.engine.updates, request)
 
     @collective
-    def _collect(self, number: int, version: int, ask: Callable[[Batch], None]) -> Batch:
-        """Return a batch whose samples are asked for."""
+    def _collect(self, number: int, version: int, request: Callable[[Batch], None]) -> Batch:
+        """Collect a batch whose samples are only requested."""
         root = fold_in(key(self.config.seed), number * self.config.updates_per_rollout)
-        return self.config.method.collect(RunAhead(self.run, number, version, ask), root)
+        return self.config.method.collect(RunAhead(self.run, number, version, request), root)
 
     def _serve(self) -> None:
-        """Make rollouts in their order, until one fails or the run ends."""
+        """Generate the requested rollouts in order, until one fails or the run ends."""
         device = self.world.device
         set_current_device(device)
-        # A stream of its own, so that samples are made while an update is computed.
+        # A side stream, so that rollouts and updates overlap.
         module = torch.get_device_module(device)
         side = module.Stream(device) if is_accelerator(device) else None
         with module.stream(side) if side is not None else nullcontext():
             while (work := self._work.get()) is not None and not self._ending.is_set():
                 number, batch, weights = work
                 try:
-                    batch.made.set_result(self._make(number, batch, weights, side))
-                except BaseException as error:  # the main thread must hear of it, whether or not the other ranks do
+                    batch.made.set_result(self._generate(number, batch, weights, side))
+                except BaseException as error:  # the main thread must get it, even if the other ranks cannot be told
                     batch.made.set_exception(error)
                     self._order.report_failure()
                     break
-        # The rollouts that are asked for fail, until the run ends.
+        # Further requested rollouts fail, until the run ends.
         while not (self._ending.is_set() and self._work.empty()) and (work := self._work.get()) is not None:
-            work[1].made.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
+            work[1].made.set_exception(ElsewhereError("the rollout thread has ended"))
 
-    def _make(self, number: int, batch: Batch, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
-        """Return this rank's samples of a batch."""
+    def _generate(self, number: int, batch: Batch, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
+        """Generate this rank's samples of a batch."""
         if side is not None:
             side.wait_stream(torch.get_device_module(self.world.device).default_stream(self.world.device))
         if weights is not None:
@@ -215,7 +215,7 @@ class RolloutPrefetcher:
         if side is not None:
             side.synchronize()
             main = torch.get_device_module(self.world.device).default_stream(self.world.device)
-            # Else their memory may be used again here while the update still reads it.
+            # Otherwise their memory may be reused here while the update still reads it.
             optree.tree_map(
                 lambda tensor: tensor.record_stream(main), (samples.cond, samples.trajectory, samples.thumbnails)
             )
@@ -232,32 +232,32 @@ class RolloutPrefetcher:
 
 
 class PushOrder:
-    """Lets new weights be pushed once, after every rank has made the rollout before and before any makes the next.
+    """Order of weight pushes: new weights are pushed once, between the previous rollout and the next one on all ranks.
 
-    The ranks' threads see each other through the store of the process group. A look at it blocks nobody; waiting there would
-    block the main thread, which has the same connection.
+    The ranks' threads communicate through the store of the process group. They poll it, because waiting in the store would
+    block the main thread, which shares the connection.
 
     Args:
-        world: process group. Every rank must take part.
-        stopped: function that returns whether this rank has given up.
+        world: process group. All ranks create it.
+        stopped: returns whether this rank has given up.
     """
 
     def __init__(self, world: World, stopped: Callable[[], bool]) -> None:
-        self.world, self.stopped, self.last = world, stopped, -1  # number of the last rollout that was made
+        self.world, self.stopped, self.last = world, stopped, -1  # number of the last generated rollout
         self.store: dist.Store | None = None
         if world.size > 1:
             name = world.gather_items(uuid.uuid4().hex)[0]  # a process may train several times
             self.store = dist.PrefixStore(f"fluvial/ahead/{name}", dist.distributed_c10d._get_default_store())
 
     def push(self, number: int, push: Callable[[], None]) -> None:
-        """Push the weights of a rollout, on rank 0 when no rank needs the earlier ones any more, and then on the others.
+        """Push the weights of a rollout: on rank 0 once no rank needs the earlier ones, then on the others.
 
         Args:
-            push: function that pushes them; on the other ranks it has only to note that they were pushed.
+            push: function that pushes the weights; on other ranks than 0 it only records the version.
 
         Raises:
             ElsewhereError: another rank failed.
-            LostProcessError: another rank did not make its rollout in the time of a collective.
+            LostProcessError: another rank did not generate its rollout within the timeout of a collective.
         """
         if self.store is None:
             push()
@@ -271,7 +271,7 @@ class PushOrder:
             push()
 
     def note_rollout(self, number: int) -> None:
-        """Note that this rank has made a rollout."""
+        """Note that this rank has generated a rollout."""
         self.last = number
         if self.store is not None:
             self.store.set(f"made/{number}/{self.world.rank}", "")
@@ -298,33 +298,31 @@ class PushOrder:
 
 @collective
 def pack(batch: SampleBatch, collected: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a rollout as tensors, and as values that JSON can hold.
+    """Pack a rollout into tensors and values of JSON.
 
-    Conditioning is left out: prompts are encoded again.
-
-    Memory on the host, per rank: the samples of all ranks.
+    Conditioning is left out, because prompts can be encoded again. Host memory per rank: the samples of all ranks.
 
     Args:
-        collected: what its rewards say of them.
+        collected: scores of its samples by this rank's rewards.
     """
     rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
     rows["thumbnails"] = batch.thumbnails
-    # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
+    # Each sample's score is on one rank and 0 on the others. The ranks of a sequence group have the same samples.
     scores = world.gather(collected.scores[None].to(world.device))[:: world.sequence].sum(0)
     tensors = {
         name: world.gather_data(tensor.contiguous())[:samples].cpu() for name, tensor in rows.items() if tensor is not None
     }
     tensors["scores"] = scores.cpu()
-    said = world.gather_items((collected.parts, collected.problems))[:: world.sequence]
+    by_rank = world.gather_items((collected.parts, collected.problems))[:: world.sequence]
     parts: dict[str, dict[str, float]] = {}
-    for parts_of_rank, _ in said:
-        for name, values in parts_of_rank.items():
-            parts.setdefault(name, {}).update({str(place): value for place, value in values.items()})
-    # A file holds no tensor without values, so its shape stands here.
+    for rank_parts, _ in by_rank:
+        for name, values in rank_parts.items():
+            parts.setdefault(name, {}).update({str(index): value for index, value in values.items()})
+    # Files do not store empty tensors, so their shapes are kept here.
     empty = {name: [*tensor.shape] for name, tensor in tensors.items() if not tensor.numel()}
     meta = {
         "parts": parts,
-        "problems": [line for _, lines in said for line in lines],
+        "problems": [line for _, lines in by_rank for line in lines],
         "computed": collected.computed,
         "waited": collected.waited,
         "empty": empty,
@@ -340,11 +338,11 @@ def unpack(
     micro_batch: int,
     world: World,
 ) -> tuple[SampleBatch, Collected]:
-    """Return this rank's samples of a rollout as `pack` returned it, and what its rewards say of them.
+    """Return this rank's samples of a packed rollout, and the scores of all its samples.
 
     Args:
-        tensors, meta: what `pack` returned, perhaps on another number of ranks.
-        model: model that prompts are encoded with.
+        tensors, meta: result of `pack`, perhaps on another number of ranks.
+        model: model that encodes the prompts.
         micro_batch: number of samples per chunk.
     """
     device, ids, texts = world.device, torch.tensor([*spec.requests.ids]), spec.requests.prompts
@@ -361,5 +359,5 @@ def unpack(
     batch = join_batches(parts)
     if not world.is_main:  # one rank has the scores of all samples
         return batch, Collected(torch.zeros_like(whole["scores"]), {}, [], meta["computed"], meta["waited"])
-    said = {name: {int(place): value for place, value in values.items()} for name, values in meta["parts"].items()}
-    return batch, Collected(whole["scores"], said, list(meta["problems"]), meta["computed"], meta["waited"])
+    reward_parts = {name: {int(index): value for index, value in values.items()} for name, values in meta["parts"].items()}
+    return batch, Collected(whole["scores"], reward_parts, list(meta["problems"]), meta["computed"], meta["waited"])

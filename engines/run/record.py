@@ -1,6 +1,6 @@
-"""A run as JSON: what a run folder's config.json holds, and the run that it is read back as.
+"""Conversion of a run's configuration to JSON, for config.json, and back.
 
-Paths are absolute there, so that a run opens from any folder, and relative to the current one where they are shown.
+Paths are recorded as absolute paths, so that a run opens from any folder, and shown relative to the current folder.
 """
 
 import os
@@ -15,7 +15,7 @@ import cattrs
 
 from fluvial.core.checks import type_of
 from fluvial.engines import plugins
-from fluvial.engines.choices import is_variant, kinds, list_required, settings, variant_of, variants
+from fluvial.engines.choices import find_variant, is_variant, list_kinds, list_required, list_variant_fields, list_variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import METHODS, method_type
 from fluvial.engines.named_models import MODELS
@@ -25,20 +25,20 @@ from fluvial.engines.run.renames import migrate
 from fluvial.engines.sampling.config import REPLAYED
 
 Config = TypeVar("Config")
-Move = Callable[[str], str | None]  # of a path; None where it is not one
+Move = Callable[[str], str | None]  # new path for a text; None if the text is not a path
 
 
 def as_record(config: TrainConfig) -> dict[str, Any]:
-    """Return a run as JSON holds it: paths as text, tuples as lists, a method by its name and a choice by its kind.
+    """Return a run as values of JSON: paths as text, tuples as lists, methods by name and choices by kind.
 
-    Custom ones have the name `module:name`.
+    The name of a custom one is `module:name`.
     """
     record: dict[str, Any] = CONVERTER.unstructure(config)
     return record
 
 
 def read_record(record: dict[str, Any]) -> TrainConfig:
-    """Return the run that a config.json records; one with old names is read by the table of `run.renames`.
+    """Return the run of a config.json; old names are converted by `run.renames`.
 
     Raises:
         UsageError: a field is unknown or missing, or a value is not accepted, in one line.
@@ -48,28 +48,28 @@ def read_record(record: dict[str, Any]) -> TrainConfig:
     try:
         return CONVERTER.structure(migrate(record), TrainConfig)
     except cattrs.BaseValidationError as error:
-        lines = cattrs.transform_error(error, path="run", format_exception=_line)
+        lines = cattrs.transform_error(error, path="run", format_exception=_describe_error)
         raise UsageError("; ".join(lines)) from error
 
 
-def _line(error: BaseException, kind: type | None) -> str:
+def _describe_error(error: BaseException, kind: type | None) -> str:
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         return f"has unknown fields {', '.join(sorted(error.extra_fields))}"
     if isinstance(error, KeyError):
         return f"misses the field {error}"
     if isinstance(error, AttributeError):
-        return "is no object of fields"
+        return "is not an object of fields"
     return " ".join(str(error).split())
 
 
-def _name_method(method: Any) -> dict[str, Any]:
-    known = method.method_name in plugins.names("methods", METHODS) or ":" in method.method_name
-    # A name that nothing declares could not be read again.
+def _unstructure_method(method: Any) -> dict[str, Any]:
+    known = method.method_name in plugins.list_names("methods", METHODS) or ":" in method.method_name
+    # An undeclared name could not be read again.
     name = method.method_name if known else plugins.spec_of(type(method))
     return {"name": name, **CONVERTER.unstructure(method, type(method))}
 
 
-def _method(record: Any, _: Any) -> Any:
+def _structure_method(record: Any, _: Any) -> Any:
     fields = {"name": record} if isinstance(record, str) else record
     if not isinstance(fields, dict) or "name" not in fields:
         raise ValueError(f"is {record!r}, expected an object with the name of a method, one of {', '.join(METHODS)}")
@@ -77,22 +77,22 @@ def _method(record: Any, _: Any) -> Any:
     return CONVERTER.structure(fields, method_type(fields.pop("name")))
 
 
-def _with_kind(value: Any) -> dict[str, Any]:
+def _unstructure_kind(value: Any) -> dict[str, Any]:
     """Return a choice as an object with its kind and its fields."""
     return {
         "kind": value.kind,
-        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in settings(type(value))},
+        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in list_variant_fields(type(value))},
     }
 
 
-def _choose_kind(record: Any, union: Any) -> Any:
-    """Return the choice of an object with a kind, or of a kind alone."""
+def _structure_kind(record: Any, union: Any) -> Any:
+    """Return the choice for an object with a kind, or for a kind alone."""
     fields = {"kind": record} if isinstance(record, str) else record
     if not isinstance(fields, dict) or "kind" not in fields:
-        raise ValueError(f"is {record!r}, expected an object with a kind, one of {', '.join(kinds(union))}")
+        raise ValueError(f"is {record!r}, expected an object with a kind, one of {', '.join(list_kinds(union))}")
     fields = dict(fields)
-    variant, make = variant_of(union, fields.pop("kind"), "kind")
-    if unknown := sorted(set(fields) - {each.name for each in settings(variant)}):
+    variant, make = find_variant(union, fields.pop("kind"), "kind")
+    if unknown := sorted(set(fields) - {each.name for each in list_variant_fields(variant)}):
         raise ValueError(f"has unknown fields {', '.join(unknown)}")
     if missing := [name for name in list_required(variant) if name not in fields]:
         raise ValueError(f"misses the field {', '.join(missing)}")
@@ -100,49 +100,49 @@ def _choose_kind(record: Any, union: Any) -> Any:
     return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})
 
 
-def _path(value: Any, _: Any) -> Path:
+def _structure_path(value: Any, _: Any) -> Path:
     if value == "":
         raise ValueError("is '', expected a path; the current folder is .")
     return Path(value)
 
 
-def _words(value: Any) -> tuple[str, ...]:
+def _structure_texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str | list | tuple) or not all(isinstance(word, str) for word in value):
         raise ValueError(f"is {value!r}, expected a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union; of any other type itself."""
+def list_members(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union; for any other type the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _is_worded(kind: Any) -> bool:
-    """Return whether a value is one of some words, or also a number."""
-    return all(part in (int, bool) or get_origin(part) is Literal for part in members(kind))
+    """Return whether a type has literal words, integers and booleans only."""
+    return all(part in (int, bool) or get_origin(part) is Literal for part in list_members(kind))
 
 
-def _converter() -> cattrs.Converter:
+def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
     converter.register_unstructure_hook(Path, str)
-    converter.register_structure_hook(Path, _path)
-    # A text alone is a tuple of one, as the teacher of older records.
-    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _words(value))
-    for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
+    converter.register_structure_hook(Path, _structure_path)
+    # A single text stands for a tuple of one, as in the teacher of older records.
+    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], lambda value, _: _structure_texts(value))
+    for kind in (bool, int, float, str):  # not converted: the dataclasses check their values
         converter.register_structure_hook(kind, lambda value, _: value)
     converter.register_structure_hook_func(_is_worded, lambda value, _: value)
-    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _choose_kind)
-    converter.register_unstructure_hook_func(is_variant, _with_kind)
-    # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
-    converter.register_unstructure_hook_func(lambda kind: kind is Method, _name_method)
-    converter.register_structure_hook_func(lambda kind: kind is Method, _method)
+    converter.register_structure_hook_func(lambda kind: bool(list_variants(kind)), _structure_kind)
+    converter.register_unstructure_hook_func(is_variant, _unstructure_kind)
+    # By identity: since Python 3.12 a hook for a protocol also applies to every class with its members.
+    converter.register_unstructure_hook_func(lambda kind: kind is Method, _unstructure_method)
+    converter.register_structure_hook_func(lambda kind: kind is Method, _structure_method)
     return converter
 
 
-CONVERTER = _converter()
+CONVERTER = _make_converter()
 
 
-def _of_word(text: str, move: Move) -> str | None:
+def _move_weighted(text: str, move: Move) -> str | None:
     """Move the path of a file, or of a file with a weight."""
     name, separator, weight = text.rpartition("=")
     moved = move(text)
@@ -151,7 +151,7 @@ def _of_word(text: str, move: Move) -> str | None:
     return moved
 
 
-def _of_teacher(text: str, move: Move) -> str | None:
+def _move_teacher(text: str, move: Move) -> str | None:
     """Move the path of a folder, or of a source's folder."""
     source, separator, folder = text.partition("=")
     if (moved := move(text)) is not None or not separator:
@@ -159,40 +159,40 @@ def _of_teacher(text: str, move: Move) -> str | None:
     return None if (moved := move(folder)) is None else f"{source}={moved}"
 
 
-def _of_options(text: str, move: Move) -> str | None:
+def _move_options(text: str, move: Move) -> str | None:
     """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
     return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda match: move(match[0]) or match[0], text)
 
 
-def _of_source(text: str, move: Move) -> str | None:
+def _move_source(text: str, move: Move) -> str | None:
     folder = move(text.removeprefix(REPLAYED)) if text.startswith(REPLAYED) else None
     return None if folder is None else REPLAYED + folder
 
 
-# How the paths stand in texts, by field; fields of the type Path are paths anyway.
+# Functions that move the paths in a field's text, by field; fields of type Path need none.
 TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "model": lambda text, move: None if text in MODELS else move(text),
     "checkpoint.folder": lambda text, move: move(text),
     "pipeline.settings": lambda text, move: move(text),
     "checkpoint.resume_from": lambda text, move: move(text),
-    "rollout.source": _of_source,
-    "method.teacher": _of_teacher,
-    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _of_word),
-    **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
+    "rollout.source": _move_source,
+    "method.teacher": _move_teacher,
+    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _move_weighted),
+    **dict.fromkeys(("rewards", "evaluation.rewards"), _move_options),
 }
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return a configuration with absolute paths; a text is a path if a file or a folder is there."""
+    """Return a configuration with absolute paths; a text is a path if a file or folder exists there."""
 
     def move(text: str) -> str | None:
-        return _absolute(text) if os.path.exists(text) else None
+        return _make_absolute(text) if os.path.exists(text) else None
 
-    return _move_paths(config, move, lambda path: Path(_absolute(str(path))))
+    return _move_paths(config, move, lambda path: Path(_make_absolute(str(path))))
 
 
 def expand_home(config: Config) -> Config:
-    """Return settings whose paths that begin with `~` start from the home folder, as a shell has most of them."""
+    """Expand `~` at the start of paths in settings, where the shell does not, e.g. after `=`."""
 
     def move(text: str) -> str | None:
         return os.path.expanduser(text) if text.startswith("~") else None
@@ -201,17 +201,17 @@ def expand_home(config: Config) -> Config:
 
 
 def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
-    """Return the configuration that a run folder records, with paths that hold from the current folder.
+    """Return a recorded configuration with paths that are valid from the current folder.
 
-    A path that is not there any more is looked for beside the run folder, which may have been moved with it. Relative paths,
-    of older records, start from the folder that the run was started in, or else from the current one.
+    A path that no longer exists is looked for relative to the run folder, in case it was moved together with it. Relative
+    paths, in older records, start from the folder in which the run was started, or else from the current one.
     """
-    finder = Finder(Path(config.out), out)
+    finder = PathFinder(Path(config.out), out)
     return _move_paths(config, finder, lambda path: Path(finder(str(path)) or path))
 
 
-class Finder:
-    """Finds the paths of a record.
+class PathFinder:
+    """Finder of recorded paths.
 
     Args:
         recorded: the run folder as the record names it.
@@ -219,43 +219,43 @@ class Finder:
     """
 
     def __init__(self, recorded: Path, out: Path) -> None:
-        self.recorded, self.out = recorded, Path(_absolute(str(out)))
+        self.recorded, self.out = recorded, Path(_make_absolute(str(out)))
         parts = recorded.parts
         began = not recorded.is_absolute() and self.out.parts[-len(parts) :] == parts
         self.start = Path(*self.out.parts[: -len(parts)]) if began else Path.cwd()
 
     def __call__(self, text: str) -> str | None:
-        """Return a recorded path as it is now, relative to the current folder if it lies in it; None if nothing is there."""
-        places = [self.start / text, Path.cwd() / text]
+        """Return the present path of a recorded one, relative to the current folder if inside it; None if it is missing."""
+        candidates = [self.start / text, Path.cwd() / text]
         if os.path.isabs(text) and self.recorded.is_absolute():
-            places.append(self.out / os.path.relpath(text, self.recorded))
-        for place in places:
-            if text and "://" not in text and os.path.exists(place):
-                spelled = _absolute(str(place))
+            candidates.append(self.out / os.path.relpath(text, self.recorded))
+        for path in candidates:
+            if text and "://" not in text and os.path.exists(path):
+                spelled = _make_absolute(str(path))
                 return os.path.relpath(spelled) if Path(spelled).is_relative_to(Path.cwd()) else spelled
         return None
 
-    def model(self, recorded: str) -> str:
-        """Return a recorded model as it is now."""
+    def locate_model(self, recorded: str) -> str:
+        """Return a recorded model with its present path, if it is one."""
         return TEXTS["model"](recorded, self) or recorded
 
-    def same(self, name: str, recorded: Any, now: Any) -> bool:
-        """Return whether a recorded setting names the same paths as the absolute ones of a run."""
+    def is_same(self, name: str, recorded: Any, now: Any) -> bool:
+        """Return whether a recorded setting has the same paths as a run's setting with absolute paths."""
         if isinstance(now, list):
-            recorded = recorded if isinstance(recorded, list) else [recorded]  # of a field that was a single text
-            return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
+            recorded = recorded if isinstance(recorded, list) else [recorded]  # the field was a single text then
+            return len(recorded) == len(now) and all(self.is_same(name, *pair) for pair in zip(recorded, now, strict=True))
         if not isinstance(recorded, str):
             return bool(recorded == now)
 
         def move(text: str) -> str | None:
-            place = self(text)
-            return None if place is None else _absolute(place)
+            path = self(text)
+            return None if path is None else _make_absolute(path)
 
         return now in (recorded, TEXTS.get(name, lambda text, move: move(text))(recorded, move))
 
 
 def _move_paths(config: Config, move: Move, move_path: Callable[[Path], Path], prefix: str = "") -> Config:
-    """Return a configuration with other paths."""
+    """Return a configuration with moved paths."""
     changes: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
@@ -274,7 +274,7 @@ def _move_paths(config: Config, move: Move, move_path: Callable[[Path], Path], p
     return replace(config, **changes) if changes else config  # type: ignore[type-var]
 
 
-def _absolute(text: str) -> str:
-    """Return a path from the root, without `..` where that leads to the same place."""
+def _make_absolute(text: str) -> str:
+    """Return an absolute path, without `..` if that is the same file."""
     plain = os.path.abspath(text)
     return plain if os.path.realpath(plain) == os.path.realpath(text) else str(Path(text).absolute())

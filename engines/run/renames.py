@@ -1,15 +1,15 @@
-"""Settings under the names that older runs recorded: records, checkpoints and published runs are read by this table."""
+"""Table of settings' old names, to read older records, checkpoints and published runs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from fluvial.engines.choices import variant_of, variants
+from fluvial.engines.choices import find_variant, list_variants
 
 OBJECTIVES = {"clipped": "grpo"}  # methods with another name
 OF_SAMPLING = ("prompts", "group", "shared_noise", "steps", "sampler", "window", "guidance")
-# Old name of a setting, or of the table that it stands in, and the new one.
+# Old name of a setting, or of its table, and the new one.
 NAMES = {
     **{f"rollout.{name}": f"method.sampling.{name}" for name in OF_SAMPLING},
     **{f"rollout.{name}": f"method.{name}" for name in ("trained", "form", "reduction")},
@@ -21,7 +21,7 @@ NAMES = {
     "asynchronous": "rollout",
     "objective": "method",
 }
-# Names that are groups of settings now, or that only stand alone.
+# Old names of single settings only; some are names of groups now.
 SINGLE = {
     "data": "data.images",
     "prompt_order": "data.order",
@@ -40,7 +40,7 @@ SINGLE = {
     **{name: f"rollout.{name}" for name in ("max_log_ratio", "max_invalid")},
     "weights": "pipeline.weights",
 }
-# The same of single methods.
+# Old names of settings of single methods.
 OF_METHOD = {
     **{name: {"kl.guidance": "method.ref_guidance"} for name in ("dpo", "d3po")},
     "crd": {
@@ -49,7 +49,7 @@ OF_METHOD = {
         for was, now in {"value": "start", "rise": "rise", "cap": "cap", "delay": "delay"}.items()
     },
 }
-# Settings without effect that all methods once had, left out where a method has them no more.
+# Values without effect of settings that all methods once had; dropped for methods that no longer have them.
 DROPPED = {
     **{f"method.sampling.window.{name}": value for name, value in {"kind": "all", "low": 0, "high": None}.items()},
     **{f"method.kl.{name}": value for name, value in {"coef": 0, "ema_coef": 0, "ema_cap": 0.3, "guidance": None}.items()},
@@ -58,7 +58,7 @@ DROPPED = {
 
 
 def rename(name: str, method: str = "") -> str:
-    """Return the present name of a setting by its dotted old one, with the method's name where that matters."""
+    """Return the present dotted name of a setting by its old one; some depend on the method."""
     if name in SINGLE:
         return SINGLE[name]
     table = {**NAMES, **OF_METHOD.get(method, {})}
@@ -70,10 +70,10 @@ def rename(name: str, method: str = "") -> str:
 
 
 def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
+    """Convert a record of a run, nested or with dotted names, to the present names, nested.
 
-    A record without old names or values is returned unchanged. Settings that the method or the kind of a choice lacks
-    are left out where that choice or method has another name now, or where they had no effect.
+    A record without old names or values is returned unchanged. Settings that the method or the kind of a choice lacks are
+    dropped if that method or choice was renamed, or if they had no effect.
     """
     settings_of, settings = dict[str, Any](), dict(_flatten(record))
     settings |= (changed := dict(_convert(settings)))
@@ -81,11 +81,11 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     names = {old: old if isinstance(value, Mapping) else rename(old) for old, value in settings.items()}
     stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
     method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
-    dropped = {} if ":" in method else DROPPED  # a method of one's own had them only if it has them
+    dropped = {} if ":" in method else DROPPED  # a custom method's settings are its own
     idle = any(dropped.get(names[old], ...) == value for old, value in settings.items())
     if not changed and not idle and all(old == new for old, new in names.items()):
         return record
-    from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs does without
+    from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs avoids
 
     named = {old: old if isinstance(value, Mapping) else rename(old, method) for old, value in settings.items()}
     chosen = {named[old]: value for old, value in settings.items() if named[old] != old and named[old].endswith(".kind")}
@@ -107,7 +107,7 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _convert(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield settings, by dotted names, whose values of today are made of those of older records."""
+    """Yield settings, by dotted names, whose old values have another form now."""
     threshold = settings.get("rollout.step_cache")  # once a number, 0 without a cache
     if isinstance(threshold, int | float):
         yield "rollout.step_cache", {"kind": "first_block", "threshold": threshold} if threshold else {"kind": "none"}
@@ -131,14 +131,14 @@ def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def has_field(kind: Any, path: Sequence[str], chosen: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether a dataclass has a field, by the parts of its name.
 
-    A choice has the fields of the kind that `chosen` has for its dotted name and `.kind`, else those of each of its kinds.
+    A choice has the fields of its kind, which `chosen` has under its dotted name with `.kind`; otherwise those of any kind.
     """
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
     inner = get_type_hints(kind)[path[0]]
-    if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
+    if len(path) == 1 or not (list_variants(inner) or dataclasses.is_dataclass(inner)):
         return True
-    kinds = variants(inner) or (inner,)
+    kinds = list_variants(inner) or (inner,)
     if (stated := chosen.get(f"{path[0]}.kind")) is not None:
-        kinds = (variant_of(inner, stated, path[0])[0],)
+        kinds = (find_variant(inner, stated, path[0])[0],)
     return path[1] == "kind" or any(has_field(kind, path[1:]) for kind in kinds)

@@ -54,7 +54,7 @@ class Memory(Protocol):
 
 
 class Rollouts:
-    """Collects and scores batches; `Run`, a subclass, adds what a method needs to learn from one.
+    """Collection and scoring of batches; its subclass `Run` adds predictions and updates.
 
     Args:
         networks: the policy's engine, and the networks that the method declares.
@@ -126,7 +126,7 @@ class Rollouts:
     def sample(
         self, key: Key, *, group: int | None = None, steps: int | None = None, starts: Sequence[int] | None = None
     ) -> Batch:
-        """Generate samples of the next prompts with the network that generates rollouts now, and start scoring them.
+        """Generate samples of the next prompts with the network that currently generates rollouts, and start scoring them.
 
         Args:
             group: number of samples per prompt. Unless None, they are scored but not trained on, e.g. to choose among them.
@@ -137,7 +137,9 @@ class Rollouts:
         if group is not None:
             draft = replace(sampling, group=group, steps=steps or sampling.steps, groups=ALL_GROUPS)  # type: ignore[call-arg]
             runners = self.runners.fork(group)
-        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock, draft=draft, starts=starts)
+        spec = self.sampler.specify(
+            key, self.sampler.choose_prompts(key, self.clock), self.clock, draft=draft, starts=starts
+        )
         samples = self._generate(spec, runners)
         return self._batch(spec, made=make_batch(samples), scoring=Scoring(runners), version=self.engine.updates)
 
@@ -158,10 +160,10 @@ class Rollouts:
             samples = self._generate(spec, self.runners)
             scoring = Scoring(self.runners)
             scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
-            held = batch.made.result()
+            earlier = batch.made.result()
             if spec.sampling.text_tokens != batch.spec.sampling.text_tokens:
-                held = held._replace(cond=self._encode(spec.sampling, held.prompts))
-            batch = self.score(replace_groups(batch, spec, samples, scoring, flat, held))
+                earlier = earlier._replace(cond=self._encode(spec.sampling, earlier.prompts))
+            batch = self.score(replace_groups(batch, spec, samples, scoring, flat, earlier))
             replaced, flat = replaced + len(flat), self._find_flat(batch, floor)
         skipped = torch.zeros(len(batch.spec.asked), dtype=torch.bool)
         skipped[flat] = True
@@ -177,12 +179,12 @@ class Rollouts:
         by_group = weigh_rewards(batch.rewards.scores, self.runners.weights).unflatten(0, (-1, batch.spec.group))
         reward = torch.where(by_group.isnan(), by_group.nanmedian(1, keepdim=True).values, by_group).nan_to_num().flatten()
         chosen = extreme(reward, torch.arange(len(reward)) // batch.spec.group, count)
-        places: list[int] = torch.nonzero(chosen).flatten().tolist()
-        return places
+        indices: list[int] = torch.nonzero(chosen).flatten().tolist()
+        return indices
 
     def read(self, key: Key, *, scored: bool = False) -> Batch:
         """Return clean samples of the job's data; with `scored`, start scoring their images."""
-        spec = self.sampler.specify(key, self.sampler.prompts(key, self.clock), self.clock)
+        spec = self.sampler.specify(key, self.sampler.choose_prompts(key, self.clock), self.clock)
         samples = self.sampler.read_data(spec, self.runners if scored else None)
         return self._batch(spec, made=make_batch(samples), scoring=Scoring(self.runners))
 
@@ -204,14 +206,14 @@ class Rollouts:
         Args:
             win, lose: indices in the batch of the preferred and the other sample of each pair, `[N]`.
         """
-        final, total = batch.trajectory.final, batch.share.batch
+        total = batch.share.batch
         # The two may be on different ranks. Every rank gets all clean samples, which are small compared to trajectories.
-        everyone = self.world.gather_data(final)[:total]
+        final = self.world.gather_data(batch.trajectory.final)[:total]
         chosen = [
-            Preference(batch.prompt(better), everyone[better], everyone[worse])
+            Preference(batch.prompt(better), final[better], final[worse])
             for better, worse in zip(win.tolist(), lose.tolist(), strict=True)
         ]
-        numbers = [place // batch.compared for place in win.tolist()]
+        numbers = [index // batch.compared for index in win.tolist()]
         pairs = self.sampler.pair_up(chosen, numbers, batch.spec.sampling, None)
         self.log(padding=pairs.spec.padding)
         return pairs
@@ -232,7 +234,7 @@ class Rollouts:
     def finish(self, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Batch:
         """Finish intermediate samples of a scored batch with deterministic steps, score them, and return the new batch.
 
-        The network is the one that generates rollouts now. Groups in which a reward fails are dropped.
+        The network is the one that currently generates rollouts. Groups in which a reward fails are dropped.
 
         Args:
             x: samples of this rank before a step, `[slots, *event]`, e.g. recorded ones.
@@ -253,13 +255,13 @@ class Rollouts:
         trajectory = made.trajectory._replace(final=torch.cat(parts))
         return replace(batch, made=make_batch(made._replace(trajectory=trajectory)), rewards=rewards)
 
-    def reward(self, batch: Batch) -> Tensor:
+    def weigh_rewards(self, batch: Batch) -> Tensor:
         """Return the weighted sum of rewards of each sample that is trained on, `[N]`."""
         assert batch.rewards is not None
         return weigh_rewards(batch.rewards.scores[batch.kept], self.runners.weights)
 
     def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
-        """Return the reward and advantage of each sample that is trained on, and which samples the loss is averaged over.
+        """Return reward and advantage of each sample that is trained on, and which samples the loss is averaged over.
 
         Args:
             gains: reward of each recorded step, `[N, S]`; advantages are then per step.
@@ -274,29 +276,28 @@ class Rollouts:
                 memory.multipliers, means, config.floor_of, lr=config.floor_lr, most=config.floor_max
             )
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
-        prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
+        prompts = [str(model_inputs([batch.prompt(index)])[0]) for index in kept.tolist()] if config.history else ()
         grades = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
-        self.notes["advantage"] = grades.advantage.flatten().clone()  # a copy, so that a method cannot change the record
+        self.notes["advantage"] = grades.advantage.flatten().clone()  # copied, so that a method cannot change the record
         return grades
 
-    def features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
+    def extract_features(self, batch: Batch, name: str = "thumbnails") -> Tensor:
         """Return features of each sample that is trained on, `[N, D]`, the same on every rank.
 
         Args:
-            name: thumbnails (averaged pixels), or a function of (images, prompts) as module:name that returns one row per
-                sample.
+            name: thumbnails (averaged pixels), or a function (images, prompts) -> `[N, D]` as module:name.
         """
         samples = batch.made.result()
         features = samples.thumbnails
         if name != "thumbnails":
-            expected = plugins.callable_with("images", "prompts")
+            expected = plugins.make_call_check("images", "prompts")
             function = plugins.load(name, "features", expected, table={}, field="features")
             size, parts = self.config.samples_per_pass, []
             for i in range(0, len(samples.prompts), size):
                 prompts = samples.prompts[i : i + size]
                 with torch.no_grad():
                     images = decode_samples(self.job.model, samples.trajectory.final[i : i + size], model_inputs(prompts))
-                # a copy, because the function may reuse one buffer
+                # Copied, because the function may reuse one buffer.
                 parts.append(torch.as_tensor(function(images, texts(prompts))).flatten(1).clone())
             features = torch.cat(parts).to(self.world.device)
         assert features is not None
@@ -317,7 +318,7 @@ class Rollouts:
         return rewards
 
     def _generate(self, spec: RolloutSpec, runners: RewardRunners) -> SampleBatch:
-        """Generate samples with the network that generates rollouts now, and start scoring them."""
+        """Generate samples with the network that currently generates rollouts, and start scoring them."""
         if self.config.engine.offload == "phases":
             self.engine.offload(parameters=False)
             self.networks.offload()

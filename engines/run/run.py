@@ -45,11 +45,12 @@ def keep_prompt(prompt: Prompt) -> Prompt:
 
 
 class Run(Rollouts):
-    """All that a method may call. Every verb is collective: all ranks call it.
+    """Interface of a run for its method. Every function is collective: all ranks call it.
 
-    `Rollouts` has the first half: `sample`, `read`, `score`, `grade`, `log`, and `clock`, the number of updates so far. It
-    sets `config` (settings of the run), `job` (model, prompts, data), `networks` (the policy and those that are declared),
-    `engine` and `world` (the policy's), `rewards`, `notes` (for the batch's record) and `pairs` (chosen micro-batch sizes).
+    `Rollouts` has the first half: `sample`, `read`, `score`, `grade`, `log`, and `clock`, the number of updates so far. Its
+    attributes are `config` (settings of the run), `job` (model, prompts, data), `networks` (the policy and the declared
+    ones), `engine` and `world` (of the policy), `rewards`, `notes` (for the batch's record) and `pairs` (chosen micro-batch
+    sizes).
     """
 
     # items, implemented in `sampling/batch.py`
@@ -74,18 +75,21 @@ class Run(Rollouts):
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
     def minibatches(self, items: Items, key: Key, passes: EpochsConfig) -> Iterator[Items]:
-        """Yield the items of each update, spread evenly over the ranks.
+        """Yield the items of each optimizer update, spread evenly over the ranks.
 
         There are `passes.epochs` epochs over the samples; each shuffles them into `passes.minibatches` updates. A network
-        declared as `Before()` is the policy before the first of them.
+        declared as `Before()` is the policy before the first update.
+
+        Args:
+            passes: epochs and minibatches over the batch; these are not forward passes.
         """
         epochs, minibatches, total = passes.epochs, passes.minibatches, items.batch.share.batch
         if self._routed and items.rows.timestep is not None:
-            host_values.read(items.rows.timestep)  # one read-back for all updates, if levels were drawn on the device
+            host_values.read(items.rows.timestep)  # one copy to the host for all updates, if levels are on the device
         if epochs * minibatches > 1:  # with a single update v_old is v, and needs no forward pass
             for name in self.networks.before:
                 with self.engine.inference() as module:
-                    items = items.with_predictions(**{name: self._predictions(module, items, items.cond)})
+                    items = items.with_predictions(**{name: self._predict_in_passes(module, items, items.cond)})
         for epoch in range(epochs):
             if minibatches == 1:
                 yield self._deal(items, items.used, items.count)
@@ -101,7 +105,7 @@ class Run(Rollouts):
     def predict(self, items: Items, *names: str) -> Items:
         """Return items with the predictions of networks, by default all declared ones; undeclared names are skipped.
 
-        Teachers per prompt source make one prediction together: each predicts the rows of its prompts.
+        Teachers per prompt source give one prediction together: each predicts the rows of its prompts.
         """
         declared, known = self.config.method.networks(), {*items.rows.predictions, *self.networks.before}
         todo = [name for name in names or declared if name in declared and name not in known]
@@ -117,7 +121,7 @@ class Run(Rollouts):
         """Apply a function to the policy's prediction at each row, without gradient, and return the results, `[P, ...]`.
 
         Args:
-            function: `(v, rows) -> tensors`, `[p, ...]` each.
+            function: `(v, rows) -> tensors`, each `[p, ...]` for a micro-batch of p rows.
         """
         results = []
         with self.engine.inference() as module, prefer(self.config.engine.implementation):
@@ -125,7 +129,7 @@ class Run(Rollouts):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self.networks.before if name not in rows.predictions}
                 # Copied, because the function may reuse one buffer.
-                results.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
+                results.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _add_predictions(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *results)
 
     def vjp(self, items: Items, name: str, cotangent: Tensor) -> Tensor:
@@ -174,19 +178,19 @@ class Run(Rollouts):
         return (self.gather(items, values) * used).sum() / used.sum().clamp(min=1)
 
     def update(self, items: Items, loss: Loss, *, network: str = "policy", split_guidance: bool = False) -> UpdateInfo:
-        """Take one optimizer step on the mean of a loss over the items of all ranks.
+        """Make one optimizer update of a network: a step on the mean of a loss over the items of all ranks.
 
         Args:
             items: items from `minibatches`, with the predictions that the loss reads.
             loss: `(v, rows) -> (loss [P], diagnostics)`.
-            network: name of the trained network, whose prediction `v` is. `learn` yields updates of the policy only; other
-                networks' updates are logged under their names.
+            network: trained network that is updated, and that predicts `v`. `learn` yields updates of the policy only;
+                updates of other networks are logged under their names.
             split_guidance: with guidance, pass the conditional prediction as v, the unconditional one as
                 `rows.predictions["uncond"]` and the scale as `rows.guidance`.
         """
         items = items if items.dealt else self._deal(items, items.used, items.count)
         with self.networks.train(network) as engine:
-            terms, options = self._terms(engine.module, network, items, loss, split_guidance=split_guidance)
+            terms, options = self._prepare_update(engine.module, network, items, loss, split_guidance=split_guidance)
             parts = items.rows.parts(items.batch.spec.sampling.schedule.levels)
             info = engine.update(*terms, **options, parts=parts)
         if engine is not self.engine:
@@ -200,7 +204,7 @@ class Run(Rollouts):
         Call `update` directly afterwards: the two make one step on the sum of the losses. Make predictions before both.
         """
         items = items if items.dealt else self._deal(items, items.used, items.count)
-        terms, options = self._terms(self.engine.module, "policy", items, loss)
+        terms, options = self._prepare_update(self.engine.module, "policy", items, loss)
         self.engine.accumulate(*terms, **options)
 
     def copy_policy(self, name: str) -> None:
@@ -218,58 +222,62 @@ class Run(Rollouts):
         judged: Tensor = self._predict_with_head(network, module, rows, cond)[1].predictions["head"]
         return judged
 
-    def reward_gradient(self, batch: Batch) -> Tensor:
+    def differentiate_rewards(self, batch: Batch) -> Tensor:
         """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
-        final, gradients, size, every = batch.trajectory.final, list[Tensor](), batch.spec.per_pass, batch.prompts
+        final, gradients, size = batch.trajectory.final, list[Tensor](), batch.spec.per_pass
         for start in range(0, len(final), size):
-            part, prompts = final[start : start + size].detach().clone(), every[start : start + size]
+            part, prompts = final[start : start + size].detach().clone(), batch.prompts[start : start + size]
             with torch.enable_grad():
-                total = self._rewards_of(part.requires_grad_(), prompts)[0].sum()
+                total = self._compute_rewards(part.requires_grad_(), prompts)[0].sum()
             gradients.append(torch.autograd.grad(total, part)[0].float())
         return torch.cat(gradients)
 
-    def rewards_of(self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
+    def compute_rewards(
+        self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep_prompt,)
+    ) -> list[Tensor]:
         """Return the weighted sum of the rewards of clean samples, with gradient: `[P]` for each edit of their prompts.
 
         Args:
             items: items of an update.
-            rows: P rows of them.
+            rows: P rows of these items.
             final: clean sample of each row, `[P, *event]`.
-            edits: functions from a prompt to the prompt that the rewards see.
+            edits: functions from a prompt to the prompt that the rewards get.
         """
         batch, each, last = items.batch, items.used.shape[1], items.used.numel() - 1
         assert rows.place is not None
         prompts = [batch.prompt(place // each) for place in host_values.read(rows.place).clamp(max=last).tolist()]
-        return self._rewards_of(final, prompts, edits)
+        return self._compute_rewards(final, prompts, edits)
 
     # private: not for methods
 
-    def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep_prompt,)) -> list[Tensor]:
+    def _compute_rewards(
+        self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep_prompt,)
+    ) -> list[Tensor]:
         images, name = decode_samples(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
-        seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
-        return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
+        edited = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
+        return [weighted_sum(self.rewards, samples, objective=name) for samples in edited]
 
     def _predict_with(self, network: str, items: Items) -> Tensor:
         """Return a network's prediction at each row, `[P, ...]`."""
         with self.networks.open(network) as module:
-            return self._predictions(module, items, self.networks.condition(network, items.cond))
+            return self._predict_in_passes(module, items, self.networks.condition(network, items.cond))
 
     def _predict_by_source(self, networks: Mapping[str, str], items: Items) -> Tensor:
         """Return the prediction at each row by the network of its prompt's source, `[P, ...]`.
 
-        Every rank makes the forward passes of each source that any rank has rows of.
+        If any rank has rows of a source, all ranks run that network, because its forward pass is collective.
         """
         batch, sources = items.batch, [*networks]
         number = torch.tensor([sources.index(batch.prompt(place).source) for place in range(batch.share.batch)])
         sample = (host_values.read(items.rows.place) // items.used.shape[1]).clamp(max=batch.share.batch - 1)
-        of_row = number[sample]
-        counts = torch.tensor(self.world.gather_items(torch.bincount(of_row, minlength=len(sources)).tolist()))
+        row_source = number[sample]
+        counts = torch.tensor(self.world.gather_items(torch.bincount(row_source, minlength=len(sources)).tolist()))
         index, predictions = list[Tensor](), list[Tensor]()
         for source, most in enumerate(counts.amax(0).tolist()):
             if most:
-                rows = select(items.rows, of_row == source)
-                part = replace(items, rows=rows if len(rows.level) else _first_row(items.rows), pad_to=most)
-                index.append(torch.nonzero(of_row == source).flatten())
+                rows = select(items.rows, row_source == source)
+                part = replace(items, rows=rows if len(rows.level) else _take_first_row(items.rows), pad_to=most)
+                index.append(torch.nonzero(row_source == source).flatten())
                 predictions.append(self._predict_with(networks[sources[source]], part)[: len(index[-1])])
         return torch.cat(predictions)[to_device(torch.cat(index).argsort(), self.world.device)]
 
@@ -281,46 +289,48 @@ class Run(Rollouts):
         counts = [int(number) for number in (by_rank != 0).sum((1, 2))]
         rows, cond = select(items.rows, by_rank[self.world.data_rank].T.flatten()), items.cond
         longest, balanced = max(counts), -(-sum(counts) // len(counts))
-        computed, at_least = (sum(split(most, self.config.pass_sizes(most, self.pairs))) for most in (longest, balanced))
+        computed, at_least = (
+            sum(split(most, self.config.choose_pass_sizes(most, self.pairs))) for most in (longest, balanced)
+        )
         if computed > at_least:  # rows with padding; moving some costs a collective
             rows, cond = rebalance(rows, cond, counts, self.world)
             longest = balanced
         real = len(rows.level)
         if not real:  # a rank without items still joins the collectives
-            rows = _first_row(items.rows)
+            rows = _take_first_row(items.rows)
         return replace(items, rows=rows, cond=cond, used=used, count=count, pad_to=max(longest, 1), real=real, dealt=True)
 
-    def _terms(
+    def _prepare_update(
         self, module: nn.Module, network: str, items: Items, loss: Loss, *, split_guidance: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of `Engine.update` for the mean of a loss over the items of all ranks."""
-        cond, sizes = self.networks.condition(network, items.cond), self.config.pass_sizes(items.pad_to, self.pairs)
+        cond, sizes = self.networks.condition(network, items.cond), self.config.choose_pass_sizes(items.pad_to, self.pairs)
         loss = loss if self.check_loss is None else self.check_loss(loss)
         options = {"count": max(items.count, 1), "micro_batch": sizes, "pad_to": items.pad_to, "inputs": cond}
-        of_rows = partial(self._loss, module, network=network, cond=cond, loss=loss, split_guidance=split_guidance)
-        return (items.rows, of_rows, items.rows.weight), options
+        row_loss = partial(self._compute_loss, module, network=network, cond=cond, loss=loss, split_guidance=split_guidance)
+        return (items.rows, row_loss, items.rows.weight), options
 
-    def _loss(
+    def _compute_loss(
         self, module: nn.Module, rows: Any, *, network: str, cond: Cond, loss: Loss, split_guidance: bool
     ) -> tuple[Tensor, Any]:
         """Return the loss of each row of a micro-batch, and diagnostics."""
         model, update = self.job.model, self.config.method.sampling.guidance.update
         if split_guidance and update == "guided" and isinstance(cond, Guided) and is_classifier_free(model):
-            inputs, options = self._inputs(rows, cond)
+            inputs, options = self._prepare_inputs(rows, cond)
             v, v_uncond = predict_halves(model, module, *inputs, **options)
             scale = scale_at(model, inputs[-1], rows.level, rows.timestep)
-            rows = _with(rows, {"uncond": v_uncond})._replace(guidance=scale)
+            rows = _add_predictions(rows, {"uncond": v_uncond})._replace(guidance=scale)
         elif network in self.networks.heads:
             v, rows = self._predict_with_head(network, module, rows, cond)
         else:
             v = self._predict(module, rows, cond)
         before = {name: v.detach() for name in self.networks.before if name not in rows.predictions}
         with prefer(self.config.engine.implementation):
-            return loss(v, _with(rows, before))
+            return loss(v, _add_predictions(rows, before))
 
     def _predict(self, module: nn.Module, rows: Rows, cond: Cond) -> Tensor:
         """Return the prediction at each row; the two samples of a pair share a forward pass."""
-        inputs, options = self._inputs(rows, cond)
+        inputs, options = self._prepare_inputs(rows, cond)
         v = guided_velocity(self.job.model, module, *inputs, **options)
         return v.unflatten(0, (-1, 2)) if isinstance(rows, Pairs) else v
 
@@ -328,11 +338,11 @@ class Run(Rollouts):
         """Return a network's prediction at each row, and the rows with its head's output, if it has one."""
         if network not in self.networks.heads:
             return self._predict(module, rows, cond), rows
-        with self.networks.read_head(network, module) as said:
+        with self.networks.read_head(network, module) as outputs:
             v = self._predict(module, rows, cond)
-        return v, _with(rows, {"head": said[0]})
+        return v, _add_predictions(rows, {"head": outputs[0]})
 
-    def _inputs(self, rows: Rows, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
+    def _prepare_inputs(self, rows: Rows, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
         """Return the model's inputs (x, level, conditioning) for a micro-batch, and the options of its guidance."""
         guidance = self.config.method.sampling.guidance
         if guidance.update == "conditional" and isinstance(cond, Guided):
@@ -342,27 +352,27 @@ class Run(Rollouts):
             x, level, sample = x.flatten(0, 1), level.repeat_interleave(2), sample.repeat_interleave(2)
             timestep = None if timestep is None else timestep.repeat_interleave(2)
         inputs = x, level, optree.tree_map(lambda table: host_values.select_rows(table, sample), cond)
-        forwards = self.config.update_forwards(len(x))
+        forwards = self.config.choose_forwards(len(x))
         return inputs, {"timestep": timestep, "forwards": forwards, "gradient": guidance.gradient}
 
-    def _predictions(self, module: nn.Module, items: Items, cond: Cond) -> Tensor:
-        """Return a network's prediction at each row, `[P, ...]`, computed in the update's own micro-batches."""
+    def _predict_in_passes(self, module: nn.Module, items: Items, cond: Cond) -> Tensor:
+        """Return a network's prediction at each row, `[P, ...]`, computed in the micro-batches of an update."""
         return torch.cat([self._predict(module, rows, cond) for rows in self._split(items)])[: len(items.rows.level)]
 
     def _split(self, items: Items, *more: Tensor) -> Iterator[Any]:
         """Yield the rows of items in micro-batches, together with rows of further tensors `[P, ...]`."""
-        sizes = self.config.pass_sizes(items.pad_to, self.pairs)
+        sizes = self.config.choose_pass_sizes(items.pad_to, self.pairs)
         return micro_batches(
             (items.rows, *more) if more else items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device
         )
 
 
-def _first_row(rows: Rows) -> Rows:
+def _take_first_row(rows: Rows) -> Rows:
     """Return the first row with weight 0, for a rank without rows."""
     first: Rows = optree.tree_map(lambda tensor: tensor[:1].clone(), rows)
     return first._replace(weight=torch.zeros_like(first.weight))
 
 
-def _with(rows: Any, predictions: Mapping[str, Tensor]) -> Any:
+def _add_predictions(rows: Any, predictions: Mapping[str, Tensor]) -> Any:
     """Return rows with the predictions of further networks."""
     return rows._replace(predictions={**rows.predictions, **predictions})

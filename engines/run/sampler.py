@@ -1,4 +1,4 @@
-"""The samples of a run: rollouts of the policy from any source, and clean samples of the job's data."""
+"""Samples of a run: rollouts of the policy from any source, and clean samples of the job's data."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the
 
 
 class RolloutSampler:
-    """Chooses the prompts of each batch and requests this rank's samples.
+    """Choice of the prompts of each batch, and requests for this rank's samples.
 
     Args:
         engine: engine of the policy, on the ranks that share the samples.
@@ -97,7 +97,7 @@ class RolloutSampler:
         self._draw = pool.draw if config.data.order == "draws" else pool.draw_distinct
         self._schedules = {self.method.sampling.steps: schedules}  # by number of steps: drafts may have another
 
-    def prompts(self, root: Key, updates: int) -> list[Prompt]:
+    def choose_prompts(self, root: Key, updates: int) -> list[Prompt]:
         """Return the prompt of each group of a rollout, the same on every rank.
 
         If the samples of a group are different images of a dataset, return the prompt of each sample.
@@ -105,14 +105,14 @@ class RolloutSampler:
         Args:
             updates: number of updates before those on this rollout.
         """
-        known, sampling = self.job.prompts, self.method.sampling
+        prompts, sampling = self.job.prompts, self.method.sampling
         if self._captions is None:
             count = sampling.batch if self._compare == "data" else sampling.prompts
-            return [known[place] for place in self._places(root, count, updates)]
-        asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
-        for group, caption in enumerate(self._places(root, sampling.prompts, updates)):
-            asked += [known[place] for place in self._captions.draw(caption, fold_in(keys, group), sampling.group)]
-        return asked
+            return [prompts[index] for index in self._choose_indices(root, count, updates)]
+        chosen, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
+        for group, caption in enumerate(self._choose_indices(root, sampling.prompts, updates)):
+            chosen += [prompts[index] for index in self._captions.draw(caption, fold_in(keys, group), sampling.group)]
+        return chosen
 
     def generate_verified(
         self,
@@ -132,7 +132,7 @@ class RolloutSampler:
         Args:
             network: opens the network with the weights that were pushed to the source.
             world: ranks that compare their servers together.
-            seen: function that is called with each chunk before it is scored.
+            seen: called with each chunk before it is scored.
             failing: context in which the samples are generated.
 
         Raises:
@@ -163,18 +163,18 @@ class RolloutSampler:
             RunError: none is left.
         """
         # All ranks compare the same steps, because context parallelism may share a forward pass.
-        everyone = {address: step for of_rank in world.gather_items(served) for address, step in of_rank.items()}
-        if not everyone:
+        all_served = {address: step for by_address in world.gather_items(served) for address, step in by_address.items()}
+        if not all_served:
             return False
         with network() as module:
-            gaps = world.gather_items(differences(self.job.model, module, everyone, spec.sampling))[0]
+            gaps = world.gather_items(differences(self.job.model, module, all_served, spec.sampling))[0]
         tolerance = self.config.rollout.servers.tolerance
-        wrong = {address: far for address, far in gaps.items() if not far <= tolerance}  # NaN too
+        wrong = {address: gap for address, gap in gaps.items() if not gap <= tolerance}  # NaN too
         if wrong and not self.source.leave_out(wrong):
             check(max(wrong.values()), tolerance=tolerance, world=world)
-        for address, far in wrong.items():
+        for address, gap in wrong.items():
             warnings.warn(
-                f"{address} is left out: its log-probabilities are up to {far:.2g} from the trainer's own, above "
+                f"{address} is left out: its log-probabilities are up to {gap:.2g} from the trainer's own, above "
                 f"`rollout.servers.tolerance` {tolerance:g}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -196,15 +196,15 @@ class RolloutSampler:
             return None
         self._compared = True
         spec = self.specify(root, [self.job.prompts[0]] * self.method.sampling.prompts, self.engine.updates)
-        asked, size = spec.requests, self.config.samples_per_pass
-        same = None if asked.initial_ids is None else asked.initial_ids[:size]
+        all_requests, size = spec.requests, self.config.samples_per_pass
+        initial_ids = None if all_requests.initial_ids is None else all_requests.initial_ids[:size]
         if self.copy is None:
             self.source.push(self.engine, self.engine.updates)
         else:
             self.copy.load(snapshot_weights(self.engine), self.engine.updates)
             with self.world.agreed():  # the other ranks wait until rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
-        requests = Requests(asked.prompts[:size], asked.ids[:size], asked.key, same)
+        requests = Requests(all_requests.prompts[:size], all_requests.ids[:size], all_requests.key, initial_ids)
         handshake = self.source.compare_with_servers(requests, spec.sampling)
         if handshake is None:
             return None
@@ -230,23 +230,23 @@ class RolloutSampler:
             draft: sampling of samples that are scored but not trained on; by default the method's.
             starts: index of each sample's initial noise, by default the sample's or its group's.
         """
-        asked_for, sizes = self.method.sampling if draft is None else draft, self.job.sizes
-        ids, real = slots(asked_for.batch, micro_batch=self.config.samples_per_pass, world=self.world)
+        settings, sizes = self.method.sampling if draft is None else draft, self.job.sizes
+        ids, real = slots(settings.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
-        prompts = [asked[i * len(asked) // asked_for.batch] for i in ids]
+        prompts = [asked[i * len(asked) // settings.batch] for i in ids]
         size = draw_size(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *self._negative])
-        trunk = asked_for.window.trunk(asked_for.steps, asked_for.group)
-        initial_ids = [i // trunk for i in ids] if asked_for.shared_noise or asked_for.window.shares_start else None
+        padding = self.texts.padding([*settings.guidance.texts(self.job.model, prompts), *self._negative])
+        trunk = settings.window.trunk(settings.steps, settings.group)
+        initial_ids = [i // trunk for i in ids] if settings.shared_noise or settings.window.shares_start else None
         initial_ids = initial_ids if starts is None else [starts[i] for i in ids]
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         shape = self.job.shape if size is None else sizes[size]
-        sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
+        sampling = self._make_sampling(root, None if padding is None else padding.tokens, shape, updates, draft)
         levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
         transitions = step_coefficients(stochastic.transition, levels) if stochastic is not None and records else None
         per_pass = self.config.samples_per_pass
-        return RolloutSpec(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
+        return RolloutSpec(asked, requests, sampling, numbers, size, padding, settings.group, per_pass, transitions)
 
     @collective
     def respecify(self, spec: RolloutSpec, groups: Sequence[int], root: Key, updates: int, number: int) -> RolloutSpec:
@@ -259,28 +259,28 @@ class RolloutSampler:
             groups: indices of the groups.
             root: key of the rollout.
             updates: number of updates before those on this rollout.
-            number: how often groups of this rollout have been replaced, counting this time.
+            number: number of the round of replacement, from 1.
         """
         size, group = self.config.samples_per_pass, spec.group
         root = fold_in(fold_in(root, Stream.REFILL), number)
         asked = list(spec.asked)
-        prompts = self._further_prompts(root, asked[0].size, len(groups), updates, number)
-        for place, prompt in zip(groups, prompts, strict=True):
-            asked[place] = prompt
-        everyone = [place * group + i for place in groups for i in range(group)]
+        prompts = self._choose_replacements(root, asked[0].size, len(groups), updates, number)
+        for index, prompt in zip(groups, prompts, strict=True):
+            asked[index] = prompt
+        all_ids = [index * group + i for index in groups for i in range(group)]
         slots, rank = len(spec.numbers), self.world.data_rank
-        by_rank = [[i for i in everyone if i // slots == each] for each in range(self.world.data_size)]
+        by_rank = [[i for i in all_ids if i // slots == each] for each in range(self.world.data_size)]
         count = -(-max(map(len, by_rank)) // size) * size
-        ids = [*by_rank[rank], *everyone[:1] * (count - len(by_rank[rank]))]
-        wanted = [asked[i // group] for i in ids]
-        own_starts = None
+        ids = [*by_rank[rank], *all_ids[:1] * (count - len(by_rank[rank]))]
+        rank_prompts = [asked[i // group] for i in ids]
+        initial_ids = None
         if spec.requests.initial_ids is not None:
             trunk = self.method.sampling.window.trunk(self.method.sampling.steps, group)
-            own_starts = [i // trunk for i in ids]
-        requests = Requests(wanted, ids, fold_in(root, Stream.SAMPLES), own_starts)
+            initial_ids = [i // trunk for i in ids]
+        requests = Requests(rank_prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         padding, sampling = spec.padding, spec.sampling
         if padding is not None:
-            wider = self.texts.padding([*self.method.sampling.guidance.texts(self.job.model, wanted), *self._negative])
+            wider = self.texts.padding([*self.method.sampling.guidance.texts(self.job.model, rank_prompts), *self._negative])
             assert wider is not None
             padding = max(padding, wider, key=lambda each: each.tokens)
             sampling = replace(sampling, text_tokens=padding.tokens)
@@ -293,7 +293,7 @@ class RolloutSampler:
         """Generate the samples of a rollout with the weights that were pushed last.
 
         Args:
-            seen: function that is called with each chunk before it is scored.
+            seen: called with each chunk before it is scored.
         """
         size, parts = self.config.samples_per_pass, list[SampleBatch]()
         with closing(self.source.generate(spec.requests, spec.sampling, micro_batch=size)) as chunks:
@@ -306,8 +306,8 @@ class RolloutSampler:
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
         """Return the preferences of the next batch, the same on every rank, and their size."""
-        places = self._places(root, self.method.sampling.prompts, updates)
-        return [self.pairs[place] for place in places], self._known[places[0]].size
+        indices = self._choose_indices(root, self.method.sampling.prompts, updates)
+        return [self.pairs[index] for index in indices], self._known[indices[0]].size
 
     def pair_up(
         self,
@@ -321,7 +321,7 @@ class RolloutSampler:
         Args:
             chosen: the preferences, the same on every rank.
             numbers: index of each in its stream of noise.
-            sampling: how the samples were generated, or how a rollout would generate them.
+            sampling: sampling that generated the samples, or that of a rollout.
             size: size of the samples; None if all have one size.
         """
         real, ranks, device = len(chosen), self.world.data_size, self.world.device
@@ -330,12 +330,12 @@ class RolloutSampler:
             chosen, numbers = [Preference(self.job.prompts[0], zeros, zeros)], [0]
         slots = -(-len(chosen) // ranks)
         share = Share(self.world.data_rank * slots, slots, real)
-        places = [(share.first + slot) % len(chosen) for slot in range(slots)]
-        prompts, ids = [chosen[place].prompt for place in places], [numbers[place] for place in places]
+        indices = [(share.first + slot) % len(chosen) for slot in range(slots)]
+        prompts, ids = [chosen[index].prompt for index in indices], [numbers[index] for index in indices]
         padding = self.texts.padding(sampling.guidance.texts(self.job.model, prompts))
         padded = replace(sampling, text_tokens=None if padding is None else padding.tokens)
         both = [
-            to_device(torch.stack([getattr(chosen[place], side) for place in places]), device) for side in ("win", "lose")
+            to_device(torch.stack([getattr(chosen[index], side) for index in indices]), device) for side in ("win", "lose")
         ]
         samples = SampleBatch(prompts, padded.encode(self.job.model, prompts), wrap_samples(torch.stack(both, dim=1)), None)
         asked = [each.prompt for each in chosen]
@@ -351,7 +351,7 @@ class RolloutSampler:
         )
         return Batch(spec, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
 
-    def _places(self, root: Key, count: int, updates: int) -> list[int]:
+    def _choose_indices(self, root: Key, count: int, updates: int) -> list[int]:
         """Return the indices of the next `count` prompts, or preferences, after a number of updates."""
         config = self.config
         if self._order is not None:
@@ -359,7 +359,7 @@ class RolloutSampler:
         drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
         return self._draw(fold_in(drawn, Stream.PROMPTS), count)
 
-    def _further_prompts(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
+    def _choose_replacements(self, root: Key, size: Size | None, count: int, updates: int, number: int) -> list[Prompt]:
         """Return replacement prompts of a size, the same on every rank; arguments as in `respecify`."""
         config, sampling = self.config, self.method.sampling
         if self._further is not None:
@@ -370,45 +370,45 @@ class RolloutSampler:
             drawn = fold_in(fold_in(fold_in(key(config.data.seed), updates), Stream.REFILL), number)
         return [self._known[place] for place in self._draw(fold_in(drawn, Stream.PROMPTS), count, size)]
 
-    def _sampling(
+    def _make_sampling(
         self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int, draft: ReadingConfig | None = None
     ) -> Sampling:
         """Return the sampling of a rollout, with its windows of stochastic steps and the padded length of its prompts."""
         config, rollout, record = self.config, self.config.rollout, self.method.recorded if draft is None else None
-        asked, group = self.method.sampling if draft is None else draft, self.method.sampling.group
+        settings, group = self.method.sampling if draft is None else draft, self.method.sampling.group
         stochastic, prefix, done = None, None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
-        if asked.steps not in self._schedules:
-            self._schedules[asked.steps] = Schedules(self.job.model, asked, self.world.device)
-        schedule, sampler = self._schedules[asked.steps].of(shape)
-        if record is not None or not asked.sampler.is_deterministic:
+        if settings.steps not in self._schedules:
+            self._schedules[settings.steps] = Schedules(self.job.model, settings, self.world.device)
+        schedule, sampler = self._schedules[settings.steps].of(shape)
+        if record is not None or not settings.sampler.is_deterministic:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
                 sampler,
-                asked.window.steps_of(*keys, done=done, steps=asked.steps, group=asked.group),
+                settings.window.steps_of(*keys, done=done, steps=settings.steps, group=settings.group),
                 record=record is not None,
                 form="density" if record is None else record.form,
                 reduction="mean" if record is None else record.reduction,
                 keep_velocity=record is not None and record.velocity,
                 implementation=config.engine.implementation,
-                noise=asked.window.noise_of(),
+                noise=settings.window.noise_of(),
             )
-            if asked.window.share_prefix:  # the samples of a group share the steps before every window of the rollout
-                prefix = SharedPrefix(asked.window.count_shared_steps(stochastic.steps_of([0])), group)
+            if settings.window.share_prefix:  # the samples of a group share the steps before every window of the rollout
+                prefix = SharedPrefix(settings.window.count_shared_steps(stochastic.steps_of([0])), group)
         graphs = config.engine.compile == "reduce-overhead"  # a graph holds no results of earlier passes
-        # Inside a compiled or skipped block no layer can be replaced.
+        # Layers inside compiled or skipped blocks cannot be replaced.
         whole_blocks = self.engine.compiles or isinstance(rollout.step_cache, FirstBlockCache)
         return Sampling(
             shape,
             schedule,
-            asked.guidance,
-            asked.sampler.solver,
-            asked.sampler.eta if asked.sampler.is_deterministic else 0.0,
+            settings.guidance,
+            settings.sampler.solver,
+            settings.sampler.eta if settings.sampler.is_deterministic else 0.0,
             stochastic,
             autocast=rollout.autocast,
             prefix=prefix,
             text_tokens=tokens,
-            after=asked.window.tail,
+            after=settings.window.tail,
             reuse="none" if graphs or rollout.reuse == "none" else "outside_blocks" if whole_blocks else "all",
             keep_keys=rollout.reuse == "keys",
             step_cache=rollout.step_cache,

@@ -1,4 +1,4 @@
-"""A training run that is driven from Python: built, updated, evaluated, saved and exported."""
+"""A training run driven from Python: build, update, evaluate, save and export."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.jobs.evaluated import with_job_size
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.loop import Loop
 from fluvial.engines.run.monitoring.diagnostics import Probe
@@ -33,26 +33,26 @@ from fluvial.models.device import use_deterministic_algorithms
 
 
 class Trainer(Loop):
-    """A training run that is driven update by update.
+    """A training run driven batch by batch.
 
         with Trainer(config, job) as trainer:
             for record in trainer:
                 print(record["update"], record["reward"]["mean"])
             trainer.export(Path("trained"))
 
-    Nothing is written unless `save` or `export` is called. `train` is the loop with run folder, evaluations, checkpoints
-    and restarts. If `engine.micro_batch` is auto, the trainer's `config` has the number that was chosen. `pairs` has the
-    numbers that `engine.update_micro_batch` auto became, falling; `choices` says why these.
+    Files are written only by `save` and `export`. `train` adds run folder, evaluations, checkpoints and restarts. If
+    `engine.micro_batch` is auto, the trainer's `config` has the chosen number. `pairs` has the sizes that
+    `engine.update_micro_batch` auto chose, largest first; `choices` has the measurements behind both.
 
     Args:
-        job: what is trained; by default what `config.model` names.
+        job: job to train; by default that of `config.model`.
         world: process group; by default one is opened, and closed with the trainer.
-        console: where the progress of checkpoints is shown; None is silent.
-        stop: request to stop that is looked at after each rollout.
+        console: console for messages about checkpoints; None is silent.
+        stop: request to stop, checked after each rollout.
         resume_from: checkpoint of this run to continue from.
 
     Raises:
-        UsageError: the run cannot be done as configured.
+        UsageError: the configuration does not fit the job or the machine.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Trainer(Loop):
             self.world = world = world.group_ranks(config.engine.context_parallel)
             with world.agreed():
                 if job is not None:
-                    job = jobs.open_given(config, job)
-                    config = replace(config, pipeline=with_size_of(job, config.pipeline))
-                saved = None  # what each setting saves that was chosen for the memory
+                    job = jobs.open_for_run(config, job)
+                    config = replace(config, pipeline=with_job_size(job, config.pipeline))
+                savings = None  # table of the memory that each chosen setting saves
                 if config.engine.fit is not None:
-                    config, saved = plugins.load("fit", "extensions")(config, ranks=world.size, device=world.device)
-            if saved is not None and console is not None and world.is_main:
-                console.print(saved, highlight=False)
+                    config, savings = plugins.load("fit", "extensions")(config, ranks=world.size, device=world.device)
+            if savings is not None and console is not None and world.is_main:
+                console.print(savings, highlight=False)
             if job is None:
                 with world.agreed():
-                    job = jobs.of_run(config)
+                    job = jobs.open_configured(config)
             self.stop, progress = StopRequest() if stop is None else stop, Progress()
             parts = build_parts(config, job, world, progress, stop=self.stop.__bool__, resume_from=resume_from)
             run, self.choices, self.evaluated = parts.run, parts.choices, parts.evaluated
@@ -98,7 +98,7 @@ class Trainer(Loop):
             self.saver = Saver(run, parts.base, console=console, ahead=parts.ahead)
             stack.callback(self.saver.close)
             self.console = console
-            self.stop.then(self.sampler.source.hurry)
+            self.stop.call_on_stop(self.sampler.source.hurry)
             progress = progress if resume_from is None else self.saver.restore(resume_from)
             super().__init__(run, parts.ahead, progress)
             self._stack = stack.pop_all()
@@ -110,7 +110,7 @@ class Trainer(Loop):
         self._stack.__exit__(*error)
 
     def close(self) -> None:
-        """End the reward threads, wait for a checkpoint that is being written, and close the world if it was opened here."""
+        """End the reward threads, wait for a background checkpoint, and close the world if it was opened here."""
         self._stack.close()
 
     @collective
@@ -121,12 +121,12 @@ class Trainer(Loop):
         keep: Callable[[Sequence[str], Tensor], None] | None = None,
         probe: Probe | None = None,
     ) -> Evaluation:
-        """Return the scores of held-out prompts.
+        """Evaluate held-out prompts.
 
         Args:
             samples: number of samples, by default `evaluation.samples` of the run.
-            keep: function of the names and the images of each chunk of this rank.
-            probe: probe of the model that training began with, for the drift from it.
+            keep: called with the names and images of each chunk of this rank.
+            probe: probe of the model at the start, to measure the drift from it.
         """
         config, self.phase = self.config, "evaluation"
         with self.engine.inference(average=config.evaluation.average) as module:
@@ -144,16 +144,16 @@ class Trainer(Loop):
                 max_invalid=config.rollout.max_invalid,
             )
             if probe is not None:
-                drift = probe.velocity_drift(self.job, module, micro_batch=config.largest_pass)
+                drift = probe.measure_drift(self.job, module, micro_batch=config.largest_pass)
                 result = result._replace(velocity_drift=drift)
         return result
 
     @collective
     def warm_up(self, progress: RunProgress | None = None) -> WarmUp | None:
-        """Compile the blocks now instead of in the first rollout, if they are compiled at all.
+        """Compile the blocks now instead of in the first rollout; None if they are not compiled.
 
         Raises:
-            UsageError: they cannot be compiled, and `engine.compile` is True.
+            UsageError: the blocks cannot be compiled, and `engine.compile` is True.
         """
         if not self.engine.compiles:
             return None
@@ -163,17 +163,17 @@ class Trainer(Loop):
         """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one.
 
         Args:
-            ends: the process ends soon, so that rollouts made ahead may not be waited for.
+            ends: the process ends soon; see `Saver.save`.
         """
         self.phase = "checkpoint"
         self.saver.save(self.progress, ends=ends)
 
     @collective
     def save_finished(self) -> bool:
-        """Write the state after the newest finished update, once an error has ended what followed.
+        """Write the state after the last complete batch, after an error in a later one, and return whether it was possible.
 
-        Rollouts made ahead are left out. Returns False if that state is not there any more,
-        because the error came between the updates of a rollout, or in an optimizer step.
+        It is impossible if the error came between the optimizer updates of a batch or in an optimizer step: the weights have
+        changed since. Prefetched rollouts are left out.
         """
         updates, progress = self.finished
         networks = self.run.networks
@@ -189,14 +189,14 @@ class Trainer(Loop):
         return True
 
     def resume(self, path: Path | str) -> None:
-        """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption.
+        """Continue from a checkpoint of this run, to the same bits as without the interruption.
 
-        The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
+        Micro-batch sizes stay those of this trainer (`pairs`); if the run had others, results differ by rounding.
         """
         self.restore(self.saver.restore(path))
 
     def export(self, folder: Path) -> None:
-        """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
+        """Write the weights to `folder / "weights"`, and an adapter also to `folder / "lora"`; see `evaluation.average`."""
         self.phase = "export"
         average = self.engine.read_average() if self.config.evaluation.average else None
         lora, dtype = self.config.train == "lora", DTYPES[self.config.export.dtype]

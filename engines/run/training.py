@@ -1,4 +1,4 @@
-"""Whole runs: updates, with evaluations, records, images and checkpoints between them, in a run folder."""
+"""Whole runs in a run folder: batches, with evaluations, records, images and checkpoints between them."""
 
 import time
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import open_store
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
-from fluvial.engines.run.evaluation.table import as_records, rows
+from fluvial.engines.run.evaluation.table import as_records, list_rows
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
@@ -29,7 +29,7 @@ from fluvial.engines.run.monitoring.expected import describe_run, describe_sprea
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import FolderLock, RunFolder
-from fluvial.engines.run.process.stop import stop_request
+from fluvial.engines.run.process.stop import catch_stop_signals
 from fluvial.engines.run.record import as_record, with_absolute_paths
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.gather import AbandonedRolloutError
@@ -41,17 +41,17 @@ EXTREMES = 8  # best and worst samples that a report shows
 def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
     """Run a training job, see `fluvial.engines.run.train`."""
     keep_freed_memory()
-    with init_world(timeout=config.engine.timeout) as world, stop_request() as stop, ExitStack() as holds:
+    with init_world(timeout=config.engine.timeout) as world, catch_stop_signals() as stop, ExitStack() as holds:
         progress = holds.enter_context(RunProgress(console if world.is_main else None, total=config.updates))
-        asked = config if job is not None else jobs.from_run(config)
-        config = _resume_restarted(asked, world)
+        configured = config if job is not None else jobs.from_run(config)
+        config = _resume_restarted(configured, world)
         with world.agreed():
-            trackers.find_all(config.tracker)  # before anything is written
+            trackers.find_trackers(config.tracker)  # before anything is written
             for group in ("reports", "curves"):
                 plugins.load_all(group)
             open_store(config.checkpoint_folder)
             with wait_for(f"opening {' and '.join((config.model, *(config.rewards if job is None else ())))}"):
-                job = jobs.open_given(config, job)
+                job = jobs.open_for_run(config, job)
             lock = None
             if world.is_main:
                 resumes = config.resume or config.checkpoint.resume_from is not None
@@ -59,8 +59,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                 holds.callback(lock.release)
         checkpoint.check_writable(config.checkpoint_folder, world=world)
         start: Path | str | None = config.checkpoint.resume_from  # None: from the beginning
-        if config.resume and (start is None or config is not asked):
-            start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
+        if config.resume and (start is None or config is not configured):
+            start = checkpoint.find_newest_whole(config.checkpoint_folders, world=world, skipped=progress.say) or start
         try:
             with wait_for("building the run"):
                 trainer = Trainer(config, job, world, console=progress.console, stop=stop, resume_from=start)
@@ -74,7 +74,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                 if world.is_main:
                     folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
                     stack.callback(folder.close)
-                    stack.enter_context(folder.keeping_warnings())
+                    stack.enter_context(folder.keep_warnings())
                 progress.begin(done)
                 for line in describe_run(trainer.config, trainer.engine, done=done):
                     progress.say(line)
@@ -98,11 +98,11 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
 
 
 class Training:
-    """The loop of a run: updates, with evaluations, records and checkpoints between them.
+    """Loop of a run: batches, with evaluations, records and checkpoints between them.
 
     Args:
         folder: run folder, on the main rank.
-        lock: hold of the run folder, on the main rank.
+        lock: lock of the run folder, on the main rank.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Training:
     ) -> None:
         self.lock = lock
         self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
-        self.final_samples = self.config.evaluation.whole(
+        self.final_samples = self.config.evaluation.count_samples(
             len(trainer.evaluated.heldout), self.config.evaluation.final_samples
         )
 
@@ -118,16 +118,16 @@ class Training:
         """Train until the last update or a request to stop, and return the summary (empty if stopped).
 
         Raises:
-            RunError: the run cannot go on; the newest finished update is saved if every rank is there to save it.
+            RunError: the run cannot continue; the last complete batch is saved if all ranks can take part.
         """
         trainer = self.trainer
         try:
-            return self._run()
+            return self._train()
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, AbandonedRolloutError | LostProcessError):
                 raise
             failure: BaseException = (
-                diagnostics.explain(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
+                diagnostics.explain_out_of_memory(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
             )
             if failure is error:
                 error.add_note(f"in the phase {trainer.phase}")
@@ -140,7 +140,7 @@ class Training:
             raise failure from error
 
     def _save_finished(self, error: BaseException) -> bool:
-        """Save the newest finished update if every rank has raised, and return whether that was asked for."""
+        """Save the last complete batch if every rank has raised; return whether it was saved and a stop was requested."""
         trainer, world = self.trainer, self.trainer.world
         if trainer.phase == "checkpoint" or (world.size > 1 and not getattr(error, "on_all_ranks", False)):
             return False
@@ -155,18 +155,18 @@ class Training:
             self.progress.say(f"saved after update {trainer.engine.updates}")
         return saved and any(world.gather_items(bool(trainer.stop)))
 
-    def _run(self) -> dict[str, Any]:
+    def _train(self) -> dict[str, Any]:
         trainer, config = self.trainer, self.config
         if any(trainer.world.gather_items(bool(trainer.stop))):
             return self._report_stop()
-        self._check()
-        probe = self._probe()
+        self._check_job()
+        probe = self._open_probe()
         if trainer.progress.before is None:
             began = time.perf_counter()
             evaluation = self._evaluate("before", self.final_samples, probe)
             expected = estimate_seconds(config, time.perf_counter() - began, samples=evaluation.samples)
             trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
-            self.progress.say(metrics.evaluation_line("before training", evaluation))
+            self.progress.say(metrics.format_evaluation("before training", evaluation))
             self.progress.say(f"about {format_seconds(expected)} of training, by the evaluation's speed and without rewards")
         self.progress.mark()
         end = ""  # why the run ends early
@@ -177,20 +177,20 @@ class Training:
                 trainer.progress.recent.append(record["reward"]["mean"])
             self.progress.advance(metrics.select_shown(record), record["seconds"], updates=config.updates_per_rollout)
             done = trainer.engine.updates
-            if self._due(config.evaluation.every) and done < config.updates and not trainer.stopping:
+            if self._is_due(config.evaluation.every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.evaluation.samples, probe)
-                self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
+                self.progress.say(metrics.format_evaluation(f"after {done} updates", evaluation))
                 end = self._watch_reward(evaluation)
-            if self._due(config.export.every) and done < config.updates:
-                self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
-            if trainer.stopping or end or self._due(config.checkpoint.every) or done == config.updates:
+            if self._is_due(config.export.every) and done < config.updates:
+                self.progress.say(f"exported: {exports.export_current(trainer.engine, config, trainer.job.model)}")
+            if trainer.stopping or end or self._is_due(config.checkpoint.every) or done == config.updates:
                 self._save(ends=trainer.stopping)
             if end:
                 break
         if trainer.stopping:
             self._save(ends=True)  # unless the last update has a checkpoint: the run may have stopped within a rollout
         with wait_for("checkpoint in the background"):
-            trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
+            trainer.saver.wait(trainer.progress)  # the checkpoint that the report names must be complete
         if trainer.stopping and not end:
             return self._report_stop()
         summary = self._finish(probe, end)
@@ -199,11 +199,11 @@ class Training:
         return summary
 
     def _report_stop(self) -> dict[str, Any]:
-        """Say that the run was stopped and how to continue it, and return its empty summary."""
+        """Print that the run was stopped and how to continue it, and return its empty summary."""
         done = self.trainer.engine.updates
         saved = self.trainer.saver.saved_at == done
-        what = f"stopped after update {done}, all saved" if saved else "stopped before the first update"
-        self.progress.say(f"{self.trainer.stop.name or 'asked'}: {what}; continue with --resume --out {self.config.out}")
+        state = f"stopped after update {done}, all saved" if saved else "stopped before the first update"
+        self.progress.say(f"{self.trainer.stop.name or 'asked'}: {state}; continue with --resume --out {self.config.out}")
         return {}
 
     @collective
@@ -221,19 +221,19 @@ class Training:
 
     @collective
     def _watch_reward(self, evaluation: Evaluation) -> str:
-        """Return why the run stops after an evaluation, nothing where the reward is not gamed."""
+        """Return why the run stops after an evaluation; empty if the reward is not gamed."""
         trainer, count, update = self.trainer, self.config.evaluation.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
         points, recent, evaluator = (
             trainer.progress.evaluations,
             trainer.progress.recent,
-            diagnostics.evaluator_of([*evaluation.score]),
+            diagnostics.choose_watched([*evaluation.score]),
         )
         if recent:
             points.append(EvaluationPoint(update, evaluation.score[evaluator], fmean(recent)))
             recent.clear()
-        best = diagnostics.best_of(points)
+        best = diagnostics.find_best(points)
         if not count or best is None:
             return ""
         if best.update == update:
@@ -245,8 +245,8 @@ class Training:
         why = diagnostics.describe_gaming(gaming, evaluator)
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
-    def _check(self) -> None:
-        """Try whether the job's model can be trained at all, if the job says how, and exported as asked."""
+    def _check_job(self) -> None:
+        """Check that the job's model can be trained, if the job has a check, and exported as configured."""
         exports.check_exports(self.config, self.trainer.job.model)
         check = self.trainer.job.check
         if check is None:
@@ -255,7 +255,7 @@ class Training:
         with self.trainer.engine.inference() as module, self.trainer.world.agreed(), problem:
             self.progress.say(check(module))
 
-    def _due(self, every: int) -> bool:
+    def _is_due(self, every: int) -> bool:
         """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
         done = self.trainer.engine.updates
         return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
@@ -265,39 +265,39 @@ class Training:
         with wait_for(f"evaluation {name}"):
             result = self.trainer.evaluate(samples, keep=kept, probe=probe)
         if self.folder:
-            self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
-            self.folder.scores(name, result.scores)
-            title = metrics.evaluation_title(name, result)
+            self.folder.log({"update": self.trainer.engine.updates, **metrics.summarize_evaluation(result)})
+            self.folder.write_scores(name, result.scores)
+            title = metrics.format_title(name, result)
             shown = result.images, texts(result.prompts), result.images_score
-            self.folder.samples(name, *shown, title=title, update=self.trainer.engine.updates)
+            self.folder.write_samples(name, *shown, title=title, update=self.trainer.engine.updates)
             if result.sounds is not None:
-                self.folder.sounds(name, result.sounds)
+                self.folder.write_sounds(name, result.sounds)
         if kept is not None:
-            self._show(kept, result, extremes)
+            self._write_extremes(kept, result, extremes)
         return result
 
     @collective
-    def _show(self, kept: KeptImages, result: Evaluation, count: int) -> None:
+    def _write_extremes(self, kept: KeptImages, result: Evaluation, count: int) -> None:
         """Write the best and the worst samples of an evaluation."""
         for kind, chosen in zip(
-            ("best", "worst"), kept.extremes(result.scores, self.trainer.world, count=count), strict=True
+            ("best", "worst"), kept.select_extremes(result.scores, self.trainer.world, count=count), strict=True
         ):
             if self.folder and chosen.images:
                 title = f"{kind} of {result.samples} samples, by {result.scores.evaluators[-1]}"
-                self.folder.samples(kind, *chosen, title=title, update=self.trainer.engine.updates)
+                self.folder.write_samples(kind, *chosen, title=title, update=self.trainer.engine.updates)
 
-    def _probe(self) -> Probe | None:
-        """Return the probe of the model that training began with: taken now, or read where the run is resumed.
+    def _open_probe(self) -> Probe | None:
+        """Take the probe of the model at the start of training; read it if the run is resumed.
 
-        None if it cannot be read: the drift is not measured any more.
+        None if it cannot be read: later evaluations do not measure the drift.
         """
-        trainer, path, known = self.trainer, self.config.out / "probe.safetensors", None
+        trainer, path, saved = self.trainer, self.config.out / "probe.safetensors", None
         if trainer.progress.before is not None:
             try:
-                known = Probe.load(path, trainer.world.device)
+                saved = Probe.load(path, trainer.world.device)
             except RunError as error:
                 self.progress.say(f"{error}; no further evaluation measures it")
-            return known if all(trainer.world.gather_items(known is not None)) else None
+            return saved if all(trainer.world.gather_items(saved is not None)) else None
         with trainer.engine.inference(average=True) as module, wait_for("samples to measure the drift from"):
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)
         if trainer.world.is_main:
@@ -305,43 +305,43 @@ class Training:
         return probe
 
     def _finish(self, probe: Probe | None, end: str) -> dict[str, Any]:
-        """Evaluate, export, draw, and return the summary; `end` says why the run stopped early, if it did."""
+        """Evaluate, export, write reports, and return the summary; `end` says why the run ended early, else empty."""
         trainer, config, out = self.trainer, self.config, self.config.out
         after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
         with wait_for("export of the weights"):
             trainer.export(out)
-        counted, seconds = trainer.progress, sum(trainer.progress.seconds.values())
-        assert counted.before is not None
+        counters, seconds = trainer.progress, sum(trainer.progress.seconds.values())
+        assert counters.before is not None
         summary: dict[str, Any] = {
-            **metrics.evaluation_summary(counted.before, after),
+            **metrics.flatten_before_after(counters.before, after),
             "train_seconds": seconds,
-            "train_seconds_by_phase": dict(counted.seconds),
-            "train_samples": counted.samples,
-            "samples_per_second": counted.samples / seconds if seconds else 0.0,
-            "first_pass_max_abs_log_ratio": counted.max_log_ratio,
+            "train_seconds_by_phase": dict(counters.seconds),
+            "train_samples": counters.samples,
+            "samples_per_second": counters.samples / seconds if seconds else 0.0,
+            "first_pass_max_abs_log_ratio": counters.max_log_ratio,
             "updates": trainer.engine.updates,
             "skipped_steps": trainer.engine.skipped,
             "ranks": trainer.world.size,
             "seed": config.seed,
-            "versions": metrics.versions(),
+            "versions": metrics.list_versions(),
             **({"stopped_when_gamed": end} if end else {}),
         }
         reports = list[Path]()
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
-            summary["evaluation"] = as_records(rows(after.scores, self.folder.find_earlier("before", after.scores)))
+            summary["evaluation"] = as_records(list_rows(after.scores, self.folder.find_earlier("before", after.scores)))
             run_folder.write_json(out / "summary.json", summary)
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)
             with wait_for("report"):
-                reports = self.folder.report()
+                reports = self.folder.write_reports()
         if trainer.console:
             self.progress.say("")
             if after.score:
-                trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
+                trainer.console.print(metrics.tabulate_before_after(counters.before, after), highlight=False)
             self.progress.say(
-                f"{trainer.engine.updates} updates, {counted.samples} samples, {seconds:.0f} s of "
-                f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
+                f"{trainer.engine.updates} updates, {counters.samples} samples, {seconds:.0f} s of training; "
+                f"largest first-pass |log ratio| {counters.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
             written = "".join(f"report: {path}; " for path in reports)
             self.progress.say(f"{written}images: {out / 'samples' / 'before-after.png'}")
@@ -349,5 +349,5 @@ class Training:
 
 
 def _resume_restarted(config: TrainConfig, world: World) -> TrainConfig:
-    """Return the run as it goes on if torchrun has started it before, else as it is configured."""
+    """Return the configuration with `resume` set if torchrun has restarted this run."""
     return replace(config, resume=True) if run_folder.check_restart(config.out, world) else config

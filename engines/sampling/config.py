@@ -333,7 +333,9 @@ class RolloutConfig:
         check_variant(self.step_cache, StepCacheChoice, "rollout.step_cache")
         check_fields(self, ahead=(0, 64), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
         served = self.is_served or not self.scheme.startswith("http")
-        if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
+        if self.source and not (
+            served and self.scheme in plugins.list_names("sources") and self.source != f"{self.scheme}:"
+        ):
             expected = f"addresses of servers, separated by commas (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
             raise UsageError("rollout.source", self.source, expected, "without a source the trainer's process samples")
         refuse_unused(self, "rollout.")

@@ -141,7 +141,7 @@ class Stochastic:
     @staticmethod
     def list_kinds() -> list[str]:
         """Return the names of the built-in and the installed samplers."""
-        return [name for name in plugins.names("samplers", SAMPLERS) if name != "ode"]
+        return [name for name in plugins.list_names("samplers", SAMPLERS) if name != "ode"]
 
     @property
     def kind(self) -> str:

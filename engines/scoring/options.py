@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.plugins import suggest
 from fluvial.engines.scoring.scores import one_line, parse_weight
 from fluvial.engines.scoring.signature import KNOWN
 
@@ -129,7 +129,7 @@ def _convert_options(label: str, make: Callable[..., Any], options: Mapping[str,
     for option in options:
         if option not in accepted:
             expected = f"expected {', '.join(accepted)}" if accepted else "it takes none"
-            raise UsageError(f"{label} has no option {option!r}, {expected}{did_you_mean(option, accepted)}")
+            raise UsageError(f"{label} has no option {option!r}, {expected}{suggest(option, accepted)}")
     for name, parameter in accepted.items():
         if parameter.default is parameter.empty and name not in options:
             raise UsageError(f"{label} needs the option {name}: write {name}=value after its name and a colon")

@@ -78,7 +78,7 @@ class Pairwise:
     """
 
     def __init__(self, judge: str | Judge, rewards: Mapping[str, Reward] | None = None) -> None:
-        expected = plugins.callable_with("first", "second", "prompts")
+        expected = plugins.make_call_check("first", "second", "prompts")
         self.reward = (rewards or {}).get(judge) if isinstance(judge, str) else None
         hidden = {*KNOWN} - {*SHOWN}
         lacking = [] if self.reward is None else [name for name in hidden if signature_of(self.reward).takes(name)]

@@ -34,7 +34,7 @@ def select(
     selected: dict[str, tuple[Reward, float]] = {}
     makers = built_in(rewards)
     for text in names or list(rewards)[:1]:
-        name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
+        name, options, weight = parse(text, {*plugins.list_names("rewards", makers), *rewards}, field=field)
         if name in selected:
             raise UsageError(f"`{field}` is {list(names)}, which names {name!r} twice: name each reward once")
         value = 1.0 if weight is None else parse_weight(weight)
@@ -92,7 +92,7 @@ def built_in(rewards: Mapping[str, Reward] = MappingProxyType({})) -> dict[str, 
 
 def strip_weight(text: str) -> str:
     """Return the text of a reward without its weight."""
-    weight = parse(text, plugins.names("rewards", built_in()), field="rewards").weight
+    weight = parse(text, plugins.list_names("rewards", built_in()), field="rewards").weight
     return text if weight is None else text.removesuffix(f"={weight}")
 
 

@@ -20,7 +20,7 @@ CONFIG = caches.CachesConfig(steps=(8,))
 
 
 def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
-    row = harness.row("op", [3.0, 1.0, 2.0], provider="p", shape="4x4", amount=8, unit="samples")
+    row = harness.make_row("op", [3.0, 1.0, 2.0], provider="p", shape="4x4", amount=8, unit="samples")
     assert (row.p50, row.rate, row.runs) == (2.0, 4.0, 3)
     assert row.p20 < row.p50 < row.p80
     for _ in range(2):
@@ -43,13 +43,13 @@ def test_functions_are_timed_in_turn() -> None:
 
 def test_a_call_in_other_processes_returns_fails_or_is_stopped() -> None:
     """With the result of rank 0, and in one line with what went wrong."""
-    assert harness.in_processes(divmod, 7, 2) == (3, 1)
-    assert harness.in_processes(os.getenv, "OMP_NUM_THREADS", threads=3) == "3"
-    assert harness.in_processes(os.getenv, "RANK", ranks=2, threads=1) == "0"
+    assert harness.run_in_processes(divmod, 7, 2) == (3, 1)
+    assert harness.run_in_processes(os.getenv, "OMP_NUM_THREADS", threads=3) == "3"
+    assert harness.run_in_processes(os.getenv, "RANK", ranks=2, threads=1) == "0"
     with pytest.raises(RunError, match=r"^failed with code 1: ZeroDivisionError: "):
-        harness.in_processes(divmod, 1, 0)
+        harness.run_in_processes(divmod, 1, 0)
     with pytest.raises(RunError, match=r"^stopped after 0 s$"):
-        harness.in_processes(time.sleep, 60, limit=0.4)
+        harness.run_in_processes(time.sleep, 60, limit=0.4)
 
 
 def test_a_process_that_is_stopped_takes_its_children_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +58,7 @@ def test_a_process_that_is_stopped_takes_its_children_along(tmp_path: Path, capf
     os.set_blocking(pipe, True)
     script = f"import time; file = open({str(path)!r}, 'w'); time.sleep(600); file.write('alive')"
     with pytest.raises(RunError, match="stopped after 10 s"):
-        harness.in_processes(subprocess.call, [sys.executable, "-c", script], limit=10)
+        harness.run_in_processes(subprocess.call, [sys.executable, "-c", script], limit=10)
     assert "subprocess.py" in capfd.readouterr().err
     assert os.read(pipe, 5) == b""
     os.close(pipe)

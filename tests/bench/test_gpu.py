@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each part in this process, so that the tests' replacements act in it."""
-    monkeypatch.setattr(harness, "in_processes", lambda function, *arguments, limit: function(*arguments))
+    monkeypatch.setattr(harness, "run_in_processes", lambda function, *arguments, limit: function(*arguments))
 
 
 def parts(out: Path, *names: str) -> list[GpuRow]:
@@ -60,12 +60,12 @@ def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str) -> None:
 
 
 def test_a_kernel_that_is_wrong_fails_the_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = programs._values_and_gradients
+    real = programs._compute_values_and_gradients
 
     def wrong(*arguments: Any) -> list[Tensor]:
         return [result * (1 if result.dtype == torch.float64 else 1.001) for result in real(*arguments)]
 
-    monkeypatch.setattr(programs, "_values_and_gradients", wrong)
+    monkeypatch.setattr(programs, "_compute_values_and_gradients", wrong)
     config = GpuConfig(parts=("smoke",), out=tmp_path)
     with pytest.raises(RunError, match=r"velocity_error, reference, 3 x \(1271,\), value: 0.001"):
         programs.compare_kernels(config, Rows(config, "smoke"), 0.0)
@@ -135,8 +135,8 @@ def test_the_first_operation_that_depends_on_the_batch() -> None:
     def together(count: int) -> Tensor:
         return (x[:count] + 1).exp() * x[:count].sum()
 
-    assert gpu.first_difference(alone, small=1, large=4) == (0, "none")
-    assert gpu.first_difference(together, small=1, large=4) == (4, "aten.mul.Tensor of [1, 2]")
+    assert gpu.find_first_difference(alone, small=1, large=4) == (0, "none")
+    assert gpu.find_first_difference(together, small=1, large=4) == (4, "aten.mul.Tensor of [1, 2]")
 
 
 def test_a_part_that_fails_or_hangs_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,16 +25,16 @@ from fluvial.bench.peers.config import PROJECTS, PeerCase, PeerRow, PeersConfig,
 from fluvial.bench.peers.measure import (
     Agreement,
     check_agreement,
-    live_bytes,
+    count_live_bytes,
+    measure_peak_bytes,
     merge_agreements,
-    peak_bytes,
     time_calls,
     time_in_turn,
 )
 from fluvial.bench.peers.ours import Spent
-from fluvial.bench.peers.pipeline import Peer, adapter_of
-from fluvial.bench.peers.report import cases, is_done, run
-from fluvial.bench.peers.work import CPU, RolloutOfWork, Sampled, Work
+from fluvial.bench.peers.pipeline import Peer, list_adapter_parameters
+from fluvial.bench.peers.report import is_done, list_cases, run
+from fluvial.bench.peers.work import CPU, Sampled, StoredRollout, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
 
@@ -47,7 +47,7 @@ class StandIn(Peer):
     def __init__(self, folder: Path, work: Work, *, scale: float = 1.0, slope: float = 1.0) -> None:
         super().__init__(work)
         self.scale, self.slope, self.per_pass = scale * work.scale, slope, work.samples
-        scheduler = work.scheduler()
+        scheduler = work.make_scheduler()
         self.sigmas, self.timesteps = scheduler.sigmas, scheduler.timesteps
         self.inputs = [torch.stack(halves) for halves in zip(work.uncond, work.cond, strict=True)]
 
@@ -92,10 +92,10 @@ class StandIn(Peer):
     def set_micro_batch(self, samples: int) -> None:
         self.per_pass = samples
 
-    def update(self, stored: RolloutOfWork) -> float:
+    def update(self, stored: StoredRollout) -> float:
         total = 0.0
         parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
-        for part, (place, step) in itertools.product(map(RolloutOfWork._make, parts), enumerate(self.work.recorded)):
+        for part, (place, step) in itertools.product(map(StoredRollout._make, parts), enumerate(self.work.recorded)):
             log_prob = self.scored(part.x[:, place], part.x_next[:, place], step)
             ratio = (log_prob - part.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)
@@ -105,7 +105,7 @@ class StandIn(Peer):
             loss = losses.sum() / stored.log_prob.numel()
             loss.backward()
             total += float(loss.detach())
-        first = next(iter(adapter_of(self.module).values()))
+        first = next(iter(list_adapter_parameters(self.module).values()))
         assert first.grad is not None
         first.grad *= self.slope
         self.optimizer.step()
@@ -129,8 +129,8 @@ def config(tmp_path: Path, **changes: Any) -> PeersConfig:
 
 def a_row(**changes: Any) -> PeerRow:
     case, agreement = PeerCase("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
-    row = measure.row(
-        measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
+    row = measure.make_row(
+        measure.list_common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
         "update",
         (8, 8),
         ([Spent(cpu, 3 * cpu) for cpu in (1.0, 2.0, 6.0)], [Spent(cpu, cpu) for cpu in (2.0, 1.0, 2.0)]),
@@ -267,18 +267,20 @@ def test_rows_of_equal_pairs_of_defaults_and_of_each_sides_best() -> None:
     others = {8: side(rollout=2.0, update=10.0, whole=12.0), 2: side(update=9.0), 4: side(update=6.0)}
     world: Any = SimpleNamespace(size=1, gather=lambda table: table, gather_items=lambda item: [item])
     peaks: Any = defaultdict(int)
-    common = measure.common_columns(PeerCase("flow_grpo", "small", 1, 0), "abc", Agreement(0, 0, 0), (0, 0), PeersConfig())
+    common = measure.list_common_columns(
+        PeerCase("flow_grpo", "small", 1, 0), "abc", Agreement(0, 0, 0), (0, 0), PeersConfig()
+    )
     for project, expected in (
         (others, [("update", 40, 4, 0.5)]),
         ({8: others[8]}, []),  # its default is its best
     ):
-        found = measure._Found(own, project, peaks, peaks, 80)
-        rows = list(measure._rows(found, common, PeersConfig(runs=2), world))
+        found = measure._MeasuredSides(own, project, peaks, peaks, 80)
+        rows = list(measure._list_rows(found, common, PeersConfig(runs=2), world))
         assert [(row.what, row.pairs, row.peer_pairs, row.p50) for row in rows] == [
             ("rollout", 8, 8, 0.5), ("update", 80, 8, 0.5), ("whole", 80, 8, 0.5),
             ("update", 8, 8, 0.8), ("update", 40, 8, 0.3), *expected,
         ]  # fmt: skip
-        phases = report._Phases.of({(row.what, row.pairs, row.peer_pairs): row for row in rows})
+        phases = report._Phases.select({(row.what, row.pairs, row.peer_pairs): row for row in rows})
         assert phases == (rows[0], rows[3], rows[1], rows[5 if expected else 4])
 
 
@@ -310,13 +312,13 @@ def test_an_accelerator_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("few_objects")
 def test_bytes_are_counted() -> None:
     """A storage once, however many views it has; in a peak, what is freed in between counts once at a time."""
-    before = live_bytes()
+    before = count_live_bytes()
     held = torch.ones(1000)
     views = [held[:10], held.view(10, 100)]
-    assert live_bytes() - before == 4000
-    assert 4000 <= peak_bytes(lambda: [(held * 2).sum() for _ in range(3)]) < 8000
+    assert count_live_bytes() - before == 4000
+    assert 4000 <= measure_peak_bytes(lambda: [(held * 2).sum() for _ in range(3)]) < 8000
     del held, views
-    assert live_bytes() == before
+    assert count_live_bytes() == before
 
 
 def test_a_project_shards_its_network_before_its_optimizer_takes_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,14 +329,14 @@ def test_a_project_shards_its_network_before_its_optimizer_takes_the_parameters(
     ]
     assert trained[1] == 2 < trained[0]
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(3))
-    assert StandIn(Path(), Work(SIZES["tiny"])).mean_over_ranks(0.5) == 0.5
-    assert StandIn(Path(), Work(SIZES["tiny"], ranks=2)).mean_over_ranks(0.5) == 0.75
+    assert StandIn(Path(), Work(SIZES["tiny"])).average_over_ranks(0.5) == 0.5
+    assert StandIn(Path(), Work(SIZES["tiny"], ranks=2)).average_over_ranks(0.5) == 0.75
 
 
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
     work = Work(SIZES["tiny"])
     log_prob = torch.zeros(work.samples, work.steps)
-    ratio = (log_prob - work.old_log_prob(log_prob)).exp()
+    ratio = (log_prob - work.shift_log_prob(log_prob)).exp()
     inside = ((ratio - 1).abs() < work.clip).float().mean()
     assert 0.2 < float(inside) < 0.8
 
@@ -342,16 +344,16 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
 def test_cases_are_those_that_run() -> None:
     """Several processes only for projects that run on several; no more pairs per pass than there are."""
     some = PeersConfig(Path("none"), ("flow_grpo", "unirl", "transformer"), ("small",), windows=(0, 3), ranks=(1, 2))
-    assert PeerCase("unirl", "small", 1, 3).pairs(some) == (8, 24)
-    assert PeerCase("unirl", "small", 1, 0).pairs(some) == (8, 16, 40, 80)
+    assert PeerCase("unirl", "small", 1, 3).list_pairs(some) == (8, 24)
+    assert PeerCase("unirl", "small", 1, 0).list_pairs(some) == (8, 16, 40, 80)
     some = replace(some, pairs=(40,))
     table = {"flow_grpo": Project(".", StandIn, ranks=True), "unirl": Project(".", StandIn)}
-    found = cases(replace(some, clones=Path()), table)
+    found = list_cases(replace(some, clones=Path()), table)
     assert [case for case in found if case.ranks == 2] == [("flow_grpo", "small", 2, 0), ("flow_grpo", "small", 2, 3)]
     assert len(found) == 6 + 2
-    assert found[0].pairs(some) == (8, 40)
-    assert PeerCase("unirl", "small", 1, 3).pairs(some) == (8, 24)
-    works = [PeerCase("unirl", "small", 2, 3).of(some, rank=rank) for rank in range(2)]
+    assert found[0].list_pairs(some) == (8, 40)
+    assert PeerCase("unirl", "small", 1, 3).list_pairs(some) == (8, 24)
+    works = [PeerCase("unirl", "small", 2, 3).build_work(some, rank=rank) for rank in range(2)]
     assert list(works[0].recorded) == [1, 2, 3]
     assert [work.prompts[0] for work in works] == ["1", "9"]
     assert torch.equal(torch.cat([work.advantage for work in works]), Work(SIZES["small"], samples=16).advantage)
@@ -402,7 +404,7 @@ def test_the_tables_are_those_of_the_newest_commit_of_each_case(tmp_path: Path, 
     harness.append(tmp_path / "peers.csv", rows, PeerRow)
     assert main(["peers", "--table", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert told.strip() == report.markdown(rows)
+    assert told.strip() == report.format_markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
     own = f"8 and 8: {cell} | 40 and 8: 0.50 (0.40 to 0.60)"
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | no | {cell} | {cell} | {own} | {cell} | 6.00 | {rows[1].fluvial} |" in told
@@ -413,7 +415,7 @@ def test_the_tables_are_those_of_the_newest_commit_of_each_case(tmp_path: Path, 
     assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
     assert "Flow-GRPO at `abc`" in told
     assert "medians of 3 rounds" in told
-    assert report.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
+    assert report.format_markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,16 +448,16 @@ def test_parts_of_a_script_run_as_they_stand(tmp_path: Path) -> None:
     """A function, and a loop inside another function; a script that has neither is named with what is missing."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    assert clone.function(path, "double", {"factor": 3})(2) == 6
+    assert clone.compile_function(path, "double", {"factor": 3})(2) == 6
     told: list[int] = []
-    clone.loop(path, "main", "inner", {"told": told}, arguments=("total",))(10)
+    clone.compile_loop(path, "main", "inner", {"told": told}, arguments=("total",))(10)
     assert told == [10, 11, 13]
     with pytest.raises(RunError, match=r"script.py has no function triple"):
-        clone.function(path, "triple", {})
+        clone.compile_function(path, "triple", {})
     with pytest.raises(RunError, match="main has 0 loops over outer, expected 1"):
-        clone.loop(path, "main", "outer", {}, arguments=())
+        clone.compile_loop(path, "main", "outer", {}, arguments=())
     with pytest.raises(RunError, match="expected a clone of the project"):
-        clone.function(tmp_path / "absent.py", "double", {})
+        clone.compile_function(tmp_path / "absent.py", "double", {})
 
 
 def test_packages_that_are_not_installed_are_replaced_for_an_import(tmp_path: Path) -> None:
@@ -464,13 +466,13 @@ def test_packages_that_are_not_installed_are_replaced_for_an_import(tmp_path: Pa
         "import math\nfrom absent_package.deep import Base\nclass Kind(Base):\n    root = math.sqrt(4)\n"
     )
     before = list(sys.path), list(sys.meta_path)
-    with clone.importable(tmp_path, stand_ins=("absent_package", "math")):
+    with clone.make_importable(tmp_path, stand_ins=("absent_package", "math")):
         module = __import__("toy_clone_module")
     assert module.Kind.root == 2
     assert (list(sys.path), list(sys.meta_path)) == before
     assert "absent_package" not in sys.modules
     del sys.modules["toy_clone_module"]
-    with clone.importable(tmp_path), pytest.raises(ModuleNotFoundError, match="absent_package"):
+    with clone.make_importable(tmp_path), pytest.raises(ModuleNotFoundError, match="absent_package"):
         __import__("toy_clone_module")
 
 
@@ -491,7 +493,7 @@ def test_a_package_of_a_clone_without_its_init(tmp_path: Path) -> None:
         "bare": ("toy_heavy_package", "toy_heavy_package.deep"),
     }
     before = list(sys.meta_path)
-    with clone.importable(tmp_path, **names):  # type: ignore[arg-type]
+    with clone.make_importable(tmp_path, **names):  # type: ignore[arg-type]
         module = importlib.import_module("toy_heavy_package.deep.work")
     assert module.value == 4
     assert isinstance(module.Thing, type)
@@ -522,4 +524,4 @@ def test_what_projects_get_in_place_of_packages(tmp_path: Path) -> None:
         (tmp_path / "scripts" / "train_sd3.py").write_text(line)
         assert (PROJECTS["flow_grpo"].gradient(tmp_path), PROJECTS["unirl"].gradient(tmp_path)) == (side, "both")
     # A folder that is not the top of a checkout has no commit, even inside another checkout.
-    assert clone.commit(tmp_path) == clone.commit(Path(__file__).parent) == "unknown"
+    assert clone.read_commit(tmp_path) == clone.read_commit(Path(__file__).parent) == "unknown"

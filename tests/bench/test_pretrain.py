@@ -26,17 +26,17 @@ WORDS = st.lists(st.text(LETTERS, min_size=1, max_size=6), max_size=6)
 @given(WORDS, st.floats(0, 1), st.integers(0, 2**32))
 def test_a_misspelt_prompt_keeps_its_length(prompts: list[str], rate: float, seed: int) -> None:
     """It does not depend on the prompts after it, and at a rate of 0 it is the prompt."""
-    drawn = made_by.misspelt(key(seed), prompts, rate, LETTERS)
+    drawn = made_by.misspell(key(seed), prompts, rate, LETTERS)
     assert [len(word) for word in drawn] == [len(prompt) for prompt in prompts]
     assert set("".join(drawn)) <= set(LETTERS)
-    assert made_by.misspelt(key(seed), prompts, 0.0, LETTERS) == prompts
-    assert made_by.misspelt(key(seed), prompts[:1], rate, LETTERS) == drawn[:1]
+    assert made_by.misspell(key(seed), prompts, 0.0, LETTERS) == prompts
+    assert made_by.misspell(key(seed), prompts[:1], rate, LETTERS) == drawn[:1]
 
 
 def test_letters_are_replaced_at_the_rate() -> None:
     """A letter differs with probability rate (1 - 1 / 26), to 4 standard deviations; what it becomes is uniform."""
     rate, prompts = 0.3, ["aaaaaa"] * 2000
-    drawn = made_by.misspelt(fold_in(key(0), 1), prompts, rate, LETTERS)
+    drawn = made_by.misspell(fold_in(key(0), 1), prompts, rate, LETTERS)
     text = "".join(drawn)
     expected = rate * 25 / 26
     wrong = sum(letter != "a" for letter in text) / len(text)

@@ -80,14 +80,14 @@ def test_other_samples_are_not_compared(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_server_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = SimpleNamespace(stdout=io.StringIO(""), kill=lambda: None, wait=lambda timeout: 2)
     monkeypatch.setattr(serving, "subprocess", SimpleNamespace(PIPE=-1, Popen=lambda *args, **options: ended))
-    with pytest.raises(RunError, match="has not started"), serving.serving("TINY", 2):
+    with pytest.raises(RunError, match="has not started"), serving.open_server("TINY", 2):
         pytest.fail("it goes on")
 
 
 def test_the_time_of_a_process_is_that_of_its_work() -> None:
     """User and system time as Python's own clock has it, to a few ticks."""
-    before, start = serving.cpu_seconds(Path("/proc/self")), time.process_time()
+    before, start = serving.read_cpu_seconds(Path("/proc/self")), time.process_time()
     while time.process_time() - start < 0.1:
         pass
-    spent = serving.cpu_seconds(Path("/proc/self")) - before
+    spent = serving.read_cpu_seconds(Path("/proc/self")) - before
     assert abs(spent - (time.process_time() - start)) < 0.05

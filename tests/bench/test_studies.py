@@ -11,7 +11,7 @@ from fluvial.bench import harness
 from fluvial.bench.studies import few_steps, objectives, tunnel
 from fluvial.bench.studies.few_steps import FewStepsConfig
 from fluvial.bench.studies.objectives import ObjectivesConfig
-from fluvial.bench.studies.trial import StudyRun, StudyScore, make, read_at, sort_curves, watch
+from fluvial.bench.studies.trial import StudyRun, StudyScore, group_curves, read_at, run_trial, run_trials
 from fluvial.bench.studies.tunnel import TunnelConfig
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.handwriting.recognisers import load_reward_recogniser
@@ -20,7 +20,7 @@ from fluvial.models.handwriting.recognisers import load_reward_recogniser
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make trials in this process, which has imported everything."""
-    monkeypatch.setattr("fluvial.bench.studies.trial._watch", watch)
+    monkeypatch.setattr("fluvial.bench.studies.trial._run_in_process", run_trial)
 
 
 def score(seed: int, updates: int, proxy: float, exact: float) -> StudyScore:
@@ -32,11 +32,11 @@ def test_true_scores_are_compared_at_equal_proxy(tmp_path: Path) -> None:
     """And at equal time, linearly between two evaluations; a run whose proxy rises less has none, and is counted."""
     rows = [score(0, 0, 1.0, 0.5), score(0, 4, 1.1, 0.7), score(0, 8, 1.3, 0.3)]
     rows += [score(1, 0, 1.0, 0.5), score(1, 6, 1.05, 0.6)]
-    first, second = sort_curves(rows)["nft", "kl"]
+    first, second = group_curves(rows)["nft", "kl"]
     assert read_at(first, "exact", "proxy", 0.2) == pytest.approx(0.5)
     assert read_at(first, "diversity", "proxy", 0.05) == pytest.approx(0.2)
     assert read_at(second, "exact", "proxy", 0.2) is None
-    (line,) = tunnel.table(rows).splitlines()[2:]
+    (line,) = tunnel.format_table(rows).splitlines()[2:]
     assert line.startswith("| nft | kl | 0.500 | 0.500 (1 of 2) | 0.550 ± 0.071 | 0.450 ± 0.212 |")
     tunnel.draw(rows, tmp_path / "tunnel.png")
     assert (tmp_path / "tunnel.png").stat().st_size > 1000
@@ -47,9 +47,9 @@ def test_the_proxy_pays_for_ink() -> None:
     images, codes = torch.rand(2, 1, 8, 32, generator=torch.Generator().manual_seed(0)), ["0427", "1999"]
     paid = tunnel.proxy(images, codes) - load_reward_recogniser().characters(images, codes)
     assert paid.tolist() == pytest.approx((3 * images.mean((1, 2, 3))).tolist(), abs=1e-5)
-    trials = list(TunnelConfig(seeds=(0,)).trials())
+    trials = list(TunnelConfig(seeds=(0,)).list_trials())
     assert len({trial.settings for trial in trials}) == len(trials) == 5 * 4 + 1
-    others = TunnelConfig(("raft", "d3po"), seeds=(0,)).trials()  # without floors, and without a KL
+    others = TunnelConfig(("raft", "d3po"), seeds=(0,)).list_trials()  # without floors, and without a KL
     assert [(trial.method, trial.variant) for trial in others] == [
         ("raft", "none"),
         ("raft", "kl"),
@@ -64,7 +64,7 @@ def test_objectives_are_compared_at_equal_samples_and_at_equal_time(tmp_path: Pa
     """The best first; a recipe with a run that is over before that time is left out."""
     rows = [score(seed, updates, 0.0, 0.5 + 0.01 * (1 + seed) * updates) for seed in (0, 1) for updates in (0, 6, 8)]
     rows += [replace(row, method="awm", exact=0.9) for row in rows if row.updates < 8]
-    ends, timed = (objectives.table(rows, seconds).splitlines()[2:] for seconds in (None, 14.0))
+    ends, timed = (objectives.format_table(rows, seconds).splitlines()[2:] for seconds in (None, 14.0))
     assert [line.split(" | ")[0] for line in ends] == ["| awm", "| nft"]
     assert timed == ["| nft | 0.500 | 0.605 (0.570 to 0.640) | 2 | 14 | 448 | 7 | 0.100 | 1.00 |"]
     objectives.draw(rows, tmp_path / "objectives.png")
@@ -77,7 +77,7 @@ def test_students_are_compared_over_seeds() -> None:
     for seed, exact in ((0, 0.8), (1, 0.6)):
         ends = [score(seed, updates, 1.0, right) for updates, right in ((0, 0.4), (8, exact))]
         rows += [replace(row, method="dmd2", variant="distilled", steps=2, sharpness=row.exact) for row in ends]
-    line, _ = few_steps.table(rows).splitlines()[2:]
+    line, _ = few_steps.format_table(rows).splitlines()[2:]
     right = "0.400 -> 0.700 (0.600 to 0.800)"
     assert line == f"| dmd2 distilled | 2 | {right} | {right} | 0.800 -> 1.400 (1.200 to 1.600) | 2 | 16 |"
 
@@ -86,9 +86,9 @@ def test_students_are_compared_over_seeds() -> None:
 def test_every_recipe_is_compared_and_distillation_waits_for_its_teacher(tmp_path: Path) -> None:
     """Settings tell runs apart, places of files do not."""
     config = ObjectivesConfig(seeds=(0, 1), keep=tmp_path)
-    trials = config.trials()
+    trials = config.list_trials()
     assert len({(trial.method, trial.config.seed, trial.settings) for trial in trials}) == len(trials)
-    assert [trial.settings for trial in replace(config, keep=tmp_path / "x").trials()] == [t.settings for t in trials]
+    assert [trial.settings for trial in replace(config, keep=tmp_path / "x").list_trials()] == [t.settings for t in trials]
     assert {trial.method for trial in trials if trial.waits} == {"distill"}
     assert [(trial.method, trial.config.seed) for trial in trials if trial.keep] == [("grpo", 0)]
     assert {trial.config.evaluation.rewards[0] for trial in trials if trial.method == "refl"} == {"likeness"}
@@ -101,14 +101,14 @@ def test_every_recipe_is_compared_and_distillation_waits_for_its_teacher(tmp_pat
 
 def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the others are written, and the error says which run failed with what."""
-    trials = list(TunnelConfig(("nft", "awm"), ("none",), seeds=(0,)).trials())
+    trials = list(TunnelConfig(("nft", "awm"), ("none",), seeds=(0,)).list_trials())
 
     def one(trial: StudyRun) -> list[StudyScore] | str:
         return "it broke" if trial.method == "nft" else [replace(score(0, 4, 1.0, 0.7), method="awm", variant="none")]
 
-    monkeypatch.setattr("fluvial.bench.studies.trial._watch", one)
+    monkeypatch.setattr("fluvial.bench.studies.trial._run_in_process", one)
     with pytest.raises(RunError, match=r"^nft, none, seed 0: it broke$"):
-        make(trials, tmp_path / "rows.csv", parallel=1)
+        run_trials(trials, tmp_path / "rows.csv", parallel=1)
     assert [row.method for row in harness.read(tmp_path / "rows.csv", StudyScore)] == ["awm"]
 
 
@@ -131,7 +131,7 @@ def test_a_study_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     few_steps.run(config)
     assert "seed 0" not in capsys.readouterr().out
     assert list(map(str, harness.read(tmp_path / "few-steps.csv", StudyScore))) == list(map(str, rows))
-    assert len(replace(config, seeds=(0, 1)).trials()) == 14
+    assert len(replace(config, seeds=(0, 1)).list_trials()) == 14
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from fluvial.core.transitions import dance_sde
-from fluvial.engines.choices import kinds, settings, variant_of
+from fluvial.engines.choices import find_variant, list_kinds, list_variant_fields
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
@@ -58,7 +58,7 @@ PLACES = {
     "sampler": "method.sampling.sampler",
     "levels": "method.noising.levels",
 }
-EVERY = [(name, kind) for name, union in UNIONS.items() for kind in kinds(union)]
+EVERY = [(name, kind) for name, union in UNIONS.items() for kind in list_kinds(union)]
 NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(0, 9),
@@ -77,14 +77,14 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 def drawn(data: st.DataObject, name: str, kind: str) -> Any:
     """Return a value of a kind, with any of its settings that are accepted."""
-    variant, make = variant_of(UNIONS[name], kind, name)
+    variant, make = find_variant(UNIONS[name], kind, name)
     hints = get_type_hints(variant)
-    found = {each.name: hints[each.name] for each in settings(variant)}
+    found = {each.name: hints[each.name] for each in list_variant_fields(variant)}
     try:
         return make(**{key: tail(data) if is_dataclass(of) else data.draw(values_of(of)) for key, of in found.items()})
     except ValueError:
         needed = {"size": 2, "samples": 2, "fraction": 0.5}
-        return make(**{each.name: needed[each.name] for each in settings(variant) if each.name in needed})
+        return make(**{each.name: needed[each.name] for each in list_variant_fields(variant) if each.name in needed})
 
 
 def tail(data: st.DataObject) -> Tail:
@@ -96,7 +96,7 @@ def tail(data: st.DataObject) -> Tail:
 def flags(value: Any, prefix: str) -> list[str]:
     """Return the words that a value is typed with."""
     words = [f"--{prefix}", value.kind] if hasattr(value, "kind") else []
-    for each in settings(type(value)) if words else fields(value):
+    for each in list_variant_fields(type(value)) if words else fields(value):
         found, flag = getattr(value, each.name), f"{prefix}.{each.name}".replace("_", "-")
         if is_dataclass(found):
             words += flags(found, flag)
@@ -122,7 +122,7 @@ def test_every_value_is_read_back_from_json(name: str, kind: str, data: st.DataO
 @pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_every_value_is_read_back_from_flags(name: str, kind: str) -> None:
     """Whatever the kind that the configuration has without them."""
-    starts = [*{type(start): start for start in (_example(name, other, 0) for other in kinds(UNIONS[name]))}.values()]
+    starts = [*{type(start): start for start in (_example(name, other, 0) for other in list_kinds(UNIONS[name]))}.values()]
     for seed in range(3):
         value = _example(name, kind, seed)
         for start in starts if seed == 2 else starts[:1]:
@@ -132,9 +132,9 @@ def test_every_value_is_read_back_from_flags(name: str, kind: str) -> None:
 
 def _example(name: str, kind: str, seed: int) -> Any:
     """Return one of three values of a kind: with its defaults, and with others."""
-    variant, make = variant_of(UNIONS[name], kind, name)
+    variant, make = find_variant(UNIONS[name], kind, name)
     base: dict[str, Any] = {"size": 2, "samples": 2, "fraction": 0.5}
-    value = make(**{each.name: base[each.name] for each in settings(variant) if each.name in base})
+    value = make(**{each.name: base[each.name] for each in list_variant_fields(variant) if each.name in base})
     others: list[dict[str, Any]] = [
         {},
         {"low": 1, "high": 4, "stride": 2, "eta": 0.3, "solver": "unipc", "skip": 1, "repeat": False},
@@ -144,14 +144,14 @@ def _example(name: str, kind: str, seed: int) -> Any:
         others[1:] = [{"low": 0.25}, {"high": 0.5}]
     if variant is OneRecorded:
         others[1:] = [{"odds": "late"}, {"draw": "rollout"}]
-    known = {each.name for each in settings(variant)}
+    known = {each.name for each in list_variant_fields(variant)}
     return replace(value, **{key: setting for key, setting in others[seed].items() if key in known})
 
 
 @pytest.mark.parametrize("name", UNIONS)
 def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     """On the command line and in a file."""
-    kind = kinds(UNIONS[name])[0]
+    kind = list_kinds(UNIONS[name])[0]
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
         parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")

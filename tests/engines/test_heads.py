@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.parallelize import checkpoint_blocks
 from fluvial.engines.errors import UsageError
-from fluvial.engines.heads import FeatureHead, add_head, find_width, list_head, read_head
+from fluvial.engines.heads import FeatureHead, add_head, find_width, list_head_parameters, read_head
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import HEADS, is_adapter
 
@@ -74,10 +74,10 @@ def test_heads_of_a_seed_are_the_same_and_no_part_of_the_base() -> None:
     nets = [Handwriting(None).build() for _ in range(3)]
     for net, seed in zip(nets, (0, 0, 1), strict=True):
         add_head(net, Handwriting(None).blocks(net), "fake", seed=seed)
-    names = list_head(nets[0], "fake")
+    names = list_head_parameters(nets[0], "fake")
     assert len(names) == 6
     assert all(is_adapter(name) for name in names)
-    assert list_head(nets[0], "other") == []
+    assert list_head_parameters(nets[0], "other") == []
     weights = [dict(net.named_parameters())["fluvial_heads.fake.into.weight"] for net in nets]
     assert weights[0].shape == (32, 64)  # of the width of SD3's tokens
     assert torch.equal(weights[0], weights[1])

@@ -68,7 +68,7 @@ def test_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: points.get(group, []))
     assert plugins.load("mine", "things", table={"one": 1}) == 3
     assert plugins.load("mine", "things", table={"mine": 1}) == 1
-    assert plugins.names("things", {"one": 1}) == ["one", "mine", "bad"]
+    assert plugins.list_names("things", {"one": 1}) == ["one", "mine", "bad"]
     with pytest.raises(UsageError, match=r"thing 'bad' \(entry point own_broken:number\): importing own_broken raised"):
         plugins.load("bad", "things")
 
@@ -106,7 +106,7 @@ def test_what_is_not_there(spec: str, words: str) -> None:
 )
 def test_a_check_of_what_is_found(name: str, words: str) -> None:
     """A wrong kind or signature is said before anything is called."""
-    check = plugins.callable_with("images", "prompts")
+    check = plugins.make_call_check("images", "prompts")
     assert plugins.load("own_plugin:reward", "rewards", check)
     with pytest.raises(UsageError, match=words):
         plugins.load(f"own_plugin:{name}", "rewards", check)

@@ -18,7 +18,7 @@ class Clock:
         """Let seconds pass."""
         for _ in range(seconds):
             self.now += 1
-            self.waits.look()
+            self.waits.report()
 
 
 @pytest.fixture

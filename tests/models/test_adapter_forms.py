@@ -22,7 +22,7 @@ from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.export.model_folder import write_lora
 from fluvial.engines.files import LORA, read_weights
 from fluvial.engines.gathered import gather, gather_weights, layout
-from fluvial.engines.run.jobs.weights import converter
+from fluvial.engines.run.jobs.weights import make_converter
 from fluvial.models.lora import (
     Dora,
     Form,
@@ -339,7 +339,7 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     merged = dict(gather_weights(network, merge=True))
     for kind, other in again.items():
         write(kind, network, model, tmp_path / kind, world=one)  # type: ignore[arg-type]
-        held = read_lora(tmp_path / kind, other, convert=converter(pipeline, other))
+        held = read_lora(tmp_path / kind, other, convert=make_converter(pipeline, other))
         assert (held.layers, type(held.form)) == (tuple(sorted(find_lora_layers(network))), type(form))
         add_lora(other, LoraConfig(rank=held.rank, alpha=held.alpha, form=held.form), held.layers)
         load_lora(other, held.tensors, "default")

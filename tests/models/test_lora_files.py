@@ -74,7 +74,7 @@ def test_a_converter_is_asked_and_not_believed(tmp_path: Path, monkeypatch: Patc
     """For layouts in which layers have other names altogether; diffusers' pipelines leave out parts with a warning."""
     import diffusers
 
-    from fluvial.engines.run.jobs.weights import converter
+    from fluvial.engines.run.jobs.weights import make_converter
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key.removeprefix("double."): tensor for key, tensor in tensors.items() if "dora" not in key}
@@ -88,7 +88,7 @@ def test_a_converter_is_asked_and_not_believed(tmp_path: Path, monkeypatch: Patc
     refuses(r"match no linear layer of the Net: double\.\S+dora_scale", read_lora, tmp_path, Net(), convert=convert)
     some = {key: tensor for key, tensor in _plain().items() if "blocks.0" in key}
     monkeypatch.setattr(diffusers.FluxPipeline, "lora_state_dict", lambda tensors, **_: some)
-    refuses("diffusers leaves out layers of an adapter of FluxPipeline", converter("FluxPipeline"), _plain())
+    refuses("diffusers leaves out layers of an adapter of FluxPipeline", make_converter("FluxPipeline"), _plain())
 
 
 def test_text_encoders_are_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from helpers.refusals import refuses
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluvial.engines.run.jobs.weights import converter
+from fluvial.engines.run.jobs.weights import make_converter
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.convert import (
     adapter_from_original,
@@ -153,7 +153,7 @@ def test_diffusers_converts_the_adapter_back_to_the_bit(name: str, networks: dic
             assert torch.equal(back.pop(f"{layer}.lora_B.weight"), b)
         assert not any(tensor.any() for tensor in back.values())  # of joined layers without an adapter
     save_file(file, tmp_path / "ours.safetensors")
-    ours = read_lora(tmp_path / "ours.safetensors", network, convert=converter(pipeline, network))
+    ours = read_lora(tmp_path / "ours.safetensors", network, convert=make_converter(pipeline, network))
     assert (ours.rank, ours.alpha, set(ours.layers)) == (RANK, ALPHA, set(found))
     for layer, (a, b) in found.items():
         assert torch.equal(ours.tensors[f"{layer}.lora_A.weight"], a)

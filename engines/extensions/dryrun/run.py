@@ -32,7 +32,7 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import BySource
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.weights import base_model
+from fluvial.engines.run.jobs.weights import find_base_model
 from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.runner import RewardRunner
@@ -135,7 +135,7 @@ class _Run:
     def _build_trainer(self, job: Job | None, notes: list[str]) -> Trainer:
         """Return the trainer, with a model whose passes are repeated without being run."""
         world: World = self.simulation.world
-        job = jobs.of_run(self.config) if job is None else job
+        job = jobs.open_configured(self.config) if job is None else job
         stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
         job, config = replace_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
         model: Any = job.model
@@ -250,7 +250,7 @@ def run(options: DryRunConfig, config: TrainConfig, *, console: Console) -> None
     if savings is not None:
         console.print(savings, highlight=False)
     with contextlib.suppress(UsageError):  # the inputs of networks without an adapter are known only at run time
-        console.print(f"the run: {count_run(config, base_model(config.model))}", highlight=False, soft_wrap=True)
+        console.print(f"the run: {count_run(config, find_base_model(config.model))}", highlight=False, soft_wrap=True)
     gpu = Accelerator(options.gpu, int(options.gpu_memory_gib * GIB))
     report = dry_run(config, ranks=options.as_gpus, accelerator=gpu, reserve=int(options.reserve_gib * GIB))
     report.show(console)

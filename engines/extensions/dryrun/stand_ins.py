@@ -108,7 +108,7 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
     config = with_values(config, {"engine.micro_batch": size, "engine.update_micro_batch": pairs})
     sampling, data = config.method.sampling, ranks // config.engine.context_parallel
     # Every update has at least two micro-batches, if those of the run have.
-    samples = max(CHUNKS * size, 2 * config.pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
+    samples = max(CHUNKS * size, 2 * config.choose_pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
     prompts = min(sampling.prompts, max(1, math.ceil(samples * data / sampling.group)))
     prompts = next(count for count in range(prompts, sampling.prompts + 1) if _is_accepted(config, count))
     updates = config.updates_per_rollout * (2 if config.rollout.ahead else 1)

@@ -26,7 +26,7 @@ from fluvial.engines.extensions.plan.plan import (
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Base, Start, Teacher, Trained
-from fluvial.engines.run.jobs.weights import base_model
+from fluvial.engines.run.jobs.weights import find_base_model
 from fluvial.engines.run.log.progress import table
 from fluvial.models.shapes import ModularShape, count_text_encoder_bytes
 
@@ -92,7 +92,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device, gpu: st
     """
     if config.engine.fit is None:
         return config, None
-    name = base_model(config.model)
+    name = find_base_model(config.model)
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else PlanConfig.gpu
     initial = replace(to_plan_config(config, name, ranks, device), gpu=gpu or here)
     keeps_text = name in MODELS or isinstance(find_transformer(name), ModularShape)  # modular pipelines keep their encoders

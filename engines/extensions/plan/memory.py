@@ -24,7 +24,7 @@ from fluvial.engines.engine.parallelize import (
     swapped_blocks,
 )
 from fluvial.engines.extensions.simulate.operators import run_attention
-from fluvial.engines.offload import copies_per_pass, frozen_tensors
+from fluvial.engines.offload import count_copied_bytes, list_frozen_tensors
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
 from fluvial.models.quantised import FORMATS, find_frozen_linear
@@ -126,7 +126,7 @@ def account(
     trained = [p for p in module.parameters() if p.requires_grad]
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
     codes = _measure_quantised(module, blocks, engine)
-    swapped = [frozen_tensors(block) for block in swapped_blocks(module, blocks, engine)]
+    swapped = [list_frozen_tensors(block) for block in swapped_blocks(module, blocks, engine)]
     moving = [sum(codes.get(p, compute * p.numel()) for p in block) for block in swapped]
     excluded = {p for block in swapped for p in block}
     codes_here = sum(size for p, size in codes.items() if p not in excluded)
@@ -200,7 +200,7 @@ def account(
         unsharded_gradients=max(0, accumulated - here["gradients"]),
         trajectory=trajectory,
         host=sum(sharded[name] for name in on_host) + (1 + frozen) * sum(moving),
-        copied=copies_per_pass(moving, backward=update),
+        copied=count_copied_bytes(moving, backward=update),
     )
 
 

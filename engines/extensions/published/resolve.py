@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fluvial.engines.extensions.published.runs import Citation, PublishedRun, as_flag, find_run, load_constants
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.log.records import flatten
 from fluvial.engines.run.record import as_record, read_record
 
 ASSUMED = "assumed"  # reason of a setting that no source states
@@ -38,7 +38,7 @@ def compare_settings(run: PublishedRun) -> Iterator[ComparedSetting]:
 
     A setting that no source states is assumed, whatever its value.
     """
-    ours = {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
+    ours = {as_flag(name): value for name, value in flatten(as_record(resolve(run))).items()}
     stated = {name for name, setting in run.settings.items() if setting.source is not None}
     stated |= {*run.published, *run.deviations}
     tables = [path for name in ours for path in accumulate(name.split("."), "{}.{}".format)]  # each name after its tables

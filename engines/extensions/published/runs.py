@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.log.records import flatten
 from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
 
 DATA = files("fluvial.engines.extensions.published") / "data"
@@ -194,7 +194,7 @@ def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None)
     """Return a run updated with the values of a block."""
     settings = dict(run.settings)
     for table, origin in (("assumed", None), ("settings", source)):
-        for path, value in flat(part.get(table, {})).items():
+        for path, value in flatten(part.get(table, {})).items():
             if origin is None and path in settings and settings[path].source is not None:
                 continue  # a stated value goes before an assumed one
             union, _, last = path.rpartition(".")

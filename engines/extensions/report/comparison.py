@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import page, panels
 from fluvial.engines.extensions.report.charts import LineChart, draw_lines
-from fluvial.engines.run.log.records import flat, read_json, read_records
+from fluvial.engines.run.log.records import flatten, read_json, read_records
 
 FILE = "comparison.html"
 MOST_RUNS = 16
@@ -92,7 +92,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 def _read(out: Path, name: str) -> ComparedRun:
     config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
-    settings = flat(config) if isinstance(config, dict) else {}
+    settings = flatten(config) if isinstance(config, dict) else {}
     settings = {name.removeprefix("method.").removesuffix(".kind"): value for name, value in settings.items()}
     records = [record for record in read_records(out / "metrics.jsonl") if "update" in record]
     return ComparedRun(out, name, settings, records, summary if isinstance(summary, dict) else {})

@@ -30,7 +30,7 @@ class TensorBoard:
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Write the sheet, which shows the captions; TensorBoard has none."""
         import numpy as np
 
@@ -56,7 +56,7 @@ class PackageTracker:
         """Log numbers over updates."""
         self.target.log(dict(numbers), step=step)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images with their captions."""
         captioned = zip(samples.images, samples.captions, strict=True)
         self.log({f"samples/{samples.name}": [self.image(image, caption=caption) for image, caption in captioned]}, step)
@@ -112,7 +112,7 @@ class Trackio(PackageTracker):
         )
         super().__init__(trackio, trackio.Image)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log each image alone, because Trackio has no lists of images."""
         for i, (image, caption) in enumerate(zip(samples.images, samples.captions, strict=True)):
             self.log({f"samples/{samples.name}/{i}": self.image(image, caption=caption)}, step)
@@ -163,7 +163,7 @@ class Mlflow:
         """Log numbers over updates; characters that MLflow rejects in names become underscores."""
         self.mlflow.log_metrics({re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}, step=step)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the sheet, which shows the captions; MLflow has none."""
         self.mlflow.log_image(samples.sheet, key=f"samples/{samples.name}", step=step)
 

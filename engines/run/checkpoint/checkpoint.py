@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent, verified before they are loaded, never unpickled.
 
 A checkpoint is a folder such as `checkpoints/000040`. It holds tensors (`torch.distributed.checkpoint`, one safetensors file
-per rank) and `manifest.json` with the run's fingerprint, its meta data, and the size and SHA-256 of every file. `storage.py`
-makes it appear at once, on a disk and behind a URL. Older checkpoints are removed only afterwards.
+per rank) and `manifest.json` with the run's fingerprint, its metadata, and the size and SHA-256 of every file. `storage.py`
+makes it visible atomically, on a disk and behind a URL. Older checkpoints are removed only afterwards.
 """
 
 import errno
@@ -34,7 +34,7 @@ from fluvial.engines.run.checkpoint.storage import MANIFEST, NAME, PROBE, Checkp
 
 FORMAT = 1
 
-# A path on a disk or an fsspec URL. Functions return the kind that they were given.
+# A path on a disk or an fsspec URL. Functions return the type of their argument.
 Folder = TypeVar("Folder", bound=Path | str)
 
 
@@ -53,22 +53,22 @@ def save(
 ) -> Folder:
     """Write a checkpoint, then remove later ones and all but the newest `keep`.
 
-    Memory on the host, per rank: its shards, copied from the GPU, and once more as the bytes of its file.
+    Host memory per rank: a copy of its shards, and the bytes of its file.
 
     Args:
         folder: folder of the checkpoints: a path, or an fsspec URL such as `s3://bucket/run`.
         state: tensors, sharded or not, with the same names on every rank.
-        meta: values that JSON can hold; those of rank 0 are written.
+        meta: metadata, as values of JSON; those of rank 0 are written.
         update: number of updates done, which names the checkpoint.
-        fingerprint: settings that a resuming run must share.
+        fingerprint: settings that a resumed run must share.
         world: process group that saves.
         keep: number of checkpoints to keep, at least 1.
-        spare: update of a checkpoint that is kept as well.
-        copy_ahead: whether tensors are copied to the host on streams of the current device; a thread has another one.
+        spare: update of one more checkpoint to keep.
+        copy_ahead: copy tensors to the host on side streams of the current device; False in a thread, whose device differs.
 
     Raises:
-        UsageError: the URL's protocol is not known, or a package for it is missing.
-        RunError: the checkpoint could not be written, e.g. because the disk is full. Older ones are untouched.
+        UsageError: the URL's protocol is unknown, or a package for it is missing.
+        RunError: the checkpoint could not be written, e.g. because the disk is full. Earlier ones are unchanged.
     """
     with world.agreed():
         store = open_store(folder)
@@ -77,7 +77,7 @@ def save(
     draft: Draft | None = None
     with _raise_on_every_rank(world, failed):
         if world.is_main:
-            draft = store.draft(name)
+            draft = store.create_draft(name)
     draft = world.gather_items(draft)[0]
     assert draft is not None
     try:
@@ -92,21 +92,21 @@ def save(
         written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
         with _raise_on_every_rank(world, failed):
             if world.is_main:
-                present = store.sizes(draft.folder)
+                present = store.list_sizes(draft.folder)
                 for file, entry in written.items():
                     if present.get(file.removeprefix(draft.prefix)) != entry["bytes"]:
                         raise OSError(f"{file} is not there: all ranks must write to the same disk")
                 manifest = {"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta, "files": written}
-                manifest = json.loads(json.dumps(manifest))  # with the types that a reading will find
-                store.publish(draft, name, _text({**manifest, "seal": _digest(manifest)}))
+                manifest = json.loads(json.dumps(manifest))  # the seal is computed over JSON's types
+                store.publish(draft, name, _serialize({**manifest, "seal": _digest(manifest)}))
     except RunError:
         if world.is_main:
             store.discard(draft)
         raise
     if world.is_main:
-        with suppress(OSError):  # what cannot be removed stays longer
-            # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
-            names = store.names()
+        with suppress(OSError):  # a later save tries again
+            # Later ones belong to a branch that was abandoned by resuming from an earlier checkpoint.
+            names = store.list_names()
             mine = [other for other in names if int(other) <= update]
             for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
                 store.remove(old)
@@ -124,18 +124,18 @@ def save_async(
     keep: int,
     spare: int | None = None,
 ) -> Future[Folder]:
-    """Copy the state to the host, and write the checkpoint in a thread while training goes on.
+    """Copy the state to the host, and write the checkpoint in a thread while training continues.
 
-    Ask for the future's result before the next save and before the process ends. Only then does the checkpoint exist, and
-    only then are errors raised, on every rank alike. A process that dies earlier leaves the earlier checkpoints.
+    Get the future's result before the next save and before the process ends: only then is the checkpoint known to exist, and
+    errors are raised, on all ranks. If the process dies earlier, the earlier checkpoints remain.
 
     Args:
-        world: `world.background()`, made once, because its collectives must not mix with those of training.
-        folder, state, meta, update, fingerprint, keep, spare: as for `save`.
+        world: `world.background()`, created once, because its collectives must not mix with those of training.
+        folder, state, meta, update, fingerprint, keep, spare: see `save`.
 
     Raises:
-        UsageError: as `save`.
-        RunError: the host has no room for the copy. Other errors of `save` are raised by the result.
+        UsageError: see `save`.
+        RunError: the host has no memory for the copy. Other errors of `save` are raised by the result.
     """
     assert world.group is not None
     with world.agreed():
@@ -143,7 +143,7 @@ def save_async(
     with _raise_on_every_rank(world, _format_failure(store, f"{update:06d}")):
         stager = DefaultStager(StagingOptions(False, False, False, False))
         copied = stager.stage(state)
-        assert isinstance(copied, dict)  # not a future: it is asked to wait
+        assert isinstance(copied, dict)  # not a future: staging is synchronous
         stager.close()
     options: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
     write = partial(save, folder, copied, deepcopy(meta), copy_ahead=False, **options)
@@ -155,7 +155,7 @@ def save_async(
 
 @collective
 def read_manifest(path: Path | str, *, world: World) -> dict[str, Any]:
-    """Return a checkpoint's manifest, whose files are not read; the errors are those of `load`."""
+    """Read a checkpoint's manifest, and no other files; raises as `load`."""
     with world.agreed():
         manifest = verify(path, share=slice(0))
     return manifest
@@ -170,7 +170,7 @@ def load(
     world: World,
     saved: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Verify a checkpoint, fill `state` from it in place, and return its meta data.
+    """Verify a checkpoint, fill `state` from it in place, and return its metadata.
 
     The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
 
@@ -178,12 +178,12 @@ def load(
         path: folder or URL of the checkpoint.
         state: tensors, sharded or not, with the names, shapes and dtypes of the checkpoint.
         fingerprint: settings of this run.
-        saved: settings of the checkpoint's run, where they were read under other names.
+        saved: settings of the checkpoint's run under their present names; by default those in the manifest.
         world: process group that loads.
 
     Raises:
         UsageError: there is no such checkpoint, or it is of another run.
-        RunError: it is damaged, or of another model. The message says what is wrong and names the newest whole one.
+        RunError: it is damaged, or of another model. The message gives the reason and names the newest whole checkpoint.
     """
     with world.agreed():
         manifest = verify(path, share=slice(world.rank, None, world.size))
@@ -197,13 +197,13 @@ def load(
     with TemporaryDirectory(prefix="fluvial-") as scratch:
         with _raise_on_every_rank(world, unread):
             reader = TensorFiles(store, name, manifest["files"], Path(scratch))
-            held = reader.read_metadata().state_dict_metadata
+            stored = reader.read_metadata().state_dict_metadata
         with world.agreed():
-            if set(held) != set(state):
-                shared = len(set(held) & set(state))
-                raise RunError(f"{other}: it holds {len(held)} tensors, {shared} of the {len(state)} expected")
+            if set(stored) != set(state):
+                shared = len(set(stored) & set(state))
+                raise RunError(f"{other}: it holds {len(stored)} tensors, {shared} of the {len(state)} expected")
             for key, tensor in state.items():
-                entry = held[key]
+                entry = stored[key]
                 assert isinstance(entry, TensorStorageMetadata)  # safetensors hold nothing else
                 if entry.size != tensor.shape:
                     raise RunError(f"{other}: {key} has shape {list(entry.size)} there, {list(tensor.shape)} here")
@@ -217,13 +217,13 @@ def load(
 
 
 def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Verify a checkpoint, and return some of its tensors, whole and on the CPU, and its manifest.
+    """Verify a checkpoint, and return some of its tensors, unsharded and on the CPU, and its manifest.
 
-    The run that wrote it may go on meanwhile, on any number of ranks. Its other tensors are not read.
+    The run that wrote it may still be training, on any number of ranks.
 
     Args:
         path: folder or URL of the checkpoint.
-        wanted: function of a tensor's name that returns whether it is read.
+        wanted: predicate of the names of the tensors to read.
         world: process group that reads; each rank reads all.
 
     Raises:
@@ -252,40 +252,40 @@ def list_checkpoints(folder: Folder, *, recover: bool = True) -> list[Folder]:
 
     Args:
         folder: folder of the checkpoints.
-        recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
+        recover: restore checkpoints that a killed run was replacing. Only the run itself may do so.
 
     Raises:
-        UsageError: the URL's protocol is not known, or a package for it is missing.
+        UsageError: the URL's protocol is unknown, or a package for it is missing.
     """
     store = open_store(folder)
-    return [type(folder)(store.spell(name)) for name in store.names(recover=recover)]
+    return [type(folder)(store.spell(name)) for name in store.list_names(recover=recover)]
 
 
-def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
-    """Return the finished checkpoints of several folders, newest first; of one update, that of the first folder first."""
+def list_newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
+    """Return the finished checkpoints of several folders, newest first; for equal updates in the order of the folders."""
     numbered = [(path, int(locate(path)[1])) for folder in folders for path in list_checkpoints(folder, recover=recover)]
     return [path for path, _ in sorted(numbered, key=lambda one: -one[1])]
 
 
 @collective
-def newest_whole(
+def find_newest_whole(
     folders: Sequence[Path | str], *, world: World, skipped: Callable[[str], None] = lambda line: None
 ) -> Path | str | None:
-    """Return the newest checkpoint that is not damaged, or None if there is no checkpoint.
+    """Find the newest checkpoint that is not damaged; None if there is no checkpoint.
 
     Args:
         folders: folders or URLs of a run's checkpoints.
-        skipped: receives a line for each damaged one.
+        skipped: called with a line for each damaged checkpoint.
 
     Raises:
         RunError: all are damaged.
     """
     with world.agreed():
-        mine = newest_first(folders) if world.is_main else []
+        mine = list_newest_first(folders) if world.is_main else []
     candidates = world.gather_items(mine)[0]
     for path in candidates:
         with world.agreed():
-            problem = damage(path, share=slice(world.rank, None, world.size))
+            problem = find_damage(path, share=slice(world.rank, None, world.size))
         problems = [one for one in world.gather_items(problem) if one is not None]
         if not problems:
             return path
@@ -300,7 +300,7 @@ def check_writable(folder: Path | str, *, world: World) -> None:
     """Write a small file to the storage of checkpoints from each rank, and remove it.
 
     Raises:
-        UsageError: the URL's protocol is not known, or a package for it is missing; a rank cannot write, or ranks write to
+        UsageError: the URL's protocol is unknown, or a package for it is missing; a rank cannot write, or ranks write to
             different disks.
     """
     with world.agreed():
@@ -313,9 +313,9 @@ def check_writable(folder: Path | str, *, world: World) -> None:
                 reason = str(error) if error.errno is None else error.strerror
                 raise UsageError("checkpoint.folder", str(folder), hint=f"it cannot be written ({reason})") from error
         with world.agreed():
-            if len(store.sizes(PROBE.folder)) < world.size:
+            if len(store.list_sizes(PROBE.folder)) < world.size:
                 raise UsageError("checkpoint.folder", str(folder), "a disk or a service that all ranks write to")
-        world.gather_items(None)  # until every rank has looked
+        world.gather_items(None)  # barrier: the files are removed below
     finally:
         if world.is_main:
             store.discard(PROBE)
@@ -325,45 +325,48 @@ def remove_all(folder: Path | str) -> None:
     """Remove the checkpoints of a folder, as far as possible."""
     store = open_store(folder)
     with suppress(OSError):
-        for name in store.names():
+        for name in store.list_names():
             store.remove(name)
 
 
-def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
-    """Return what is wrong with a checkpoint, or None.
+def find_damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
+    """Describe the damage of a checkpoint; None if it is whole.
 
     Args:
         path: folder or URL of the checkpoint.
-        share: slice of its tensor files that are hashed, so that ranks can share the work.
+        share: slice of its tensor files to hash, so that ranks can share the work.
     """
-    store, name = locate(path)
-    return _problem(store, name, share)
+    return _find_damage(*locate(path), share)
 
 
 def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True) -> dict[str, Any]:
-    """Return a checkpoint's manifest, after comparing a share of its files with it; `resumes` if its run asks.
+    """Compare a share of a checkpoint's files with its manifest, and return the manifest.
+
+    Args:
+        share: slice of its tensor files to hash.
+        resumes: whether the checkpoint's own run calls this, which may recover other checkpoints, see `list_checkpoints`.
 
     Raises:
         UsageError: there is no such folder.
         RunError: a file is missing, truncated or changed; the message names the newest whole checkpoint.
     """
     store, name = locate(path)
-    if store.kind(name) is None:
+    if store.find_kind(name) is None:
         raise UsageError(f"{path} is not a checkpoint: there is no such folder")
-    problem = _problem(store, name, share)
+    problem = _find_damage(store, name, share)
     if problem is None:
         with store.open(name, MANIFEST) as stream:
             return json.loads(stream.read())
-    others = (other for other in reversed(store.names(recover=resumes)) if other != name)
-    whole = next((store.spell(other) for other in others if _problem(store, other) is None), None)
+    others = (other for other in reversed(store.list_names(recover=resumes)) if other != name)
+    whole = next((store.spell(other) for other in others if _find_damage(store, other) is None), None)
     advice = f"set checkpoint.resume_from to {whole}" if resumes else "name that one"
     offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
 
 
-def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> str | None:
-    """Return what is wrong with a checkpoint, or None; only a share of its tensor files is hashed."""
-    if store.kind(name) != "directory":
+def _find_damage(store: CheckpointStore, name: str, share: slice = slice(None)) -> str | None:
+    """Describe the damage of a checkpoint; None if it is whole. Only a share of its tensor files is hashed."""
+    if store.find_kind(name) != "directory":
         return "it is a file"
     try:
         with store.open(name, MANIFEST) as stream:
@@ -371,8 +374,8 @@ def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> s
         manifest = json.loads(text)
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
-        # Beside the seal the text: 1E-5 for 1e-5 is the same number, but not the same file.
-        if text != _text(manifest) or manifest.pop("seal") != _digest(manifest):
+        # The text is compared too: 1E-5 for 1e-5 is the same value, but not the same file.
+        if text != _serialize(manifest) or manifest.pop("seal") != _digest(manifest):
             return f"{MANIFEST} was changed"
         expected = {file: (entry["bytes"], entry["sha256"]) for file, entry in manifest["files"].items()}
         if not (isinstance(manifest["fingerprint"], dict) and isinstance(manifest["meta"], dict)):
@@ -383,7 +386,7 @@ def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> s
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
         return f"{MANIFEST} cannot be read"
-    present = store.sizes(name)
+    present = store.list_sizes(name)
     if store.holds_only_its_own and (unknown := {*present} - {*expected, MANIFEST}):
         return f"{min(unknown)} does not belong to it"
     for file, (size, _) in expected.items():
@@ -398,7 +401,7 @@ def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> s
     return None
 
 
-def _text(manifest: dict[str, Any]) -> bytes:
+def _serialize(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
@@ -407,13 +410,13 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _format_failure(store: CheckpointStore, name: str) -> str:
-    """Return the message of a failed save, with a place for its reason."""
+    """Return the message of a failed save, with a placeholder for the reason."""
     return f"checkpoint {store.spell(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
 
 
 @contextmanager
 def _raise_on_every_rank(world: World, message: str) -> Iterator[None]:
-    """Turn errors of files and services into a RunError, on every rank if on one."""
+    """Turn errors of files and services into a RunError; if one rank fails, all ranks raise."""
     with world.agreed():
         try:
             yield
@@ -424,7 +427,7 @@ def _raise_on_every_rank(world: World, message: str) -> Iterator[None]:
 
 
 class DraftFiles(FileSystem):
-    """A draft as the library's writer sees it; notes the size and SHA-256 of each file while it is written."""
+    """Adapter of a draft for torch's writer; records the size and SHA-256 of each file while it is written."""
 
     def __init__(self, store: CheckpointStore, draft: Draft) -> None:
         self.store, self.draft = store, draft
@@ -434,19 +437,19 @@ class DraftFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         file = Path(path).name
         with self.store.create(self.draft, file) as stream:
-            hashed = Hashed(stream)
+            hashed = HashingStream(stream)
             yield hashed
         self.written[self.draft.prefix + file] = {"bytes": hashed.tell(), "sha256": hashed.digest.hexdigest()}
 
     def mkdir(self, path: Any) -> None:
-        """Do nothing: the storage makes its folders."""
+        """Do nothing: the storage creates its folders."""
 
     def exists(self, path: Any) -> bool:
         return False
 
 
-class Hashed(io.RawIOBase):
-    """A stream for writing that hashes what goes through it. Closing it leaves the underlying stream open."""
+class HashingStream(io.RawIOBase):
+    """Writable stream that hashes its data. Closing it leaves the underlying stream open."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.digest, self.count = stream, hashlib.sha256(), 0
@@ -462,7 +465,7 @@ class Hashed(io.RawIOBase):
 
 
 class ReadFiles(FileSystem):
-    """A folder as the library lists it for reading: paths of files in any place."""
+    """Adapter for torch's reader: a folder that lists files from any place."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -472,15 +475,15 @@ class ReadFiles(FileSystem):
 
 
 class TensorFiles(HuggingFaceStorageReader):
-    """Reads a checkpoint's headers, and then only the files with tensors for this rank."""
+    """Reader of a checkpoint: all headers, then only the files with tensors for this rank."""
 
     def __init__(self, store: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
         super().__init__(store.spell(name))
         self.store, self.name, self.scratch = store, name, scratch
-        self.files = {store.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
+        self.files = {store.fetch_header(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
         self.fs = ReadFiles([*self.files])
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         for path in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            self.store.body(self.name, self.files[path], self.scratch)
+            self.store.fetch_body(self.name, self.files[path], self.scratch)
         return super().read_data(plan, planner)

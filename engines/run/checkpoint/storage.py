@@ -1,8 +1,8 @@
 """Storage of checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
 
-Both give the same guarantee. If a save is killed at any moment, every checkpoint that `names` listed before stays whole, and
-a new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first.
-A bucket has none, so its manifest, written last and at once, makes a checkpoint visible.
+Both give the same guarantee. If a save is killed at any moment, every checkpoint that was listed before stays whole, and a
+new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first. A
+bucket has none, so the manifest, written last and in one request, makes a checkpoint visible.
 """
 
 import io
@@ -29,13 +29,13 @@ NAME = re.compile(r"\d{6,}")
 
 
 class Draft(NamedTuple):
-    """Files that are written but do not belong to a checkpoint yet."""
+    """Location of files that are written but do not belong to a checkpoint yet."""
 
     folder: str  # within the storage
-    prefix: str  # of the files' names in the checkpoint: empty, or a folder and a slash
+    prefix: str  # prefix of the files' names in the checkpoint: empty, or a folder and a slash
 
 
-PROBE = Draft(".partial-probe", "")  # of no checkpoint: shows that the storage can be written
+PROBE = Draft(".partial-probe", "")  # for a trial whether the storage can be written
 
 
 @dataclass(frozen=True)
@@ -46,48 +46,48 @@ class CheckpointStore(ABC):
     """
 
     fs: AbstractFileSystem
-    path: str  # in the spelling of `fs`
-    spelling: str  # in the user's spelling, up to a checkpoint's name
-    holds_only_its_own: ClassVar[bool] = True  # whether a killed save never leaves foreign files in a checkpoint's folder
+    path: str  # as `fs` spells it
+    spelling: str  # as the user spells it, up to a checkpoint's name
+    holds_only_its_own: ClassVar[bool] = True  # whether a killed save never leaves files in another checkpoint's folder
 
     def spell(self, name: str) -> str:
         """Return a checkpoint's path or URL in the user's spelling."""
         return self.spelling + name
 
-    def kind(self, name: str) -> str | None:
+    def find_kind(self, name: str) -> str | None:
         """Return "directory" or "file", or None if nothing has this name."""
         try:
-            return self._ask(self.fs.info, self._at(name))["type"]
+            return self._call(self.fs.info, self._join(name))["type"]
         except FileNotFoundError:
             return None
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def list_sizes(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of each file of a checkpoint or a draft, at any depth."""
-        start = self._at(folder)
-        infos = self._ask(self.fs.find, start, detail=True)
+        start = self._join(folder)
+        infos = self._call(self.fs.find, start, detail=True)
         return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in infos.items()}
 
     def open(self, name: str, file: str) -> io.BufferedIOBase:
         """Open a file of a checkpoint for reading."""
-        return self._ask(self.fs.open, self._at(name, file), "rb")
+        return self._call(self.fs.open, self._join(name, file), "rb")
 
     def probe(self, file: str) -> None:
         """Write a small file to the draft `PROBE`."""
-        self._ask(self.fs.makedirs, self._at(PROBE.folder), exist_ok=True)
+        self._call(self.fs.makedirs, self._join(PROBE.folder), exist_ok=True)
         with self.create(PROBE, file) as stream:
             stream.write(b"fluvial")
 
     @abstractmethod
-    def names(self, *, recover: bool = True) -> list[str]:
+    def list_names(self, *, recover: bool = True) -> list[str]:
         """Return the finished checkpoints, oldest first.
 
         Args:
-            recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
+            recover: restore checkpoints that a killed run was replacing. Only the run itself may do so.
         """
 
     @abstractmethod
-    def draft(self, name: str) -> Draft:
-        """Remove what killed saves left, and return a place for a checkpoint's files. Only rank 0 calls it."""
+    def create_draft(self, name: str) -> Draft:
+        """Remove files that killed saves left, and create a draft of a checkpoint. Only rank 0 calls it."""
 
     @abstractmethod
     def create(self, draft: Draft, file: str) -> AbstractContextManager[IO[bytes]]:
@@ -106,37 +106,37 @@ class CheckpointStore(ABC):
         """Remove a checkpoint, as far as possible; it is unlisted before its first file is removed."""
 
     @abstractmethod
-    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
-        """Return a local path where the safetensors header of a file of `size` bytes can be read."""
+    def fetch_header(self, name: str, file: str, size: int, scratch: Path) -> str:
+        """Fetch the safetensors header of a file of `size` bytes, and return its local path."""
 
     @abstractmethod
-    def body(self, name: str, file: str, scratch: Path) -> None:
-        """Fetch the rest of the file to the path that `head` returned."""
+    def fetch_body(self, name: str, file: str, scratch: Path) -> None:
+        """Fetch the rest of the file to the path that `fetch_header` returned."""
 
-    def _at(self, *names: str) -> str:
+    def _join(self, *names: str) -> str:
         return "/".join((self.path.rstrip("/"), *names))
 
-    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the filesystem, and raise OSError if it fails."""
-        self.fs.invalidate_cache()  # to see what other ranks wrote
+        self.fs.invalidate_cache()  # to see files of other ranks
         try:
             return call(*args, **options)
         except OSError:
             raise
-        except Exception as error:  # services have their own exceptions, e.g. for missing credentials
+        except Exception as error:  # services raise other exceptions, e.g. for missing credentials
             raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
 
 
 class LocalStore(CheckpointStore):
     """A folder on a disk. A checkpoint is written under another name, synced to the disk and renamed."""
 
-    def names(self, *, recover: bool = True) -> list[str]:
+    def list_names(self, *, recover: bool = True) -> list[str]:
         if recover:
             self._recover()
         names = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
         return sorted((name for name in names if NAME.fullmatch(name)), key=int)
 
-    def draft(self, name: str) -> Draft:
+    def create_draft(self, name: str) -> Draft:
         root = Path(self.path)
         if not root.is_dir():
             root.mkdir(parents=True)
@@ -151,7 +151,7 @@ class LocalStore(CheckpointStore):
     @contextmanager
     def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
         folder = Path(self.path, draft.folder)
-        folder.mkdir(parents=True, exist_ok=True)  # another machine may not see yet that rank 0 made it
+        folder.mkdir(parents=True, exist_ok=True)  # on another machine, the folder of rank 0 may not be visible yet
         with (folder / file).open("wb") as stream:
             yield stream
             stream.flush()
@@ -181,14 +181,14 @@ class LocalStore(CheckpointStore):
             os.rename(Path(self.path, name), gone)
             _delete(gone)
 
-    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
-        return self._at(name, file)
+    def fetch_header(self, name: str, file: str, size: int, scratch: Path) -> str:
+        return self._join(name, file)
 
-    def body(self, name: str, file: str, scratch: Path) -> None:
+    def fetch_body(self, name: str, file: str, scratch: Path) -> None:
         return
 
     def _recover(self) -> None:
-        """Put back checkpoints that were moved aside when a killed process was replacing them."""
+        """Restore checkpoints that a killed process had moved aside to replace them."""
         for aside in Path(self.path).glob(".replaced-*"):
             final = aside.with_name(aside.name.removeprefix(".replaced-"))
             if not os.path.lexists(final):
@@ -199,68 +199,68 @@ class LocalStore(CheckpointStore):
 class RemoteStore(CheckpointStore):
     """A folder behind a URL. Files are written to a new subfolder; the manifest, written last, makes them a checkpoint.
 
-    The only atomic operation it relies on is replacing a small file, which every service has.
+    The only atomic operation that it needs is replacing a small file, which every service has.
     """
 
-    holds_only_its_own = False  # a killed replacement leaves its files beside the others
+    holds_only_its_own = False  # a killed replacement leaves its files in the folder
 
-    def names(self, *, recover: bool = True) -> list[str]:
-        return sorted((name for name in self._list_numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
+    def list_names(self, *, recover: bool = True) -> list[str]:
+        return sorted((name for name in self._list_numbered() if self.find_kind(f"{name}/{MANIFEST}") == "file"), key=int)
 
-    def draft(self, name: str) -> Draft:
-        for unfinished in {*self._list_numbered()} - {*self.names()}:
+    def create_draft(self, name: str) -> Draft:
+        for unfinished in {*self._list_numbered()} - {*self.list_names()}:
             self._delete(unfinished)
         token = secrets.token_hex(4)
         draft = Draft(f"{name}/{token}", f"{token}/")
-        self._ask(self.fs.makedirs, self._at(draft.folder), exist_ok=True)
+        self._call(self.fs.makedirs, self._join(draft.folder), exist_ok=True)
         return draft
 
     @contextmanager
     def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
-        stream = self._ask(self.fs.open, self._at(draft.folder, file), "wb")
+        stream = self._call(self.fs.open, self._join(draft.folder, file), "wb")
         try:
             yield stream
         finally:
-            self._ask(stream.close)
+            self._call(stream.close)
 
     def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
-        beside = self._at(draft.folder, MANIFEST)
-        self._ask(self.fs.pipe_file, beside, manifest)
+        beside = self._join(draft.folder, MANIFEST)
+        self._call(self.fs.pipe_file, beside, manifest)
         # Copied rather than moved: a move whose removal fails would discard a whole checkpoint.
-        self._ask(self.fs.cp_file, beside, self._at(name, MANIFEST))
+        self._call(self.fs.cp_file, beside, self._join(name, MANIFEST))
         with suppress(OSError):
-            self._ask(self.fs.rm_file, beside)
+            self._call(self.fs.rm_file, beside)
         with suppress(OSError):
-            for file in self.sizes(name):
+            for file in self.list_sizes(name):
                 if file != MANIFEST and not file.startswith(draft.prefix):
                     self._delete(f"{name}/{file.split('/')[0]}")
 
     def discard(self, draft: Draft) -> None:
         name = draft.folder.split("/")[0]
         with suppress(OSError):
-            self._delete(draft.folder if self.kind(f"{name}/{MANIFEST}") else name)
+            self._delete(draft.folder if self.find_kind(f"{name}/{MANIFEST}") else name)
 
     def remove(self, name: str) -> None:
         with suppress(OSError):
-            self._ask(self.fs.rm_file, self._at(name, MANIFEST))
+            self._call(self.fs.rm_file, self._join(name, MANIFEST))
             self._delete(name)
 
-    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
-        with self.open(name, file) as stream, self._copy(file, scratch).open("wb") as copy:
-            length = self._ask(stream.read, 8)
-            copy.write(length + self._ask(stream.read, int.from_bytes(length, "little")))
-            copy.truncate(size)  # the tensors are a hole until `body`
+    def fetch_header(self, name: str, file: str, size: int, scratch: Path) -> str:
+        with self.open(name, file) as stream, self._locate_copy(file, scratch).open("wb") as copy:
+            length = self._call(stream.read, 8)
+            copy.write(length + self._call(stream.read, int.from_bytes(length, "little")))
+            copy.truncate(size)  # the tensors are a hole until `fetch_body`
         return copy.name
 
-    def body(self, name: str, file: str, scratch: Path) -> None:
-        self._ask(self.fs.get_file, self._at(name, file), str(self._copy(file, scratch)))
+    def fetch_body(self, name: str, file: str, scratch: Path) -> None:
+        self._call(self.fs.get_file, self._join(name, file), str(self._locate_copy(file, scratch)))
 
-    def _copy(self, file: str, scratch: Path) -> Path:
+    def _locate_copy(self, file: str, scratch: Path) -> Path:
         return scratch / file.replace("/", "-")
 
     def _list_numbered(self) -> list[str]:
         try:
-            entries = self._ask(self.fs.ls, self.path, detail=True)
+            entries = self._call(self.fs.ls, self.path, detail=True)
         except FileNotFoundError:
             return []
         names = (info["name"].rstrip("/").rpartition("/")[2] for info in entries if info["type"] == "directory")
@@ -268,7 +268,7 @@ class RemoteStore(CheckpointStore):
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._ask(self.fs.rm, self._at(name), recursive=True)
+            self._call(self.fs.rm, self._join(name), recursive=True)
 
 
 def open_store(folder: Path | str) -> CheckpointStore:

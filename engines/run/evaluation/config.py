@@ -1,4 +1,4 @@
-"""The settings of a run's evaluations."""
+"""Settings of evaluations."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from fluvial.engines.sampling.solvers import SolverChoice
 
 @dataclass(frozen=True)
 class SuiteConfig:
-    """What an evaluation measures, and how it is sampled where that differs from the rollout.
+    """Prompts and evaluators of an evaluation, and its sampling where that differs from the rollout.
 
     Args:
-        prompts: Files of prompts to evaluate on, as `prompts` reads them, in place of the held-out prompts. They change
-            nothing about the prompts that are trained on.
+        prompts: Files of prompts to evaluate on, in the formats of `prompts`, in place of the held-out prompts. Training
+            prompts are unchanged.
         rewards: Evaluators: names of the job's rewards and evaluators, or functions (images, prompts) -> [B] as module:name.
             By default those of the job, and for a job without any the rewards of the run.
         seeds: Number of samples per prompt. The evaluations before and after the run then take every prompt, and those
             in between evenly spaced prompts, with at most `samples` samples in all. None draws prompts at random.
-        micro_batch: Number of samples per forward pass; None is the run's `engine.micro_batch`. More of them fit into memory
-            than in an update, because nothing is kept for a backward pass.
+        micro_batch: Number of samples per forward pass; None is the run's `engine.micro_batch`. More fit into memory than in
+            an update, because no activations are kept for a backward pass.
         steps: Number of steps of the schedule; None is that of the rollout.
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
@@ -48,10 +48,10 @@ class SuiteConfig:
         if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
             raise UsageError(
                 f"`evaluation.rewards` holds {weighted[0]!r}, and evaluators have no weights, because each is reported "
-                "alone: use its name alone"
+                "separately: remove the weight"
             )
 
-    def whole(self, prompts: int, samples: int) -> int:
+    def count_samples(self, prompts: int, samples: int) -> int:
         """Return the number of samples of an evaluation before or after a run.
 
         Args:
@@ -63,16 +63,16 @@ class SuiteConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig(SuiteConfig):
-    """Evaluations of a run: when, on how many samples, and how they are sampled where that differs from the rollout.
+    """Evaluations of a run: interval, number of samples, and sampling where it differs from the rollout.
 
     Args:
         every: Number of updates between evaluations on held-out prompts; 0 evaluates only before and after.
         samples: Number of samples per evaluation during the run.
         final_samples: Number of samples of the evaluations before and after the run; with `seeds` they take every prompt
             instead.
-        stop_when_gamed: Number of evaluations in a row at which the score of the unseen evaluator has to fall, while the
-            reward rises, for the run to end early, with its weights and the checkpoint of its best evaluation kept; 0 never
-            ends it. The unseen evaluator is the one named heldout, or else the last.
+        stop_when_gamed: End the run early after this many evaluations in a row at which the score of the unseen evaluator
+            falls while the reward rises; the checkpoint of the best evaluation is kept. 0 never ends it. The unseen
+            evaluator is the one named heldout, or else the last.
     """
 
     every: int = 20

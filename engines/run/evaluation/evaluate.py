@@ -21,20 +21,20 @@ from fluvial.models import Schedule
 from fluvial.models.images import pick_frames
 from fluvial.models.protocol import Sounds, find_sound_rate
 
-SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
-APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
+SEED = 20_26  # of prompts and noise, the same in every run, so that runs can be compared
+APART = 2**32  # distance of the ids of a prompt's samples, above any number of prompts
 
 
 class EvaluationPlan(NamedTuple):
-    """The samples of an evaluation, N in all."""
+    """Samples of an evaluation, N in all."""
 
-    places: list[int]  # index of each sample's prompt
+    prompts: list[int]  # index of each sample's prompt
     ids: list[int]  # id of each sample's noise
-    names: list[str]  # of each sample, e.g. of its file
+    names: list[str]  # name of each sample, e.g. for its file
 
 
 class Scores(NamedTuple):
-    """The score of each sample by each evaluator: N samples, K evaluators."""
+    """Score of each sample by each evaluator: N samples, K evaluators."""
 
     evaluators: tuple[str, ...]
     names: Sequence[str]  # [N]
@@ -52,40 +52,40 @@ class Evaluation(NamedTuple):
     images: Tensor  # [n, C, H, W] in [0, 1], the first of all ranks
     images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
     scores: Scores
-    velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
-    split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
-    sounds: Sounds | None = None  # of the images, where the model makes sounds
-    invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
+    velocity_drift: float | None = None  # drift from the model at the start, if a probe of it was taken
+    split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `split_scores`
+    sounds: Sounds | None = None  # sounds of the images, if the model makes sounds
+    invalid: int = 0  # samples that an evaluator returned no finite number for; they are left out of all else
 
 
 def draw_plan(prompts: int, samples: int) -> EvaluationPlan:
-    """Return the plan of `samples` samples, whose prompts are drawn at random with replacement."""
+    """Draw the prompts of `samples` samples at random with replacement, and return the plan."""
     draws = uniform(fold_in(key(SEED), Stream.EVALUATION_PROMPTS), (samples,))
     return EvaluationPlan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
 
 
-def every(prompts: int, seeds: int, most: int | None = None) -> EvaluationPlan:
-    """Return the plan of `seeds` samples of each prompt.
+def plan_every_prompt(prompts: int, seeds: int, most: int | None = None) -> EvaluationPlan:
+    """Return the plan of `seeds` samples per prompt.
 
-    The noise of a sample depends on its prompt's place and on its seed alone, so more seeds, and prompts that are added at
-    the end, leave the other samples as they are.
+    The noise of a sample depends only on the index of its prompt and on its seed. So further seeds, and prompts added at the
+    end, do not change the other samples.
 
     Args:
         seeds: number of samples per prompt.
         most: largest number of samples; evenly spaced prompts are left out to stay within it, down to one prompt.
     """
     count = prompts if most is None else min(prompts, max(most // seeds, 1))
-    taken = [number * prompts // count for number in range(count)]
-    pairs = [(place, seed) for seed in range(seeds) for place in taken]
+    chosen = [number * prompts // count for number in range(count)]
+    pairs = [(prompt, seed) for seed in range(seeds) for prompt in chosen]
     return EvaluationPlan(
-        [place for place, _ in pairs],
-        [seed * APART + place for place, seed in pairs],
-        [f"{place:05d}-{seed}" for place, seed in pairs],
+        [prompt for prompt, _ in pairs],
+        [seed * APART + prompt for prompt, seed in pairs],
+        [f"{prompt:05d}-{seed}" for prompt, seed in pairs],
     )
 
 
-def chunk_size(samples: int, micro_batch: int) -> int:
-    """Return the number of samples of each chunk: of the sizes that need no more chunks than `micro_batch`, the smallest."""
+def find_chunk_size(samples: int, micro_batch: int) -> int:
+    """Return the smallest chunk size that still needs ceil(samples / micro_batch) chunks."""
     return -(-samples // -(-samples // micro_batch))
 
 
@@ -107,37 +107,36 @@ def evaluate(
 ) -> Evaluation:
     """Sample prompts with the ODE and score them with every evaluator.
 
-    Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks. They have one
-    size, so few samples as `micro_batch` allows without another chunk. A sample that an evaluator has no number for is left
-    out, whatever the others say of it.
+    Samples and scores do not depend on the number of ranks, because evaluators are always called with the same chunks, see
+    `find_chunk_size`. A sample is left out if any evaluator returns no finite number for it.
 
     Args:
         job: model, prompts and evaluators.
         schedule: schedule with its timesteps on the device.
         samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
         micro_batch: largest number of samples per chunk.
-        seeds: number of samples per prompt, see `every`; None draws `samples` prompts at random.
+        seeds: number of samples per prompt, see `plan_every_prompt`; None draws `samples` prompts at random.
         guidance: guidance of every step.
         solver: solver of the ODE.
         show: number of images to return.
-        keep: function of the names and the images of each chunk of this rank, e.g. to write them to files.
-        max_invalid: largest share of the samples that may be left out, because an evaluator raised or gave no finite number.
+        keep: called with the names and images of each chunk of this rank, e.g. to write them to files.
+        max_invalid: largest share of samples that may be left out.
 
     Raises:
-        RunError: it is more, or an evaluator took too long.
+        RunError: more samples were left out, or an evaluator took too long.
     """
     if seeds is None:
         assert samples is not None, "without seeds, prompts are drawn"
         plan = draw_plan(len(job.heldout), samples)
     else:
-        plan = every(len(job.heldout), seeds, samples)
-    total, asked = len(plan.ids), [job.heldout[place] for place in plan.places]
-    micro_batch = chunk_size(total, micro_batch)
+        plan = plan_every_prompt(len(job.heldout), seeds, samples)
+    total, prompts = len(plan.ids), [job.heldout[index] for index in plan.prompts]
+    micro_batch = find_chunk_size(total, micro_batch)
     mine, real = slots(total, micro_batch=micro_batch, world=world)
     requests = Requests(
-        [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
+        [prompts[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
     )
-    shown, heard, rate = list[Tensor](), list[Tensor](), find_sound_rate(job.model)
+    shown, waves, rate = list[Tensor](), list[Tensor](), find_sound_rate(job.model)
     runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in job.evaluators.items()]
     show = min(show, total)
     try:
@@ -146,14 +145,14 @@ def evaluate(
         chunks = generate(job.model, module, requests, sampling, micro_batch=micro_batch)
         for number, chunk in enumerate(chunks):
             first = number * micro_batch
-            count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
+            count = sum(real[first : first + micro_batch])  # slots past the end hold repeats and come last
             for runner in runners:
                 runner.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
             if count and mine[first] < show:
                 shown.append(chunk.images[: show - mine[first]].cpu())
                 if rate is not None:
                     final, inputs = chunk.trajectory.final[: show - mine[first]].clone(), model_inputs(chunk.prompts)
-                    heard.append(job.model.decode_sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
+                    waves.append(job.model.decode_sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
@@ -166,36 +165,36 @@ def evaluate(
     table = world.gather_data(local)[:total]
     problems = [line for each in scored for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
-    images, names = _of_all_ranks(shown, world), tuple(job.evaluators)
-    shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
-    images, table = images[shows], table[valid]
-    asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]
+    images, names = _gather_images(shown, world), tuple(job.evaluators)
+    valid_images, kept = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
+    images, table = images[valid_images], table[valid]
+    prompts, sample_names = [prompts[index] for index in kept], [plan.names[index] for index in kept]
     return Evaluation(
         score=dict(zip(names, table.mean(0).tolist(), strict=True)),
         exact=dict(zip(names, (table == 1).float().mean(0).tolist(), strict=True)),
-        samples=len(keeps),
-        prompts=asked[: len(images)],
+        samples=len(kept),
+        prompts=prompts[: len(images)],
         images=images,
         images_score=table[: len(images), -1] if scored else None,
-        scores=Scores(names, sampled, asked, table),
-        split=split_scores(table, asked, names),
-        sounds=None if rate is None else Sounds(_sounds_of_all_ranks(heard, world)[shows], rate),
-        invalid=total - len(keeps),
+        scores=Scores(names, sample_names, prompts, table),
+        split=split_scores(table, prompts, names),
+        sounds=None if rate is None else Sounds(_gather_sounds(waves, world)[valid_images], rate),
+        invalid=total - len(kept),
     )
 
 
 @collective
-def _sounds_of_all_ranks(waves: Sequence[Tensor], world: World) -> Tensor:
+def _gather_sounds(waves: Sequence[Tensor], world: World) -> Tensor:
     """Return the sounds of all ranks in the order of their samples."""
     return torch.cat([wave for part in world.gather_items([*waves])[:: world.sequence] for wave in part])
 
 
 @collective
-def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
+def _gather_images(images: Sequence[Tensor], world: World) -> Tensor:
     """Return the images of all ranks in the order of their samples."""
     if world.size == 1:
         return torch.cat([*images])
-    # As a sheet shows them: in 8 bits, and of a video only some frames.
+    # In the precision of a contact sheet: 8 bits, and only some frames of a video.
     shown = [batch[:, :, pick_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
     as_bytes = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
     by_rank = world.gather_items(as_bytes)[:: world.sequence]

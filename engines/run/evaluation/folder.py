@@ -1,4 +1,4 @@
-"""The folder of an evaluation (images, scores, the table and a contact sheet), and suites: evaluations by name.
+"""The folder of an evaluation (images, scores, table and contact sheet), and suites: evaluations by name.
 
 images/NAME.{png,wav}  base/NAME.{png,wav}  scores.csv  table.csv  table.json  sheet.png
 """
@@ -24,7 +24,7 @@ from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import SuiteConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import ScoreRow, as_records, write_rows, write_scores
-from fluvial.engines.run.log.images import sheet_of
+from fluvial.engines.run.log.images import draw_sheet
 from fluvial.engines.run.log.sounds import write_wave
 from fluvial.models.images import to_image
 
@@ -33,13 +33,13 @@ COLUMNS, FRAMES_PER_SECOND = 4, 16
 
 
 class EvaluationFolder:
-    """Writes what an evaluation makes; every rank writes its own images, the main rank the rest.
+    """Writer of an evaluation's files; every rank writes its own images, the main rank the rest.
 
     Args:
-        out: folder, which must not hold an evaluation.
+        out: folder without an evaluation.
 
     Raises:
-        UsageError: it holds one, or cannot be made.
+        UsageError: the folder holds an evaluation, or cannot be made.
     """
 
     def __init__(self, out: Path, world: World) -> None:
@@ -51,7 +51,7 @@ class EvaluationFolder:
                 (out / IMAGES).mkdir(parents=True, exist_ok=True)
 
     def keep(self, folder: str) -> Callable[[Sequence[str], Tensor], None]:
-        """Return the function that writes images to a subfolder, see `evaluate`."""
+        """Return a function that writes images to a subfolder, for the argument `keep` of `evaluate`."""
         (self.out / folder).mkdir(exist_ok=True)
 
         def write(names: Sequence[str], images: Tensor) -> None:
@@ -73,8 +73,8 @@ class EvaluationFolder:
 
         Args:
             ours: evaluation of the model.
-            base: evaluation of the base model, if there is one.
-            settings: settings of the evaluation, as JSON holds them.
+            base: evaluation of the base model; None without a comparison.
+            settings: settings of the evaluation, as values of JSON.
         """
         if not self.world.is_main:
             return
@@ -84,11 +84,10 @@ class EvaluationFolder:
             if part is not None and part.sounds is not None:
                 for name, wave in zip(part.scores.names, part.sounds.waves, strict=False):
                     write_wave(self.out / folder / f"{name}.wav", wave, part.sounds.rate)
-        contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
+        draw_contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
         record = {"model": title, "settings": settings, "rows": as_records(rows)}
-        (self.out / TABLE).write_text(
-            json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )  # last: it says that all is there
+        # Written last: its presence means that the evaluation is complete.
+        (self.out / TABLE).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_image(path: Path, image: Tensor) -> None:
@@ -104,18 +103,18 @@ def write_image(path: Path, image: Tensor) -> None:
     first.save(f"{path}.webp", save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, lossless=True)
 
 
-def contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> Image.Image:
-    """Return the first images with prompt and score; each is below the base's from the same noise."""
+def draw_contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> Image.Image:
+    """Return a sheet of the first images with prompt and score, each below the base's image from the same noise."""
     if base is None:
-        return sheet_of(ours.images, _captions(ours), ours.images_score, title=title, columns=COLUMNS)
+        return draw_sheet(ours.images, _format_captions(ours), ours.images_score, title=title, columns=COLUMNS)
     columns = min(COLUMNS, len(ours.images))
-    count = len(ours.images) // columns * columns  # whole rows, which take turns
+    count = len(ours.images) // columns * columns  # full rows only: rows of the two alternate
     rows = [(part, slice(first, first + columns)) for first in range(0, count, columns) for part in (base, ours)]
-    images = torch.cat([part.images[cut] for part, cut in rows])
-    captions = [caption for part, cut in rows for caption in _captions(part)[cut]]
-    scores = [part.images_score[cut] for part, cut in rows if part.images_score is not None]
-    theirs = None if base.images_score is None else torch.cat([base.images_score[cut] for _, cut in rows]).tolist()
-    return sheet_of(
+    images = torch.cat([part.images[span] for part, span in rows])
+    captions = [caption for part, span in rows for caption in _format_captions(part)[span]]
+    scores = [part.images_score[span] for part, span in rows if part.images_score is not None]
+    theirs = None if base.images_score is None else torch.cat([base.images_score[span] for _, span in rows]).tolist()
+    return draw_sheet(
         images,
         captions,
         torch.cat(scores) if scores else None,
@@ -125,8 +124,8 @@ def contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> I
     )
 
 
-def _captions(evaluation: Evaluation) -> list[str]:
-    """Return prompts that fit above their images."""
+def _format_captions(evaluation: Evaluation) -> list[str]:
+    """Shorten prompts to fit above their images."""
     most = max(max(evaluation.images.shape[-1], 256) // 10 - 7, 8)
     return [prompt if len(prompt) <= most else prompt[: most - 3] + "..." for prompt in texts(evaluation.prompts)]
 
@@ -142,27 +141,27 @@ SUITES = {
 FORMATS = {".toml": tomllib.loads, ".json": json.loads}
 
 
-def find(name: str) -> SuiteConfig:
-    """Return the suite of a name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml or .json file.
+def find_suite(name: str) -> SuiteConfig:
+    """Return a suite by name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml or .json file.
 
-    A file has the fields of `SuiteConfig`: `prompts` and `rewards`, and any others. Its prompts are files beside it and
-    prompt sets, or a table `[[prompts]]` (an object in JSON) per prompt with a column `prompt` and any others.
+    A file has the fields of `SuiteConfig`; `prompts` and `rewards` are required. Its prompts are prompt sets and paths
+    relative to its folder, or a table `[[prompts]]` (an object in JSON) per prompt with a column `prompt` and any others.
 
     Raises:
         UsageError: there is no such suite, or it is not one; in one line.
     """
     if Path(name).suffix in FORMATS:
-        return _from_file(Path(name))
+        return _read_suite(Path(name))
 
     def check(value: Any) -> str | None:
         return None if isinstance(value, SuiteConfig) else f"is {type_of(value)}, expected a SuiteConfig or a .toml file"
 
     suite: SuiteConfig = plugins.load(name, "suites", check, table=SUITES)
-    return _whole(suite, f"`suite` {name!r}")
+    return _check_complete(suite, f"`suite` {name!r}")
 
 
-def _from_file(path: Path) -> SuiteConfig:
-    """Return the suite in a file."""
+def _read_suite(path: Path) -> SuiteConfig:
+    """Read a suite from a file."""
     label = f"suite {path}"
     with convert_errors(UsageError, ValueError, says=f"{label} is not {path.suffix[1:].upper()}"):
         record = FORMATS[path.suffix](read_text(path, label))
@@ -175,24 +174,24 @@ def _from_file(path: Path) -> SuiteConfig:
     if isinstance(prompts, list) and prompts and all(isinstance(prompt, dict) for prompt in prompts):
         record["prompts"] = [str(path)]  # read as a file of records
     elif isinstance(prompts, list):
-        record["prompts"] = [_beside(path, word) for word in prompts]
+        record["prompts"] = [_resolve_path(path, word) for word in prompts]
     for name in ("prompts", "rewards"):
         words = record.get(name, [])
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise UsageError(f"{label}: {name} is {words!r}, expected a list of text")
         record[name] = tuple(words)
     with convert_errors(UsageError, TypeError, ValueError, says=f"{label}"):
-        return _whole(SuiteConfig(**record), label)
+        return _check_complete(SuiteConfig(**record), label)
 
 
-def _whole(suite: SuiteConfig, label: str) -> SuiteConfig:
-    """Return a suite that says what is evaluated, and by what."""
+def _check_complete(suite: SuiteConfig, label: str) -> SuiteConfig:
+    """Return the suite; UsageError if it has no prompts or no rewards."""
     for name in ("prompts", "rewards"):
         if not getattr(suite, name):
             raise UsageError(f"{label} has no {name}, expected at least one")
     return suite
 
 
-def _beside(path: Path, word: Any) -> Any:
-    """Return the path of a file that a suite names, which starts from the suite's folder."""
+def _resolve_path(path: Path, word: Any) -> Any:
+    """Resolve a path in a suite relative to the suite's folder; names of prompt sets are unchanged."""
     return str(path.parent / word) if isinstance(word, str) and not is_set(word) else word

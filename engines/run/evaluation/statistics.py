@@ -17,7 +17,7 @@ class Interval(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Scores against those of a base model on the same prompts and noise."""
+    """Comparison of scores with those of a base model on the same prompts and noise."""
 
     win_rate: float  # in [0, 1]; a tie counts one half
     difference: float  # mean of score - base, in the unit of the score
@@ -27,22 +27,22 @@ class Comparison(NamedTuple):
 class PassRates(NamedTuple):
     """Fractions of passed samples, in [0, 1]."""
 
-    tags: dict[str, float]  # of the samples of each tag
-    overall: float  # mean over the tags, as GenEval defines its overall score; over all samples if none has a tag
-    samples: float  # of all samples
+    tags: dict[str, float]  # per tag
+    overall: float  # mean over the tags (GenEval's overall score); over all samples if none has a tag
+    samples: float  # over all samples
     prompts: float  # fraction of prompts with at least one passed sample
 
 
-def win_rate(scores: ArrayLike, base: ArrayLike) -> float:
+def compute_win_rate(scores: ArrayLike, base: ArrayLike) -> float:
     """Return the fraction of samples whose score is above that of the base; a tie counts one half.
 
     Args:
         scores, base: scores of the same prompts from the same noise, `[N]`.
 
     Raises:
-        ValueError: there are none, or their numbers differ.
+        ValueError: there are no scores, or their numbers differ.
     """
-    ours, theirs = _pair(scores, base)
+    ours, theirs = _check_pair(scores, base)
     return float(np.mean((ours > theirs) + 0.5 * (ours == theirs)))
 
 
@@ -56,29 +56,29 @@ def bootstrap_interval(
 ) -> Interval:
     """Return the percentile bootstrap interval of a mean (Efron and Tibshirani 1993, chapter 13).
 
-    Each of `resamples` times, as many clusters are drawn with replacement as there are, and the mean of all their values is
-    taken. The interval lies between the (1 - level) / 2 and (1 + level) / 2 quantiles of these means.
+    Each resample draws as many clusters as there are, with replacement, and takes the mean of all their values. The interval
+    lies between the (1 - level) / 2 and (1 + level) / 2 quantiles of these means.
 
     Args:
         values: numbers, `[N]`.
-        clusters: cluster of each value, `[N]`, e.g. its prompt: samples of one prompt are alike, and stay together. By
-            default each value is one of its own.
-        level: probability that the interval is to hold the mean.
-        resamples: number of means.
+        clusters: cluster of each value, `[N]`, e.g. its prompt, because samples of one prompt are correlated. By default
+            each value is its own cluster.
+        level: nominal coverage of the interval.
+        resamples: number of resamples.
         seed: seed of numpy's PCG64; the same seed gives the same interval.
 
     Raises:
         ValueError: there are no values, or `level` is not in (0, 1).
     """
-    numbers = _numbers("values", values)
+    numbers = _as_array("values", values)
     if not 0 < level < 1:
         raise ValueError(f"bootstrap_interval: level is {level}, expected a number in (0, 1)")
     if resamples < 1:
         raise ValueError(f"bootstrap_interval: resamples is {resamples}, expected at least 1")
-    places = np.arange(len(numbers)) if clusters is None else _places(clusters)
-    if len(places) != len(numbers):
-        raise ValueError(f"bootstrap_interval: got {len(places)} clusters of {len(numbers)} values, expected one per value")
-    sums, counts = np.bincount(places, weights=numbers), np.bincount(places)
+    ids = np.arange(len(numbers)) if clusters is None else _number_clusters(clusters)
+    if len(ids) != len(numbers):
+        raise ValueError(f"bootstrap_interval: got {len(ids)} clusters of {len(numbers)} values, expected one per value")
+    sums, counts = np.bincount(ids, weights=numbers), np.bincount(ids)
     draws, means = np.random.default_rng(seed), list[np.ndarray]()
     for first in range(0, resamples, AT_ONCE):  # not all at once: N can be large
         drawn = draws.integers(len(sums), size=(min(AT_ONCE, resamples - first), len(sums)))
@@ -94,31 +94,31 @@ def compare(scores: ArrayLike, base: ArrayLike, clusters: Sequence[object] | Non
         scores, base: scores of the same prompts from the same noise, `[N]`.
         clusters: prompt of each sample, see `bootstrap_interval`.
     """
-    ours, theirs = _pair(scores, base)
+    ours, theirs = _check_pair(scores, base)
     differences = ours - theirs
-    return Comparison(win_rate(ours, theirs), float(differences.mean()), bootstrap_interval(differences, clusters))
+    return Comparison(compute_win_rate(ours, theirs), float(differences.mean()), bootstrap_interval(differences, clusters))
 
 
 def is_pass_fail(scores: ArrayLike) -> bool:
-    """Return whether all scores are 0 or 1, as those of a test that a sample passes or fails."""
-    numbers = _numbers("scores", scores)
+    """Return whether all scores are 0 or 1, as if each sample passed or failed a test."""
+    numbers = _as_array("scores", scores)
     return bool(np.isin(numbers, (0.0, 1.0)).all())
 
 
-def pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[str]) -> PassRates:
+def compute_pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[str]) -> PassRates:
     """Return pass rates per tag and overall.
 
-    GenEval's overall score (arXiv 2310.11513) is the mean over its six tags of the fraction of correct images, so each tag
-    counts alike, however many prompts it has.
+    GenEval's overall score (arXiv 2310.11513) is the mean over its six tags of the fraction of correct images. So each tag
+    has the same weight, however many prompts it has.
 
     Args:
         passed: 0 or 1 of each sample, `[N]`.
-        tags: tag of each sample's prompt, `[N]`; samples without one are not in the mean over tags.
+        tags: tag of each sample's prompt, `[N]`; samples without a tag are not in the mean over tags.
         prompts: prompt of each sample, `[N]`.
     """
-    numbers = _numbers("passed", passed)
+    numbers = _as_array("passed", passed)
     by_tag = {
-        tag: float(numbers[[place for place, other in enumerate(tags) if other == tag]].mean())
+        tag: float(numbers[[i for i, other in enumerate(tags) if other == tag]].mean())
         for tag in dict.fromkeys(tag for tag in tags if tag is not None)
     }
     best: dict[str, float] = {}
@@ -129,22 +129,22 @@ def pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: Sequence[
     return PassRates(by_tag, overall, everything, float(np.mean([*best.values()])))
 
 
-def _pair(scores: ArrayLike, base: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    ours, theirs = _numbers("scores", scores), _numbers("base", base)
+def _check_pair(scores: ArrayLike, base: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    ours, theirs = _as_array("scores", scores), _as_array("base", base)
     if len(ours) != len(theirs):
-        raise ValueError(f"a comparison is of {len(ours)} scores and {len(theirs)} of the base, expected as many")
+        raise ValueError(f"got {len(ours)} scores and {len(theirs)} of the base, expected equally many")
     return ours, theirs
 
 
-def _numbers(name: str, values: ArrayLike) -> np.ndarray:
-    """Return numbers `[N]` in float64."""
+def _as_array(name: str, values: ArrayLike) -> np.ndarray:
+    """Return numbers as an array `[N]` in float64."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or not len(numbers):
         raise ValueError(f"{name} has shape {list(numbers.shape)}, expected [N] with at least one number")
     return numbers
 
 
-def _places(clusters: Sequence[object]) -> np.ndarray:
-    """Return the number of each value's cluster, in the order in which clusters appear."""
+def _number_clusters(clusters: Sequence[object]) -> np.ndarray:
+    """Number the clusters in the order in which they appear, and return each value's number."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])

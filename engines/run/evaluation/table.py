@@ -22,8 +22,8 @@ MEANS: dict[Part, str] = {"tags": "mean over tags", "prompts": "any sample of a 
 class ScoreRow:
     """An evaluator's results for a part of the samples.
 
-    The part is what they have in common: nothing (all), a source or a tag. An evaluator that passes or fails samples also
-    has the parts tags (mean over the tags, GenEval's overall score) and prompts (fraction with a passed sample).
+    A part is all samples, or those of one source or one tag. An evaluator that passes or fails samples also has the parts
+    tags (mean over the tags, GenEval's overall score) and prompts (fraction with a passed sample).
     """
 
     evaluator: str
@@ -31,7 +31,7 @@ class ScoreRow:
     name: str  # of the source or the tag
     samples: int
     mean: float
-    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts; None of one prompt
+    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts; None for a single prompt
     mean_high: float | None = None
     std: float | None = None  # of the scores of the samples
     exact: float | None = None  # fraction of samples with the score 1
@@ -42,70 +42,70 @@ class ScoreRow:
     high: float | None = None
 
 
-def rows(scores: Scores, base: Scores | None = None) -> list[ScoreRow]:
+def list_rows(scores: Scores, base: Scores | None = None) -> list[ScoreRow]:
     """Return the rows of an evaluation: per evaluator all samples, each source, each tag, and overall pass rates.
 
-    Samples that one of the two evaluations left out are not compared, and count in no row.
+    Samples that either evaluation left out are in no row.
 
     Args:
         scores: scores of the samples.
         base: scores of a base model on the same prompts from the same noise.
 
     Raises:
-        ValueError: the base's samples are others.
+        ValueError: the base has other samples or evaluators.
     """
     if base is not None:
-        if not same_samples(scores, base):
+        if not has_same_samples(scores, base):
             raise ValueError("the scores of the base are of other samples or by other evaluators")
-        scores, base = _only(scores, base.names), _only(base, scores.names)
-    return [row for place in range(len(scores.evaluators)) for row in _of_evaluator(scores, base, place)]
+        scores, base = _select(scores, base.names), _select(base, scores.names)
+    return [row for column in range(len(scores.evaluators)) for row in _list_evaluator_rows(scores, base, column)]
 
 
-def same_samples(scores: Scores, other: Scores) -> bool:
-    """Return whether two evaluations are of the same prompts and noise, by the same evaluators.
+def has_same_samples(scores: Scores, other: Scores) -> bool:
+    """Return whether two evaluations have the same prompts, noise and evaluators.
 
-    Each may have left out a few samples that it had no score for.
+    Each may have left out a few samples without a score.
     """
     known = dict(zip(other.names, texts(other.prompts), strict=True))
     shared = [(known[name], prompt.text) for name, prompt in zip(scores.names, scores.prompts, strict=True) if name in known]
     return (
         tuple(scores.evaluators) == tuple(other.evaluators)
         and 2 * len(shared) > max(len(scores.names), len(other.names))
-        and all(value == its for value, its in shared)
+        and all(text == other_text for text, other_text in shared)
     )
 
 
-def _only(scores: Scores, names: Sequence[str]) -> Scores:
-    """Return the scores of the samples with the given names, in their own order."""
+def _select(scores: Scores, names: Sequence[str]) -> Scores:
+    """Return the scores of the samples with these names; their order is kept."""
     wanted = set(names)
-    rows = [row for row, name in enumerate(scores.names) if name in wanted]
+    selected = [i for i, name in enumerate(scores.names) if name in wanted]
     return Scores(
         scores.evaluators,
-        [scores.names[row] for row in rows],
-        [scores.prompts[row] for row in rows],
-        scores.values[torch.tensor(rows, dtype=torch.int64)],
+        [scores.names[i] for i in selected],
+        [scores.prompts[i] for i in selected],
+        scores.values[torch.tensor(selected, dtype=torch.int64)],
     )
 
 
-def overall(scores: Scores) -> dict[str, float]:
+def average_over_tags(scores: Scores) -> dict[str, float]:
     """Return the mean over tags of each evaluator that passes or fails samples; empty if no prompt has a tag."""
     tags = [prompt.tag for prompt in scores.prompts]
     if not any(tag is not None for tag in tags):
         return {}
-    columns = {name: scores.values[:, place] for place, name in enumerate(scores.evaluators)}
+    columns = {name: scores.values[:, i] for i, name in enumerate(scores.evaluators)}
     return {
-        name: statistics.pass_rates(column, tags, texts(scores.prompts)).overall
+        name: statistics.compute_pass_rates(column, tags, texts(scores.prompts)).overall
         for name, column in columns.items()
         if statistics.is_pass_fail(column)
     }
 
 
-def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[ScoreRow]:
-    """Yield the rows of one evaluator."""
-    name, prompts = scores.evaluators[place], scores.prompts
+def _list_evaluator_rows(scores: Scores, base: Scores | None, column: int) -> Iterator[ScoreRow]:
+    """Yield the rows of the evaluator in a column of the scores."""
+    name, prompts = scores.evaluators[column], scores.prompts
     sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
     parts: list[tuple[Part, str, list[int]]] = [("all", "", list(range(len(prompts))))]
-    kinds = split_scores(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
+    kinds = split_scores(scores.values, prompts, scores.evaluators)  # the same parts as in a run's records
     labels: tuple[tuple[Part, str, Sequence[str | None]], ...] = (("source", "sources", sources), ("tag", "tags", tags))
     for part, kind, labels_of_kind in labels:
         parts += [
@@ -115,59 +115,61 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[S
     for part, label, numbers in parts:
         values = scores.values[torch.tensor(numbers)]
         texts_of = [prompts[number].text for number in numbers]
-        interval = statistics.bootstrap_interval(values[:, place], texts_of) if len({*texts_of}) > 1 else None
+        interval = statistics.bootstrap_interval(values[:, column], texts_of) if len({*texts_of}) > 1 else None
         row: dict[str, Any] = {
-            "mean": values.mean(0)[place].item(),
+            "mean": values.mean(0)[column].item(),
             "mean_low": None if interval is None else interval.low,
             "mean_high": None if interval is None else interval.high,
-            "std": values[:, place].double().std(correction=0).item(),
-            "exact": (values[:, place] == 1).double().mean().item(),
+            "std": values[:, column].double().std(correction=0).item(),
+            "exact": (values[:, column] == 1).double().mean().item(),
         }
         if base is not None:
             theirs = base.values[torch.tensor(numbers)]
-            compared = statistics.compare(values[:, place], theirs[:, place], texts_of)
+            compared = statistics.compare(values[:, column], theirs[:, column], texts_of)
             row |= {
-                "base_mean": theirs.mean(0)[place].item(),
+                "base_mean": theirs.mean(0)[column].item(),
                 "win_rate": compared.win_rate,
                 "difference": compared.difference,
                 "low": compared.interval.low,
                 "high": compared.interval.high,
             }
         yield ScoreRow(name, part, label, len(numbers), **row)
-    yield from _pass_rates(scores, base, place, tags)
+    yield from _list_pass_rates(scores, base, column, tags)
 
 
-def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[str | None]) -> Iterator[ScoreRow]:
-    """Yield the overall rows of an evaluator that passes or fails samples, where prompts have tags."""
-    columns = [each.values[:, place] for each in (scores, base) if each is not None]
+def _list_pass_rates(scores: Scores, base: Scores | None, column: int, tags: Sequence[str | None]) -> Iterator[ScoreRow]:
+    """Yield the overall rows of an evaluator that passes or fails samples, if prompts have tags."""
+    columns = [each.values[:, column] for each in (scores, base) if each is not None]
     if not any(tag is not None for tag in tags) or not all(map(statistics.is_pass_fail, columns)):
         return
-    ours, *theirs = (statistics.pass_rates(column, tags, texts(scores.prompts)) for column in columns)
+    ours, *theirs = (statistics.compute_pass_rates(column, tags, texts(scores.prompts)) for column in columns)
     parts: tuple[Part, ...] = ("tags", "prompts")
     for part, field in zip(parts, ("overall", "prompts"), strict=True):
         mean = float(getattr(ours, field))
         row: dict[str, float] = {}
         for other in theirs:
             row = {"base_mean": getattr(other, field), "difference": mean - getattr(other, field)}
-        yield ScoreRow(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
+        yield ScoreRow(scores.evaluators[column], part, MEANS[part], len(scores.prompts), mean, **row)
 
 
 def format_tables(title: str, rows: Sequence[ScoreRow]) -> list[rich.table.Table]:
-    """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
+    """Format rows as tables for the console: the scores, and with a base the comparison with it."""
     exact = any(row.exact for row in rows)
-    scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
+    scores = _start_table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
     for row in rows:
-        cells = (str(row.samples), _mean(row), _number(row.std), *([_number(row.exact)] if exact else []))
-        scores.add_row(row.evaluator, _part(row), *cells)
+        cells = [str(row.samples), _format_mean(row), _format_number(row.std)]
+        cells += [_format_number(row.exact)] if exact else []
+        scores.add_row(row.evaluator, _name_part(row), *cells)
     if all(row.base_mean is None for row in rows):
         return [scores]
-    compared = _table("against the base on the same noise", ("base", "win rate", "difference [95 %]"))
+    compared = _start_table("against the base on the same noise", ("base", "win rate", "difference [95 %]"))
     for row in rows:
-        compared.add_row(row.evaluator, _part(row), _number(row.base_mean), _number(row.win_rate), _difference(row))
+        cells = [_format_number(row.base_mean), _format_number(row.win_rate), _format_difference(row)]
+        compared.add_row(row.evaluator, _name_part(row), *cells)
     return [scores, compared]
 
 
-def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+def _start_table(title: str, columns: Sequence[str]) -> rich.table.Table:
     sheet = rich.table.Table(title=title, title_justify="left")
     for name in ("evaluator", "of"):
         sheet.add_column(name, overflow="fold")
@@ -176,27 +178,27 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     return sheet
 
 
-def _part(row: ScoreRow) -> str:
+def _name_part(row: ScoreRow) -> str:
     return "all" if row.part == "all" else row.name if row.part in MEANS else f"{row.part} {row.name}"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _mean(row: ScoreRow) -> str:
-    interval = "" if row.mean_low is None else f" [{_number(row.mean_low)}, {_number(row.mean_high)}]"
-    return _number(row.mean) + interval
+def _format_mean(row: ScoreRow) -> str:
+    interval = "" if row.mean_low is None else f" [{_format_number(row.mean_low)}, {_format_number(row.mean_high)}]"
+    return _format_number(row.mean) + interval
 
 
-def _difference(row: ScoreRow) -> str:
+def _format_difference(row: ScoreRow) -> str:
     if row.difference is None:
         return ""
     return f"{row.difference:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]")
 
 
 def as_records(rows: Sequence[ScoreRow]) -> list[dict[str, Any]]:
-    """Return rows as JSON holds them, without what there is no number of."""
+    """Return rows as values of JSON, without the fields that are None."""
     return [{name: value for name, value in asdict(row).items() if value is not None} for row in rows]
 
 
@@ -209,9 +211,9 @@ def write_rows(path: Path, rows: Sequence[ScoreRow]) -> None:
 
 
 def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None:
-    """Write the score of each sample as CSV: its name, prompt, source and tag, a column per evaluator, and those of a base.
+    """Write the score of each sample as CSV: name, prompt, source and tag, a column per evaluator, and those of a base.
 
-    Numbers are written so that `read_scores` reads the same ones.
+    Numbers keep all digits, so that `read_scores` returns the same values.
     """
     names = [*scores.evaluators, *(f"base {name}" for name in (() if base is None else base.evaluators))]
     values = scores.values if base is None else torch.cat([scores.values, base.values], dim=1)
@@ -223,10 +225,10 @@ def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None
 
 
 def read_scores(path: Path) -> Scores:
-    """Return the scores of a file that `write_scores` wrote without a base; of prompts only the text.
+    """Read the scores of a file that `write_scores` wrote without a base; prompts have their text only.
 
     Raises:
-        UsageError: the file is no such file.
+        UsageError: the file is missing or has another format.
     """
     with convert_errors(
         UsageError, OSError, ValueError, KeyError, TypeError, says=f"{path} does not hold the scores of an evaluation"

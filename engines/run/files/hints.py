@@ -1,4 +1,4 @@
-"""Find the setting that a name means: by its last part, an alias, or the name of another trainer."""
+"""Lookup of the setting that a name means: by its last part, an alias, or the name in another trainer."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-# Names that stand for the first of these settings that there is: words of other commands, last parts of several settings.
+# Aliases for the first of these settings that exists: words of other commands, and last parts of several settings.
 ALIASES = {
     "reward": ("rewards",),
     "transformer": ("weights", "pipeline.weights"),
@@ -23,11 +23,11 @@ ALIASES = {
 
 
 def find_settings(name: str, names: Sequence[str]) -> list[str]:
-    """Return the settings that a name stands for: by `ALIASES`, else each whose last part it is; none for a setting itself.
+    """Return the settings that a name may mean: by `ALIASES`, else those with this last part; none for a full name.
 
     Args:
-        name: what was typed, with underscores.
-        names: settings that there are.
+        name: name as typed, with underscores.
+        names: existing settings.
     """
     if name in names:
         return []
@@ -35,14 +35,14 @@ def find_settings(name: str, names: Sequence[str]) -> list[str]:
     return known[:1] or [each for each in names if "." not in name and each.endswith(f".{name}")]
 
 
-class Foreign(NamedTuple):
+class ForeignSetting(NamedTuple):
     """A setting of other trainers.
 
     Args:
         name: its name there, with underscores.
-        ours: name of the setting here; a command or a recipe where it begins with `fluvial `.
+        ours: name of the setting here; a command or a recipe if it begins with `fluvial `.
         of: trainers that have it.
-        note: what differs.
+        note: difference in meaning.
     """
 
     name: str
@@ -52,36 +52,36 @@ class Foreign(NamedTuple):
 
 
 @cache
-def load_foreign() -> dict[str, list[Foreign]]:
-    """Return the settings of other trainers by their name; one name may mean several of ours."""
+def load_foreign_settings() -> dict[str, list[ForeignSetting]]:
+    """Load the settings of other trainers by name; one name may have several counterparts."""
     text = files(__package__).joinpath("names.csv").read_text(encoding="utf-8")
-    names = dict[str, list[Foreign]]()
+    names = dict[str, list[ForeignSetting]]()
     for row in csv.DictReader(text.splitlines()):
-        names.setdefault(row["name"], []).append(Foreign(**row))
+        names.setdefault(row["name"], []).append(ForeignSetting(**row))
     return names
 
 
 def explain_unknown(
     name: str, names: Sequence[str], show: Callable[[str], str] = str, *, of_method: bool = True
 ) -> str | None:
-    """Return a hint for a setting that a run does not have; None for a name that nothing knows.
+    """Return a hint for a setting that a run does not have; None for an unknown name.
 
-    It had another name once, another trainer calls it so, or other methods have it.
+    It is an old name, a name in another trainer, or a setting of other methods.
 
     Args:
-        name: what was typed, with underscores.
-        names: settings that there are.
-        show: function of one of these that returns it as it is typed.
-        of_method: whether the settings of a method are among them.
+        name: name as typed, with underscores.
+        names: existing settings.
+        show: formats a setting as it is typed.
+        of_method: whether `names` includes the settings of a method.
     """
     from fluvial.engines.methods.table import METHODS
     from fluvial.engines.run.renames import has_field, rename
 
     if (now := rename(name).removeprefix("method.").removesuffix(".kind")) != name and now in names:
         return f"it is {show(now)} now"
-    for row in load_foreign().get(name.rpartition(".")[2].lower(), []):
-        if (is_command := row.ours.startswith("fluvial ")) or row.ours in names:
-            note = f" ({row.note})" if row.note else ""
-            return f"here it is {row.ours if is_command else show(row.ours)}{note}; the name is that of {row.of}"
-    having = [method for method, kind in METHODS.items() if of_method and has_field(kind, now.split("."))]
-    return f"this method has none, and {', '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else None
+    for foreign in load_foreign_settings().get(name.rpartition(".")[2].lower(), []):
+        if (is_command := foreign.ours.startswith("fluvial ")) or foreign.ours in names:
+            note = f" ({foreign.note})" if foreign.note else ""
+            return f"here it is {foreign.ours if is_command else show(foreign.ours)}{note}; the name is that of {foreign.of}"
+    methods = [method for method, kind in METHODS.items() if of_method and has_field(kind, now.split("."))]
+    return f"this method has none, and {', '.join(methods)} {'have' if len(methods) > 1 else 'has'} it" if methods else None

@@ -1,4 +1,4 @@
-"""Files of settings in YAML, TOML or JSON: only what differs from a recipe, or a whole run. A list is a sweep."""
+"""Files of settings in YAML, TOML or JSON: differences from a recipe, or a whole run. A list is a sweep."""
 
 import itertools
 import json
@@ -8,23 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from fluvial.engines.choices import is_variant, locate, variants
+from fluvial.engines.choices import is_variant, list_variants, locate
 from fluvial.engines.errors import UsageError
-from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.plugins import suggest
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.files.hints import explain_unknown, find_settings
-from fluvial.engines.run.record import as_record, members, read_record
+from fluvial.engines.run.record import as_record, list_members, read_record
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-RECIPE = "recipe"  # entry that is no field: the recipe that the file changes
+RECIPE = "recipe"  # entry with the recipe that the file changes; it is not a field
 METHOD = "method."
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the entries of a file, nested as they are written.
+    """Read the entries of a file, nested as in the file.
 
     Raises:
-        UsageError: it cannot be read, or is no table.
+        UsageError: the file cannot be read, or is not a table.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -64,7 +64,7 @@ def _parse(text: str, suffix: str) -> Any:
 
 
 def flatten(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name, with underscores, and the value of each entry, also of one that stands twice."""
+    """Yield the dotted name, with underscores, and the value of each entry; a repeated entry is yielded twice."""
     for name, value in entries.items():
         dotted = f"{prefix}{name.replace('-', '_')}"
         if isinstance(value, Mapping):
@@ -74,17 +74,17 @@ def flatten(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def is_whole(entries: Mapping[str, Any]) -> bool:
-    """Return whether a file holds a whole run, as config.json does, rather than what differs from a recipe."""
+    """Return whether a file holds a whole run, as config.json does, and not only differences from a recipe."""
     return RECIPE not in entries and ("method" in entries or "objective" in entries)
 
 
-def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> TrainConfig:
+def apply_settings(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> TrainConfig:
     """Return a run with the entries of a file.
 
     Args:
-        entries: settings, nested or by dotted names; those of the method with `method.` before them or without. A name
-            without a dot stands for the one whose last part it is.
-        names: names of all settings of the run, as flags have them.
+        entries: settings, nested or by dotted names; `method.` may be left out. A name without a dot stands for the setting
+            with this last part.
+        names: names of all settings of the run, as in flags.
 
     Raises:
         UsageError: there is no such setting, or a value is not accepted; in one line.
@@ -99,7 +99,7 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
                 hint = f"this run has the method {config.method.method_name}; `recipe` names another one"
                 raise UsageError(f"method.name is {value!r}: {hint}")
             continue
-        key = _find(config, plain, names)
+        key = _resolve_name(config, plain, names)
         if key in values and values[key] != value:
             raise UsageError(f"{name} is set twice, to {values[key]!r} and {value!r}")
         values[key] = value
@@ -119,8 +119,8 @@ def apply(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str])
     return read_record(record)
 
 
-def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
-    """Return the setting that a name stands for."""
+def _resolve_name(config: TrainConfig, name: str, names: Sequence[str]) -> str:
+    """Return the full name of the setting that a name stands for."""
     if name in names:
         return name
     parts = name.split(".")
@@ -133,11 +133,11 @@ def _find(config: TrainConfig, name: str, names: Sequence[str]) -> str:
     if meant:
         raise UsageError(f"{name} is ambiguous: name one of {', '.join(meant)}")
     hint = explain_unknown(name, names)
-    raise UsageError(f"there is no setting {name}{did_you_mean(name, names) if hint is None else f': {hint}'}")
+    raise UsageError(f"there is no setting {name}{suggest(name, names) if hint is None else f': {hint}'}")
 
 
 def _find_type(config: Any, name: str) -> Any:
-    """Return the declared type of a setting; None where it cannot be told, as of a field of another kind."""
+    """Return the declared type of a setting; None if unknown, e.g. for a field of another kind."""
     holder, last = locate(config, name)
     return get_type_hints(type(holder)).get(last)
 
@@ -145,15 +145,15 @@ def _find_type(config: Any, name: str) -> Any:
 # sweeps
 
 
-def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the runs of a file: a name and the settings of each. A list is a sweep where the setting is none.
+def expand_sweeps(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the runs of a file: a name and the settings of each. A list is a sweep, unless the setting is a list.
 
-    A setting that is a list itself is swept by a list of lists. Several sweeps are every combination. Without a sweep there
-    is one run without a name.
+    A setting that is a list is swept by a list of lists. Several sweeps give all combinations. Without a sweep there is one
+    run, with an empty name.
 
     Args:
         config: run of the recipe, whose fields say which settings are lists.
-        entries, names: see `apply`.
+        entries, names: see `apply_settings`.
     """
     flat = dict[str, Any]()
     for name, value in flatten(entries):
@@ -170,7 +170,9 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
     runs = list[tuple[str, dict[str, Any]]]()
     for combination in itertools.product(*swept.values()):
         chosen = dict(zip(swept, combination, strict=True))
-        runs.append((",".join(f"{short[name]}={_label(value)}" for name, value in chosen.items()), {**flat, **chosen}))
+        runs.append(
+            (",".join(f"{short[name]}={_format_label(value)}" for name, value in chosen.items()), {**flat, **chosen})
+        )
     if len({name for name, _ in runs}) < len(runs):
         raise UsageError("the file names the same run twice: each value of a list is one run")
     return runs
@@ -179,16 +181,16 @@ def expand(config: TrainConfig, entries: Mapping[str, Any], names: Sequence[str]
 def _is_sweep(config: TrainConfig, name: str, values: list[Any], names: Sequence[str]) -> bool:
     if name == RECIPE:
         raise UsageError("recipe is a list, expected one: compare the runs of several by fluvial report runs/*")
-    plain = _find(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
+    plain = _resolve_name(config, name.removeprefix(METHOD).removesuffix(".kind"), names)
     declared = _find_type(config, plain)
-    if not variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in members(declared)):
+    if not list_variants(declared) and any(get_origin(kind) is tuple or kind is tuple for kind in list_members(declared)):
         return bool(values) and all(isinstance(value, list) for value in values)
     return True
 
 
-def _label(value: Any) -> str:
-    """Return a value as the name of a folder has it."""
+def _format_label(value: Any) -> str:
+    """Format a value for the name of a folder."""
     if isinstance(value, Mapping):
-        return "+".join(_label(each) for each in value.values())
+        return "+".join(_format_label(each) for each in value.values())
     text = "+".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")[:60]

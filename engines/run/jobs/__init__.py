@@ -1,1 +1,1 @@
-"""Jobs: what is trained, on which prompts and data, by which rewards; and what a run starts from."""
+"""Jobs: models with prompts, data and rewards, and the weights that a run starts from."""

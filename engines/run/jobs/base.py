@@ -30,8 +30,8 @@ class Job:
     `heldout` should share neither data nor model with the reward, so that reward hacking shows.
 
     Args:
-        model: model to train; `job.handwriting` and `job.to_train` return a job with one. A text is the folder of a pipeline
-            of diffusers, or its id on the Hub, which the run opens with its settings of pipelines.
+        model: model to train, as in the jobs of `job.handwriting` and `job.open_to_train`. A string is the folder or Hub id
+            of a diffusers pipeline, which the run opens with its settings `pipeline`.
         prompts: prompts to train on: strings, or `data.records.Prompt` with metadata for the rewards.
         rewards: reward, or rewards by name; a run uses the first unless `TrainConfig.rewards` names others.
         heldout: prompts to evaluate on; by default every tenth of `prompts`, which is then not trained on.
@@ -39,18 +39,18 @@ class Job:
         shape: shape of one sample; by default `model.latent_shape()`, for models that have one size.
         load: function from a folder of weights to a model with these weights; needed for a teacher.
         data: function (key, prompts as `data.records.Prompt`) -> clean samples `[B, *event]`, for supervised training.
-        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
-        prepare: function (world, texts) that is called once before training, on every rank; texts are all that the run
-            encodes: prompts and negative prompts, each a string, or a `MediaPrompt` of one with images. It may return the
-            prompts that can be trained on.
-        check: function of the network that is called once before the first update, on every rank; it returns a line to show,
+        encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for a preference dataset.
+        prepare: function (world, texts), called once before training on every rank. The texts are all that the run encodes:
+            prompts and negative prompts, each a string, or a `MediaPrompt` with images. It may return the prompts that can
+            be trained on.
+        check: function of the network, called once before the first update on every rank; it returns a line for the console,
             or raises ValueError.
-        source_weights: weight of each source of the prompts by its name; 1 where there is none.
-        images: encoded images of given preferences; without it they are encoded when they are read.
-        sizes: shape of a sample of each size, where samples have several; `shape` is that of evaluations.
+        source_weights: weight of each source of prompts by name; 1 by default.
+        images: encoded images of a preference dataset; by default they are encoded when they are read.
+        sizes: shape of a sample by size, if samples have several sizes; `shape` is that of evaluations.
 
     Raises:
-        UsageError: an argument is not what it should be.
+        UsageError: an argument has a wrong type or value.
     """
 
     model: DiffusionModel
@@ -90,17 +90,17 @@ class Job:
             if not isinstance(model, str):
                 check_model(model, "model")
         except ValueError as error:
-            made = "fluvial.engines.run.job.handwriting and .to_train make jobs with one"
-            raise UsageError(f"job: {error}; see fluvial.models.protocol, or {made}") from error
-        train = _records("prompts", prompts)
-        train, apart = split_off(train) if heldout is None else (train, _records("heldout", heldout))
+            hint = "fluvial.engines.run.job.handwriting and .open_to_train make jobs with one"
+            raise UsageError(f"job: {error}; see fluvial.models.protocol, or {hint}") from error
+        train = _convert_prompts("prompts", prompts)
+        train, kept_out = split_off(train) if heldout is None else (train, _convert_prompts("heldout", heldout))
         values = {
             "model": model,
             "prompts": train,
             "rewards": _name_rewards("rewards", rewards),
-            "heldout": apart,
+            "heldout": kept_out,
             "evaluators": _name_rewards("evaluators", evaluators),
-            "shape": tuple(shape) if shape is not None else () if isinstance(model, str) else only_shape(model),
+            "shape": tuple(shape) if shape is not None else () if isinstance(model, str) else find_only_shape(model),
             "load": load,
             "data": data,
             "encode": encode,
@@ -115,11 +115,11 @@ class Job:
 
     @property
     def is_opened(self) -> bool:
-        """Whether the model is there, rather than its name."""
+        """Whether the job has its model rather than the model's name."""
         return not isinstance(self.model, str)
 
     def check_prompts(self) -> None:
-        """Raise UsageError, in one line, if there are no prompts, or one of them is not a prompt of the model."""
+        """Raise UsageError, in one line, if there are no prompts, or the model does not accept one of them."""
         for field, prompts in (("prompts", self.prompts), ("heldout", self.heldout)):
             if not prompts:
                 raise UsageError(f"job: {field} is empty, expected at least one prompt")
@@ -128,14 +128,14 @@ class Job:
                     self.model.check_prompt(prompt.text)
 
     def with_weights(self, weights: Path) -> "Job":
-        """Return the job with the model of another folder of weights; UsageError if the job cannot load other weights."""
+        """Return the job with the weights of another folder; UsageError if the job has no `load`."""
         if self.load is None:
             raise UsageError(f"{weights} cannot be loaded: this job has no function from a folder to a model (load)")
         return replace(self, model=self.load(weights))
 
 
-def _records(field: str, prompts: Sequence[str | Prompt]) -> Sequence[Prompt]:
-    """Return prompts as records."""
+def _convert_prompts(field: str, prompts: Sequence[str | Prompt]) -> Sequence[Prompt]:
+    """Convert prompts to records."""
     if isinstance(prompts, PromptTable):
         return prompts
     if isinstance(prompts, str | bytes | Path) or not isinstance(prompts, Sequence):
@@ -163,8 +163,8 @@ def has_frames(frames: int, shape: tuple[int, ...]) -> bool:
     return frames > 1 or len(shape) > 3
 
 
-def only_shape(model: DiffusionModel) -> tuple[int, ...]:
-    """Return the shape of a sample of a model that has one size; UsageError if the model has several sizes."""
+def find_only_shape(model: DiffusionModel) -> tuple[int, ...]:
+    """Return the shape of a sample of a model with one size; UsageError if the model has several sizes."""
     if not has_one_size(model):
         raise UsageError("job: shape is missing: pass shape=model.latent_shape(height, width)")
     latent_shape: Callable[..., tuple[int, ...]] = model.latent_shape

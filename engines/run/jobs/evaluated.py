@@ -1,4 +1,4 @@
-"""A job as it is evaluated: with the prompts, the evaluators and the image size of an evaluation."""
+"""Jobs for evaluations: with the prompts, evaluators and image size of an evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, convert_errors
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.base import Job, has_frames, has_one_size, only_shape
-from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.base import Job, find_only_shape, has_frames, has_one_size
+from fluvial.engines.run.jobs.media import check_columns, list_media_columns
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.audio import with_audio
@@ -23,30 +23,30 @@ from fluvial.models import decode_samples, is_recorded
 
 
 def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
-    """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
+    """Return the job with the held-out prompts, evaluators and shape of an evaluation.
 
     Args:
-        pipeline: size of the images where the evaluation has none of its own.
+        pipeline: settings with the default size of the images.
 
     Raises:
-        UsageError: a file or an evaluator is not what it should be, or the model makes no images of that size.
+        UsageError: a file or an evaluator is invalid, or the model does not support the size.
     """
     changes: dict[str, Any] = {}
     if config.prompts:
-        columns, field = media_columns(job.model, pipeline.media), "evaluation.prompts"
+        columns, field = list_media_columns(job.model, pipeline.media), "evaluation.prompts"
         heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
         check_columns(job.model, [*job.prompts[:1], *list_examples(heldout)], columns)
         changes["heldout"] = heldout
     if config.rewards:
-        changes["evaluators"] = evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")
+        changes["evaluators"] = select_evaluators(job, config.rewards, frames=pipeline.frames, field="evaluation.rewards")
     if config.height is not None or config.width is not None:
         height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
-        changes["shape"] = _shape(job, height, width, pipeline.frames)
+        changes["shape"] = _find_shape(job, height, width, pipeline.frames)
     return replace(job, **changes) if changes else job
 
 
-def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
-    """Return the settings of a pipeline with the size of a job's samples, which the record of a run says.
+def with_job_size(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
+    """Return the settings of a pipeline with the size of a job's samples, for the record of the run.
 
     Raises:
         UsageError: no size of the model has samples of that shape.
@@ -57,12 +57,14 @@ def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
             raise UsageError(f"job: shape is {list(job.shape)}, expected that of one of its sizes")
         words = tuple(map(str, dict.fromkeys([*first, *job.sizes])))
         return replace(pipeline, sizes=words, height=PipelineConfig.height, width=PipelineConfig.width)
-    if (has_one_size(job.model) and only_shape(job.model) == job.shape) or _makes(job, *pipeline.size, pipeline.frames):
+    if (has_one_size(job.model) and find_only_shape(job.model) == job.shape) or _has_size(
+        job, *pipeline.size, pipeline.frames
+    ):
         return pipeline
     with torch.no_grad():
-        made = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
-    frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
-    if not (is_recorded(job.model) or _makes(job, height, width, frames)):
+        decoded = decode_samples(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
+    frames, (height, width) = decoded[2] if len(decoded) == 5 else 1, decoded[-2:]
+    if not (is_recorded(job.model) or _has_size(job, height, width, frames)):
         raise UsageError(
             f"job: shape is {list(job.shape)}, and its images have {width}x{height} pixels, for which the model has another "
             "shape: pass shape=model.latent_shape(height, width)"
@@ -70,7 +72,7 @@ def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, sizes=(), height=height, width=width, frames=frames)
 
 
-def _makes(job: Job, height: int, width: int, frames: int) -> bool:
+def _has_size(job: Job, height: int, width: int, frames: int) -> bool:
     """Return whether the job's samples are those of a size."""
     try:
         return tuple(job.model.latent_shape(height, width, frames)) == job.shape
@@ -78,34 +80,36 @@ def _makes(job: Job, height: int, width: int, frames: int) -> bool:
         return False
 
 
-def evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -> dict[str, Reward]:
+def select_evaluators(job: Job, names: Sequence[str], *, field: str, frames: int = 1) -> dict[str, Reward]:
     """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
 
     Raises:
-        UsageError: a name is unknown or stands twice, or is not a reward.
+        UsageError: a name is unknown or repeated, or is not a reward.
     """
     videos = has_frames(frames, job.shape)
     selected = select({**job.rewards, **job.evaluators}, names, field=field, videos=videos)
     if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
         raise UsageError(
-            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "
-            "the weight"
+            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported separately: "
+            "remove the weight"
         )
     rewards = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(rewards, label="evaluator")
     return with_audio(rewards, job.model)
 
 
-def list_texts(job: Job, asked: Job, guidance: Guidance) -> Sequence[Any]:
-    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts.
+def list_texts(job: Job, evaluated: Job, guidance: Guidance) -> Sequence[Any]:
+    """Return all texts that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts.
 
-    The list is made when it is first read, because most jobs of many prompts never do.
+    The list is computed when it is first read, because most jobs with many prompts never read it.
     """
-    return _Texts(lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout]))))
+    return _LazyTexts(
+        lambda: list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *evaluated.heldout])))
+    )
 
 
-class _Texts(Sequence[Any]):
-    """Sequence that is made when it is first read."""
+class _LazyTexts(Sequence[Any]):
+    """Sequence that is computed when it is first read."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         self._make = make
@@ -124,7 +128,7 @@ class _Texts(Sequence[Any]):
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:
-    """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
+    """Raise UsageError if a prompt has a negative prompt and there is no guidance.
 
     Args:
         guided: whether samples are guided.
@@ -133,17 +137,17 @@ def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> N
     opposed = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if opposed is not None and not guided:
         raise UsageError(
-            f"prompt {opposed.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
-            "column negative_prompt out"
+            f"prompt {opposed.text!r} has a negative prompt, which has no effect without guidance: set {field}, or remove "
+            "the column negative_prompt"
         )
 
 
-def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
+def _find_shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
     """Return the shape of a sample of another size."""
     if is_recorded(job.model):
         raise UsageError(
-            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which "
-            "knows only the size of the rollout; remove them"
+            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which has only the "
+            "size of the rollout; remove them"
         )
     if has_one_size(job.model):
         raise UsageError(

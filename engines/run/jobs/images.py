@@ -1,4 +1,4 @@
-"""Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
+"""Jobs that learn from images (with captions, or pairs of preferences), which are encoded once into a cache."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,34 +23,34 @@ from fluvial.models.digests import describe_code
 
 
 def with_images(job: Job, config: TrainConfig) -> Job:
-    """Return a job whose data, or given preferences, are encoded images; as it is where the run learns from none.
+    """Return the job with the images of the run encoded into a cache; unchanged if the run learns from none.
 
     Raises:
-        UsageError: the model has no way from images to samples.
+        UsageError: the model cannot encode images.
     """
     source = config.method.source
     preferences = source.folder if isinstance(source, Preferences) else None
     if not config.data.images and preferences is None:
         return job
-    encode = _encoder(job, config)
+    encode = _choose_encoder(job, config)
     shapes: Any = job.sizes or {config.pipeline.size: job.shape}
     cache = ImageCache(
-        cache_folder(config),
-        settings=_settings(job, config),
+        locate_cache(config),
+        settings=_describe_encoder(job, config),
         encode=encode,
         shapes=shapes if job.encode is None else {None: job.shape},
         skip=config.data.errors == "skip",
-        compare=_fingerprint(job) is None,
+        compare=_find_fingerprint(job) is None,
     )
-    # Held-out prompts that the job brings must not be there; those that were split off are skipped.
-    apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
+    # Records of held-out prompts are skipped.
+    heldout = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
 
     def prepare(world: World, texts: Sequence[Any]) -> Sequence[Prompt]:
         groups: list[tuple[Path | bytes, ...]]
         if preferences is None:
             groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
         else:
-            records = read_preference_records(preferences, check=job.model.check_prompt, skip=apart)
+            records = read_preference_records(preferences, check=job.model.check_prompt, skip=heldout)
             groups = [(record.win, record.lose) for record in records]
         cache.fill(groups, world)
         if job.prepare is not None:
@@ -62,23 +62,24 @@ def with_images(job: Job, config: TrainConfig) -> Job:
             replace(prompt, size=cache.sizes[image]) for prompt, image in pairs if (image,) not in cache.left_out
         )
         if not kept:
-            raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
+            raise UsageError("no image of the data can be used: all are unreadable or fit none of the sizes")
         return kept
 
-    def data(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
+    def read_samples(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
         sized = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
         return torch.stack([cache.sample(image, size) for image, size in sized])
 
-    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data.images else job.data)
+    data = read_samples if config.data.images else job.data
+    return replace(job, encode=encode, prepare=prepare, images=cache, data=data)
 
 
-def cache_folder(config: TrainConfig) -> Path:
+def locate_cache(config: TrainConfig) -> Path:
     """Return the folder of a run's encoded images."""
     return config.out / "encoded" if config.data.cache is None else config.data.cache
 
 
-def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function from images to clean samples: the job's own, or that of its model."""
+def _choose_encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function from images to clean samples: that of the job, or else of its model."""
     if job.encode is not None:
         return job.encode
     encode_images: Any = getattr(job.model, "encode_images", None)
@@ -89,26 +90,26 @@ def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
         )
 
     def encode(images: Tensor) -> Tensor:
-        samples: Tensor = encode_images(images, key=_keys(images) if config.pipeline.latents == "sample" else None)
+        samples: Tensor = encode_images(images, key=_derive_keys(images) if config.pipeline.latents == "sample" else None)
         return samples
 
     return encode
 
 
-def _keys(images: Tensor) -> Key:
-    """Return a key per image, which depends on its pixels alone."""
+def _derive_keys(images: Tensor) -> Key:
+    """Derive a key per image from its pixels only."""
     digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images.cpu().contiguous()]
     return fold_in(key(0), torch.tensor([int(digest[:15], 16) for digest in digests]))
 
 
-def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
-    """Return what an encoded image depends on besides its file and its size."""
-    fingerprint = _fingerprint(job)
+def _describe_encoder(job: Job, config: TrainConfig) -> dict[str, str]:
+    """Describe all that an encoded image depends on besides its file and size."""
+    fingerprint = _find_fingerprint(job)
     code = None if fingerprint is not None else describe_code(job.encode or cast(Any, job.model).encode_images)
     known = f"{config.model} {code}" if fingerprint is None else fingerprint()
     return {"encoder": f"{type(job.model).__name__} {known}", "latents": config.pipeline.latents}
 
 
-def _fingerprint(job: Job) -> Callable[[], str] | None:
-    """Return the model's function that names all that its encoded images depend on; None of a user-defined encoder."""
+def _find_fingerprint(job: Job) -> Callable[[], str] | None:
+    """Return the model's function that fingerprints its image encoder; None for a user-defined encoder."""
     return None if job.encode is not None else getattr(job.model, "fingerprint_image_encoder", None)

@@ -1,4 +1,4 @@
-"""Columns of images, videos and sounds that a pipeline is called with, and refusals of those that nothing would use."""
+"""Columns of images, videos and sounds for a pipeline's call, and checks that no column is ignored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,26 +12,26 @@ from fluvial.models.replay.arguments import FRAMES
 from fluvial.models.replay.kinds import ARGUMENTS, VIDEO, count_frames, find_kind
 from fluvial.models.replay.media import MediaSource
 
-SIZE = ("height", "width")  # columns of a size, which are for runs of several sizes
+SIZE = ("height", "width")  # columns of a sample's size, for runs of several sizes
 
 
-def media_columns(model: Any, asked: Sequence[str]) -> dict[str, str]:
+def list_media_columns(model: Any, mapping: Sequence[str]) -> dict[str, str]:
     """Return the column of each argument of the pipeline's call that is an image, a video or a sound.
 
     Args:
-        model: the model; one without `takes`, the names of such arguments, takes none.
-        asked: columns that are named, as argument=column; others have the name of their argument.
+        model: the model; its attribute `takes` lists such arguments, none by default.
+        mapping: columns as argument=column; by default a column has the name of its argument.
 
     Raises:
-        UsageError: the pipeline has no such argument, or it is named twice.
+        UsageError: the pipeline has no such argument, or the mapping has it twice.
     """
     takes = getattr(model, "takes", ())
     named = dict[str, str]()
-    for word in asked:
+    for word in mapping:
         argument, _, column = word.partition("=")
         if argument not in takes:
             known = ", ".join(name for name in ARGUMENTS if name in takes) or "none"
-            raise UsageError("pipeline.media", word, f"an argument of {_name(model)}, which takes {known}")
+            raise UsageError("pipeline.media", word, f"an argument of {_name_model(model)}, which takes {known}")
         if argument in named:
             raise UsageError("pipeline.media", word, "one column per argument", f"{argument} is {named[argument]} already")
         named[argument] = column
@@ -39,7 +39,7 @@ def media_columns(model: Any, asked: Sequence[str]) -> dict[str, str]:
 
 
 def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, str]) -> None:
-    """Check that each column that the pipeline could be called with is used, and that all prompts have the same media.
+    """Check that no column named as an argument of the pipeline is ignored, and that all prompts have the same media.
 
     Args:
         model: the model.
@@ -47,9 +47,8 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
         columns: column of each argument that is an image, a video or a sound.
 
     Raises:
-        UsageError: a prompt has a column with the name of an argument of the pipeline that the run does not pass, or lacks
-            a file that another has or that the model needs, or videos have unlike numbers of frames; the message names the
-            prompt and the column.
+        UsageError: a column would be ignored, a prompt lacks a file that other prompts have or that the model needs, or
+            videos have different numbers of frames; the message names the prompt and the column.
     """
     takes = getattr(model, "takes", ())
     expected = {name for prompt in prompts for name in prompt.media} | {*(() if is_recorded(model) else takes)}
@@ -63,16 +62,16 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
         used = (*SIZE, *(name for argument in prompt.media for name in (argument, columns[argument])))
         if unused := [name for name in present if name in takes and name not in used]:
             raise UsageError(
-                f"prompt {prompt.text[:40]!r} has a column {unused[0]}, which {_name(model)} takes and which would be "
-                "ignored: map it with `pipeline.media` if it is an image, a video or a sound, or rename or remove it"
+                f"prompt {prompt.text[:40]!r} has a column {unused[0]}, which {_name_model(model)} takes and which would "
+                "be ignored: map it with `pipeline.media` if it is an image, a video or a sound, or rename or remove it"
             )
         if missing := sorted(expected - set(prompt.media)):
             raise UsageError(
-                f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which {_name(model)} or other prompts "
-                "need: give all prompts the same images, videos and sounds"
+                f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which {_name_model(model)} or other "
+                "prompts need: give all prompts the same images, videos and sounds"
             )
         for argument, source in prompt.media.items():
-            if (count := _count(source)) != (first := _count(prompts[0].media.get(argument, source))):
+            if (count := _count_files(source)) != (first := _count_files(prompts[0].media.get(argument, source))):
                 raise UsageError(
                     f"prompt {prompt.text[:40]!r} has {count} files in the column {columns[argument]}, expected {first} as "
                     "the first prompt has: samples of both cannot be in one batch"
@@ -80,15 +79,15 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
     _check_frames(model, prompts, columns)
 
 
-def _count(source: MediaSource) -> int:
+def _count_files(source: MediaSource) -> int:
     """Return the number of files of an argument."""
     return len(source) if isinstance(source, tuple) else 1
 
 
 def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, str]) -> None:
-    """Raise UsageError if the videos of an argument have unlike numbers of frames: their samples cannot be in one batch.
+    """Raise UsageError if the videos of an argument have different numbers of frames: they cannot be in one batch.
 
-    A pipeline without an argument for it makes as many frames as it is given, which the size has to say.
+    A pipeline without an argument for the number of frames makes as many as its input has, which must be those of the size.
     """
     takes = getattr(model, "takes", ())
     expected = model.size[2] if is_recorded(model) and not {*FRAMES} & {*takes} else None
@@ -101,8 +100,8 @@ def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
                 count = count_frames(source)
             if expected not in (None, count):
                 raise UsageError(
-                    f"column {columns[argument]} of prompt {prompt.text[:40]!r} has {count} frames, of which {_name(model)} "
-                    f"makes as many, and pipeline.frames is {expected}: set it to {count}"
+                    f"column {columns[argument]} of prompt {prompt.text[:40]!r} has {count} frames, "
+                    f"{_name_model(model)} makes as many, and pipeline.frames is {expected}: set it to {count}"
                 )
             first, other = counts.setdefault(argument, (count, prompt))
             if count != first:
@@ -112,13 +111,13 @@ def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
                 )
 
 
-def _name(model: Any) -> str:
+def _name_model(model: Any) -> str:
     """Return the class of a pipeline, or the name of a model without one."""
     return str(getattr(model, "pipeline", getattr(model, "name", type(model).__name__)))
 
 
 def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
-    """Check that files in the prompts' records are used by a reward or an evaluator, where the model takes none.
+    """Check that a reward or an evaluator uses the files in the prompts' records, for a model that takes none.
 
     Raises:
         UsageError: a prompt has a file, and none of `users` takes it as a condition or with `metadata`.

@@ -1,4 +1,4 @@
-"""Jobs of diffusers' pipelines, and of a user-defined model."""
+"""Jobs of diffusers pipelines and user-defined models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,21 +16,21 @@ from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.errors import UsageError, convert_errors, no_effect
-from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.run.jobs.base import Job, find_only_shape, has_one_size
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.device import find_default_device, has_values, is_accelerator
 
 
-class PromptsOfRun(NamedTuple):
-    """The prompts of a run."""
+class RunPrompts(NamedTuple):
+    """Prompts of a run."""
 
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
-    weights: dict[str, float]  # of each file of training prompts by its name
+    weights: dict[str, float]  # weight of each file of training prompts, by its name
 
 
-def read_prompts_of(
+def read_run_prompts(
     config: PipelineConfig,
     *,
     prompts: Sequence[str],
@@ -38,27 +38,27 @@ def read_prompts_of(
     data: Sequence[str],
     check: Callable[[str], None],
     media: Mapping[str, str] = MappingProxyType({}),
-) -> PromptsOfRun:
-    """Return the prompts that a run trains on, and those that it holds out.
+) -> RunPrompts:
+    """Read the prompts that a run trains on, and the held-out ones.
 
     Args:
-        config, prompts, preferences, data: settings and arguments of `job.to_train`.
-        check: function that raises ValueError for a string that is not a prompt of the model.
+        config, prompts, preferences, data: settings and arguments of `job.open_to_train`.
+        check: raises ValueError for a string that is not a prompt of the model.
         media: column of each argument of the pipeline's call that is an image.
     """
     heldout: Sequence[Prompt] = read_heldout(config.heldout, prompts or data, check=check, media=media)
-    apart = model_inputs(heldout)
+    heldout_inputs = model_inputs(heldout)
     train: Sequence[Prompt]
     weights: dict[str, float] = {}
     if prompts or data:
-        train, weights = read_training(prompts, data, check=check, heldout=apart, media=media)
+        train, weights = read_training(prompts, data, check=check, heldout=heldout_inputs, media=media)
     else:
         assert preferences is not None
         records = read_preference_records(preferences, check=check, heldout=texts(heldout))
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
         train, heldout = hold_out(train, prompts, check=check, media=media)
-    return PromptsOfRun(train, heldout, weights)
+    return RunPrompts(train, heldout, weights)
 
 
 def read_training(
@@ -69,7 +69,7 @@ def read_training(
     heldout: Collection[object],
     media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Sequence[Prompt], dict[str, float]]:
-    """Return the prompts of files, else the captions of images, and the weight of each source by its name."""
+    """Read prompts from files, or else captions of images; return them and the weight of each source by name."""
     if prompts:
         return read_sources(prompts, check=check, heldout=heldout, read=partial(read_prompts, media=media))
     return read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
@@ -82,23 +82,23 @@ def open_job(
     steps: int,
     guidance: Guidance,
     compute: torch.dtype = torch.float32,
-    prompts: Callable[[Any], tuple[Any, PromptsOfRun]] | None = None,
+    prompts: Callable[[Any], tuple[Any, RunPrompts]] | None = None,
 ) -> Job:
-    """Return the job of a pipeline without rewards and evaluators.
+    """Open the job of a pipeline without rewards and evaluators.
 
     Args:
-        name, config, steps, guidance, compute: see `job.to_sample`.
-        prompts: function from the model to the model as it is used and the prompts of the run; without it there are none.
+        name, config, steps, guidance, compute: see `job.open_to_sample`.
+        prompts: function from the model to the adapted model and the prompts of the run; None for a job without prompts.
 
     Raises:
-        UsageError: the pipeline cannot be opened, or makes no images of that size.
+        UsageError: the pipeline cannot be opened, or does not support the size.
     """
-    prompts_of = PromptsOfRun((), (), {})
+    prompts_of = RunPrompts((), (), {})
     model = open_named(name, config, steps=steps, guidance=guidance, compute=compute)
     try:
         if prompts is not None:
             model, prompts_of = prompts(model)
-        shape = _shape(model, config, adapted=is_adapter(name))
+        shape = _find_shape(model, config, adapted=is_adapter(name))
         sizes = parse_shapes(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
     except UsageError:
         raise
@@ -112,27 +112,27 @@ def open_job(
 def open_named(
     name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype = torch.float32
 ) -> Any:
-    """Return the model that `--model` names: that of a pipeline's folder or id, or a user-defined one; see `open_job`."""
+    """Open the model of a name: a pipeline's folder or Hub id, or a user-defined model; see `open_job`."""
     try:
         if is_adapter(name):
-            return _adapt(name, config)
-        return _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+            return _open_custom(name, config)
+        return _open_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
     except UsageError:
         raise
     except (ValueError, OSError) as error:
         raise UsageError(f"model {name}: {error}") from error
 
 
-def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
-    """Return the shape of a sample; a user-defined model of one size gives it by defaults, and then need not be told."""
+def _find_shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
+    """Return the shape of a sample; a user-defined model of one size needs no size settings."""
     if adapted and replace(config, heldout=()) == PipelineConfig() and has_one_size(model):
-        return only_shape(model)
+        return find_only_shape(model)
     shape: tuple[int, ...] = model.latent_shape(**config.size._asdict(), frames=config.frames)
     return shape
 
 
-def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
-    """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
+def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
+    """Open the model of a diffusers pipeline, by its adapter or as a recorded pipeline."""
     from fluvial.models.modular.any_modular import AnyModular
     from fluvial.models.original.whole import find_pipeline_folder
     from fluvial.models.pipelines.base import VaeOptions
@@ -166,7 +166,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
             options["vae"] = vae
         return open_model(folder, **options)
     if not has_values(find_default_device()):
-        options["device"] = "cpu"  # such a pipeline is recorded as it runs, and a simulated GPU has no values
+        options["device"] = "cpu"  # recording needs values, which a simulated GPU lacks
     for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
         if getattr(config, name) != getattr(PipelineConfig, name):
             raise no_effect(f"pipeline.{name}", "without an adapter, because the pipeline runs its own parts")
@@ -174,7 +174,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
     if config.sizes:
         raise no_effect("pipeline.sizes", "without an adapter, because the pipeline then has one size (height and width)")
-    if config.frozen == "auto" and compute.itemsize == 2:  # most pipelines mix no dtypes
+    if config.frozen == "auto" and compute.itemsize == 2:  # most pipelines do not mix dtypes
         options["dtype"] = compute
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
@@ -183,13 +183,13 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
 
 
 def check_second_scale(model: Any, *, guided: bool) -> None:
-    """Raise UsageError if a model with an adapter has a second scale of guidance, and nothing is guided."""
+    """Raise UsageError if a model with an adapter has a second guidance scale, and the run has no guidance."""
     if not guided and getattr(model, "guidance_scale_2", None) is not None:
         raise no_effect("pipeline.call", "with guidance_scale_2 without guidance, which a scale of 1 is")
 
 
 def check_exists(name: str) -> None:
-    """Raise UsageError if a model is neither a folder, nor `module:name`, nor a pipeline that the Hub or its cache has."""
+    """Raise UsageError unless a model is a folder, `module:name`, or a pipeline on the Hub or in its cache."""
     from fluvial.models.pipelines.folder import check_known
 
     if not is_adapter(name):
@@ -202,13 +202,13 @@ def is_adapter(name: str) -> bool:
     return ":" in name and not Path(name).is_dir()
 
 
-def _adapt(name: str, config: PipelineConfig) -> Any:
-    """Return a user-defined model."""
+def _open_custom(name: str, config: PipelineConfig) -> Any:
+    """Open a user-defined model."""
     from fluvial.models import load_adapter
 
     sized = PipelineConfig(config.height, config.width, config.sizes, config.frames)
     if config != replace(sized, heldout=config.heldout):
         raise ValueError(
-            "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
+            "a model of your own has only height, width, sizes, frames and heldout of pipeline: remove the other settings"
         )
     return load_adapter(name)

@@ -17,7 +17,7 @@ UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 10**6, "GB": 10**9, "TB
 
 
 def parse_bytes(text: str, field: str) -> int:
-    """Return the bytes of a text such as 24GiB; UsageError names the field if it is not one."""
+    """Parse a number of bytes such as 24GiB; UsageError, with the field, if the text is not one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text)
     if match is None or float(match[1]) == 0:
         raise UsageError(field, text, "a number and a unit, e.g. 24GiB")
@@ -29,14 +29,14 @@ class DataConfig:
     """Order of the prompts, and images with captions to learn from without a rollout.
 
     Args:
-        images: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without
-            a weight: folders of images, or files of records with a column image.
+        images: Images with captions to learn from without a rollout (sft, and raft on data), each with or without a weight:
+            folders of images, or files of records with a column image.
         order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with replacement) or
-            distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
+            distinct (at random for each rollout, without repeats in it, as in Flow-GRPO).
         seed: Seed of the order of the prompts; None is `seed`.
         cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and images
             may share one.
-        errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
+        errors: Treatment of images that cannot be read: refuse (raises an error) or skip (leaves them out).
     """
 
     images: tuple[str, ...] = ()
@@ -51,25 +51,25 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class MachineConfig(EngineConfig):
-    """Sharding, precision, checkpointing and offload, and how many samples are computed at once.
+    """Sharding, precision, checkpointing and offload, and the sizes of micro-batches.
 
     Args:
-        micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
-            only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
-            sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
+        micro_batch: Number of samples per forward pass, in rollout and update; it determines the memory, and changes results
+            only by rounding. auto tries 1, 2, 4, ... before training, within the memory and until the time per sample falls
+            by less than 5 %. The run's config.json and checkpoints have the number; a resumption uses it.
         update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
-            of `micro_batch` before training, as far as the memory goes, and takes the fastest of those that give each row
-            the bits of the rollout's, so that first ratios are exactly 1. Pairs that do not fill such a pass go in smaller
-            ones that were proven too. A checkpoint holds the number; a resumption on another processor, or with another
-            number of ranks or threads, finds its own. rollout takes `micro_batch`, as auto does where blocks are compiled. A
-            number of your own changes results by rounding, first ratios too.
-        init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
-            whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
+            of `micro_batch` before training, within the memory, and chooses the fastest of those that give each row the same
+            bits as in the rollout, so that first ratios are exactly 1. Remaining pairs take smaller sizes that were tried
+            too. A checkpoint has the number; a resumption on another processor, or with another number of ranks or threads,
+            chooses again. rollout uses `micro_batch`, as auto does with compiled blocks. A number changes results by
+            rounding, first ratios too.
+        init: How base weights are loaded: sharded (each rank reads its own shards, so that no rank has the whole model) or
+            whole (every rank loads the model and then shards it, for models that are not read from a folder).
         implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
             triton, compiled or reference.
-        timeout: Seconds that processes wait for each other in a collective before they give up on one that died or hangs.
-        fit: Memory of a GPU, e.g. 24GiB. A training run turns those of these settings that make it fit by the closed form of
-            `fluvial plan`, and prints what each saves; see there.
+        timeout: Seconds that processes wait for each other in a collective before they raise an error.
+        fit: Memory of a GPU, e.g. 24GiB. A training run changes settings of this group until it fits, as estimated by
+            `fluvial plan`, and prints the bytes that each saves.
     """
 
     micro_batch: int | Literal["auto"] = 64
@@ -88,14 +88,14 @@ class MachineConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, where to, and which one a run continues from.
+    """Interval and storage of checkpoints, and the one that a run continues from.
 
     Args:
         every: Number of updates between checkpoints.
         background: Write checkpoints in the background, from a copy on the host.
-        folder: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`, which also
-            takes those that cannot be saved there.
-        keep: Number of checkpoints that are kept.
+        folder: Folder of the checkpoints, or a URL of fsspec (s3://bucket/run); by default in `out`, which is also the
+            fallback when a save fails.
+        keep: Number of checkpoints to keep.
         resume_from: Continue from this checkpoint, a folder or a URL.
     """
 
@@ -114,13 +114,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Which weights are exported, and when.
+    """Interval, dtype and format of exports.
 
     Args:
-        every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
-        dtype: Dtype of the weights that are exported.
+        every: Number of updates between exports to `exports` in `out`; 0 exports only at the end.
+        dtype: Dtype of the exported weights.
         format: Format of the exports during training: lora, merged, full or comfyui (see `fluvial export`); auto is lora
-            where an adapter is trained, else merged.
+            if an adapter is trained, else merged.
     """
 
     every: int = 0
@@ -158,7 +158,7 @@ class PipelineConfig:
             without a folder the encoders stay, and encode each batch.
         text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
         shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
-        latents: Sample of an image that is learnt from: mean (of the VAE's distribution) or sample (one draw per image).
+        latents: Clean sample of an image: mean (of the VAE's distribution) or sample (one draw per image).
         frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, and without an adapter where the network computes
             in it, else float32.
         text_base: Format of the text encoders' linear layers, as `engine.base` of the network's; auto is `frozen`.
@@ -167,9 +167,9 @@ class PipelineConfig:
             Tiles overlap by a quarter and are blended, so images differ slightly.
         vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
-        weights: Base weights to start from: a folder as diffusers saves a network, and as a run's export
-            writes them, or a safetensors file, also of a whole checkpoint; by default those of the model.
-        settings: Folder or id of a pipeline that gives settings, tokenizers and missing parts to a `model` of one
+        weights: Base weights to start from: a folder of a network saved by diffusers or exported by a run, or a safetensors
+            file of a network or of a whole checkpoint; by default those of the model.
+        settings: Folder or id of the pipeline with the settings, tokenizers and missing parts for a `model` of one
             safetensors file; by default the published one of its architecture.
     """
 
@@ -210,5 +210,5 @@ class PipelineConfig:
 
     @property
     def size(self) -> Size:
-        """Size of evaluations, and of all samples unless there are several sizes."""
+        """Size of evaluations, and of all samples of a run with one size."""
         return parse_size(self.sizes[0]) if self.sizes else Size(self.height, self.width)

@@ -1,4 +1,4 @@
-"""Start of a run: the export of another run, other base weights, or an adapter to continue from."""
+"""Weights that a run starts from: the export of another run, other base weights, or an adapter."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from fluvial.models.lora_files import LoraFile, count_rows, load_lora, read_lora
 from fluvial.models.original.convert import adapter_from_original
 
 RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
-DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError)  # errors of a record that is none of a run
+DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError)  # errors of a file that is not the record of a run
 
 
 def is_run(name: str) -> bool:
@@ -29,11 +29,11 @@ def is_run(name: str) -> bool:
     return (folder / "metrics.jsonl").is_file() and (folder / RECORD).is_file()
 
 
-def configuration(folder: Path) -> TrainConfig:
-    """Return the configuration of the run in a folder, which may have been moved since.
+def read_configuration(folder: Path) -> TrainConfig:
+    """Read the configuration of the run in a folder, which may have been moved.
 
     Raises:
-        UsageError: its record is of another version, or damaged.
+        UsageError: the record is of another version, or damaged.
     """
     from fluvial.engines.run.record import locate_paths, read_record
 
@@ -43,50 +43,50 @@ def configuration(folder: Path) -> TrainConfig:
         return with_values(run, {"out": folder, "resume": False, "checkpoint.resume_from": None})
 
 
-def base_model(name: str) -> str:
-    """Return the model that a run trained, or the name itself if it is no run's.
+def find_base_model(name: str) -> str:
+    """Return the model that a run trained; a name that is not a run's folder is returned unchanged.
 
     Raises:
         UsageError: the record of the run cannot be read.
     """
-    from fluvial.engines.run.record import Finder
+    from fluvial.engines.run.record import PathFinder
 
     if not is_run(name):
         return name
     try:
         record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
-        return Finder(Path(record.get("out", name)), Path(name)).model(str(record["model"]))
+        return PathFinder(Path(record.get("out", name)), Path(name)).locate_model(str(record["model"]))
     except DAMAGED as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
 
 def from_run(config: TrainConfig) -> TrainConfig:
-    """Return a run whose model is the folder of another run as one of that run's model with its exported weights.
+    """Replace a model that is the folder of another run by that run's model with its exported weights.
 
     Raises:
-        UsageError: the other run has exported none, or other weights are asked for as well.
+        UsageError: the other run has exported no weights, or `pipeline.weights` is set as well.
     """
     if not is_run(config.model):
         return config
     weights = Path(config.model) / WEIGHTS
     if config.pipeline.weights not in (None, weights):
-        hint = f"model {config.model} is a run with its own; leave one out"
+        hint = f"model {config.model} is a run with its own weights; remove one of the two"
         raise UsageError("pipeline.weights", config.pipeline.weights, hint=hint)
     if not weights.is_dir():
         advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
         raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
-    return with_values(config, {"model": base_model(config.model), "pipeline.weights": weights})
+    return with_values(config, {"model": find_base_model(config.model), "pipeline.weights": weights})
 
 
 class OtherWeights:
-    """A user-defined model with the network of a folder of weights, such as the `weights` of a run.
+    """A user-defined model with the weights of a folder, such as `weights` of a run.
 
     Args:
         model: the model.
-        folder: weights with the names of its network's parameters; `build` reads them all.
+        folder: weights with the names of the network's parameters; `build` reads them all.
     """
 
-    weights = None  # no folder that an empty network is filled from
+    weights = None  # no folder to fill an empty network from
 
     def __init__(self, model: Any, folder: Path) -> None:
         self._model, self._folder = model, folder
@@ -95,7 +95,7 @@ class OtherWeights:
         return getattr(self._model, name)
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the network with the weights of the folder; with `empty`, with parameters on the meta device."""
+        """Build the network with the weights of the folder; with `empty`, with parameters on the meta device."""
         module: nn.Module = self._model.build(empty=empty)
         if not empty:
             with convert_errors(UsageError, RuntimeError, says=f"{self._folder} holds another network"):
@@ -115,13 +115,13 @@ def with_base(job: Job, weights: Path | None) -> Job:
         hint = "there is no such folder, expected a network as diffusers saves one, or a safetensors file"
         if is_run(str(weights.parent)):
             run = weights.parent
-            hint = f"the run has exported none yet; export a checkpoint: fluvial export {run} --as merged --out {weights}"
+            hint = f"the run has no export yet; export a checkpoint: fluvial export {run} --as merged --out {weights}"
         raise UsageError("weights", weights, hint=hint)
     expected, file = getattr(job.model, "network", None), weights / RECORD
     if file.is_file() and expected is not None:
-        held = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
-        if held not in (None, expected):
-            raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
+        class_name = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
+        if class_name not in (None, expected):
+            raise UsageError(f"`weights` is {weights}, which holds a {class_name}, expected a {expected}")
     with convert_errors(UsageError, ValueError, says="`weights`"):
         return job.with_weights(weights)
 
@@ -147,22 +147,22 @@ def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFil
     """Return the adapter of a file or a folder; UsageError if it cannot be read, or does not fit the network."""
     kind: Any = getattr(job.model, "pipeline", None)
     with convert_errors(UsageError, ValueError, says=f"`{field}`"):
-        return read_lora(path, module, convert=None if kind is None else converter(kind, module))
+        return read_lora(path, module, convert=None if kind is None else make_converter(kind, module))
 
 
-def digest(adapter: LoraFile) -> str:
+def digest_adapter(adapter: LoraFile) -> str:
     """Return a fingerprint of an adapter."""
     return join_digests({**digest_tensors(adapter.tensors.items()), "": f"{adapter.rank} {adapter.alpha} {adapter.form}"})
 
 
-def converter(pipeline: str, module: nn.Module | None = None) -> Any:
-    """Return a function from the keys of other programs to diffusers' own.
+def make_converter(pipeline: str, module: nn.Module | None = None) -> Any:
+    """Return a function that converts an adapter's keys from other programs to those of diffusers.
 
-    It knows the original layout, as `fluvial export` writes it, and what diffusers' pipeline knows.
+    It converts the original layout that `fluvial export` writes, and all layouts of the diffusers pipeline.
 
     Args:
-        pipeline: class of diffusers' pipeline.
-        module: network that is adapted; without it only diffusers is asked.
+        pipeline: class of the diffusers pipeline.
+        module: network that is adapted; without it only diffusers converts.
     """
 
     def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -172,7 +172,7 @@ def converter(pipeline: str, module: nn.Module | None = None) -> Any:
 
         network = next(iter(module.values())) if isinstance(module, nn.ModuleDict) else module
         if network is not None:
-            with suppress(ValueError):  # then it is of another layout
+            with suppress(ValueError):  # another layout, for diffusers
                 return adapter_from_original(pipeline, tensors, network)
         with silence():
             converted: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)

@@ -12,7 +12,7 @@ from fluvial.models.images import to_image
 GOOD, BAD, INK, PAPER = (20, 120, 60), (180, 40, 30), (30, 30, 30), (250, 250, 248)
 
 
-def sheet_of(
+def draw_sheet(
     images: Tensor,
     prompts: Sequence[str],
     scores: Tensor | None = None,
@@ -22,13 +22,13 @@ def sheet_of(
     columns: int = 4,
     width: int = 256,
 ) -> Image.Image:
-    """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `caption_images`."""
+    """Draw samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `caption_images`."""
     drawn = [to_image(image, width=width) for image in images]
     return caption_images(drawn, prompts, scores, base=base, title=title, columns=columns).image
 
 
 class Sheet(NamedTuple):
-    """Captioned images side by side, and where each of them is."""
+    """Captioned images side by side, and their boxes."""
 
     image: Image.Image
     captions: list[str]
@@ -44,10 +44,9 @@ def caption_images(
     title: str = "",
     columns: int = 4,
 ) -> Sheet:
-    """Return images of one size side by side, `columns` per row, with a title above.
+    """Draw images of one size side by side, `columns` per row, with a title above.
 
-    Each is captioned with its prompt and, if given, its score: green if it is above that of `base` for the same image, red
-    if it is below.
+    Captions are the prompt and, if given, the score: green if above that of `base` for the same image, red if below.
     """
     font = ImageFont.load_default(size=18)
     gap, line = 14, 26
@@ -74,12 +73,12 @@ def caption_images(
 
 
 def join(path: Path, parts: Sequence[Path]) -> None:
-    """Write a PNG of other PNGs, one above the other. Missing files are left out."""
+    """Write a PNG of other PNGs, stacked vertically. Missing files are left out."""
     stack_images([Image.open(part) for part in parts if part.exists()]).save(path)
 
 
 def stack_images(images: Sequence[Image.Image]) -> Image.Image:
-    """Return images one above the other."""
+    """Stack images vertically."""
     sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), PAPER)
     top = 0
     for image in images:

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, a line per update elsewhere, and what is waited for on both."""
+"""Progress of a run: a bar on a terminal, a line per update elsewhere, and pending waits on both."""
 
 import time
 from collections import deque
@@ -12,22 +12,22 @@ from rich.table import Column, Table
 
 from fluvial.engines.waits import Waits, format_seconds
 
-RECENT = 10  # rollouts whose speed the remaining time is of
-NARROW = 100  # columns of a terminal below which the bar is short
+RECENT = 10  # rollouts whose speed gives the remaining time
+NARROW = 100  # width of a terminal, in columns, below which the bar is short
 
 
 class RunProgress(ExitStack):
-    """Progress over updates.
+    """Progress over optimizer updates.
 
-    A terminal shows count, bar, remaining time and the numbers of the last update in one line, and what is waited for beside
-    them; the numbers at the end are cut off where the line is too long. Elsewhere there is a line per `every` updates.
+    A terminal shows count, bar, remaining time, the numbers of the last update and the pending wait in one line, cut off at
+    its end. Elsewhere there is a line per `every` updates.
 
     Args:
         console: console to write to; None is silent, for all ranks but the first.
         total: number of updates of the run.
         done: number of updates at the start.
         every: number of updates between lines if the console is not a terminal.
-        clock: seconds of a clock.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class RunProgress(ExitStack):
                 TextColumn("{task.fields[status]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
                 expand=True,
-                transient=True,  # what follows the run stands below its lines, not below a bar
+                transient=True,  # later output follows the lines, without the bar between
             )
             self.task = self.bar.add_task("update", total=total, completed=done, status="", left="")
 
     def __enter__(self) -> Self:
         super().__enter__()
         if self.console is not None:
-            self.enter_context(Waits(self.say_wait, show=self.phase if self.bar else None, clock=self.clock))
+            self.enter_context(Waits(self.say_wait, show=self.show_phase if self.bar else None, clock=self.clock))
         return self
 
     def begin(self, done: int) -> None:
-        """Begin to count updates, after those that are done."""
+        """Begin to count updates after the first `done`."""
         self.done = done
         self.mark()
         if self.bar:
@@ -71,13 +71,13 @@ class RunProgress(ExitStack):
             self.enter_context(self.bar)
 
     def mark(self) -> None:
-        """Note the time, from which the updates that follow are measured."""
+        """Restart the measurement of speed now."""
         self.marks.clear()
         self.marks.append((self.clock(), self.done))
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last update, by those of the last `RECENT` rollouts; None before the first."""
+        """Seconds until the last update, at the speed of the last `RECENT` rollouts; None before the first."""
         if len(self.marks) < 2:
             return None
         (began, first), (ended, last) = self.marks[0], self.marks[-1]
@@ -93,24 +93,24 @@ class RunProgress(ExitStack):
         phases = " ".join(f"{phase} {value:.2f}s" for phase, value in seconds.items())
         if self.bar:
             self.bar.update(self.task, completed=self.done, left=left)
-            self.phase(phases)
+            self.show_phase(phases)
         elif self.done // self.every > before // self.every or self.done == self.total:
             parts = (f"update {self.done}/{self.total}", left, self.numbers, phases)
             self.say("  ".join(part for part in parts if part))
 
-    def phase(self, name: str) -> None:
-        """Show what is done now beside the bar; without a bar nothing is shown."""
+    def show_phase(self, name: str) -> None:
+        """Show the current phase beside the bar; without a bar nothing is shown."""
         if self.bar and self.bar.live.is_started:
             first, *others = self.numbers.split("  ")
             self.bar.update(self.task, status="  ".join(part for part in (first, name, *others) if part))
 
     def say(self, line: str) -> None:
-        """Print a line above the bar, unbroken, so that a command in it can be copied."""
+        """Print a line above the bar, without line breaks, so that a command in it can be copied."""
         if self.console:
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def say_wait(self, line: str) -> None:
-        """Print what is waited for, unless the bar shows it."""
+        """Print the line of a wait, unless the bar shows it."""
         if not (self.bar and self.bar.live.is_started):
             self.say(line)
 

@@ -1,4 +1,4 @@
-"""Reading of the files of a run folder, which may still be written to."""
+"""Readers of the files of a run folder, while a run may be writing them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds, None if it is missing or damaged."""
+    """Read a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -15,7 +15,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, up to a line that a crash cut short; none if there is no such file."""
+    """Yield the records of a metrics.jsonl, up to an incomplete line after a crash; none if the file is missing."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
@@ -26,9 +26,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by their dotted names."""
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables: return their values by dotted names."""
     leaves: dict[str, Any] = {}
     for name, value in table.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        leaves |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return leaves

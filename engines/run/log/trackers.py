@@ -1,4 +1,4 @@
-"""Trackers: where the numbers and images of a run go besides its folder. One that fails never stops training."""
+"""Trackers of the numbers and images of a run, besides its folder. Their failures never stop training."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,36 +16,36 @@ MOST_FAILURES = 3  # in a row
 
 
 class TrackedRun(NamedTuple):
-    """Facts of a run that a tracker gets at its start."""
+    """Facts of a run for a tracker."""
 
     folder: Path
-    config: Mapping[str, Any]  # as config.json holds it
+    config: Mapping[str, Any]  # as in config.json
     id: str  # the same after a resumption: 21 digits and lower-case letters
-    update: int  # update that the run starts after; above 0 for a run that is resumed
+    update: int  # update that the run starts after; above 0 for a resumed run
 
 
 class TrackedSamples(NamedTuple):
     """Images of an evaluation."""
 
     name: str  # e.g. "before"
-    images: list[Image.Image]  # each alone
-    captions: list[str]  # prompt, and score if there is one, of each
-    sheet: Image.Image  # all of them side by side, with their captions
+    images: list[Image.Image]
+    captions: list[str]  # prompt of each image, with its score if there is one
+    sheet: Image.Image  # all images side by side, with their captions
 
 
 class Tracker(Protocol):
-    """Receives what a run logs; it is made by a function, or a class, of a `TrackedRun`."""
+    """Receiver of a run's logs; a function or class of a `TrackedRun` makes one."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log the numbers of an update, by names such as "reward/mean"."""
         ...
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         ...
 
     def finish(self) -> None:
-        """Write what is buffered, and end."""
+        """Write buffered data, and end."""
         ...
 
 
@@ -55,38 +55,38 @@ Maker = Callable[[TrackedRun], Tracker]
 EXTRAS = ("wandb", "trackio", "swanlab", "mlflow")  # packages, each with an extra of its name
 
 
-def find(name: str) -> Maker | None:
-    """Return the maker of the tracker that a name stands for, None for "none".
+def find_tracker(name: str) -> Maker | None:
+    """Return the maker of a tracker by name; None for "none".
 
     Args:
         name: none, an entry point of `fluvial.trackers`, or `module:name`.
 
     Raises:
-        UsageError: there is none, or its package is not installed.
+        UsageError: there is no such tracker, or its package is not installed.
     """
     if name in EXTRAS:
         spec = find_spec(name)
-        # A folder of the package's name in the working folder, which wandb makes, is found as a package without a file.
+        # A folder with the package's name in the working folder, as wandb creates, looks like a package without a file.
         if spec is None or spec.origin is None:
             raise UsageError("tracker", name, hint=f"{name} is not installed; pip install 'fluvial[{name}]'")
-    maker: Maker | None = plugins.load(name, "trackers", _makes, table={"none": None})
+    maker: Maker | None = plugins.load(name, "trackers", _explain_no_maker, table={"none": None})
     return maker
 
 
-def find_all(names: str) -> dict[str, Maker]:
-    """Return the makers of trackers with commas between their names, see `find`; none for "none"."""
-    makers = {name: find(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
+def find_trackers(names: str) -> dict[str, Maker]:
+    """Return the makers of trackers by comma-separated names, see `find_tracker`; empty for "none"."""
+    makers = {name: find_tracker(name) for name in dict.fromkeys(names.replace(" ", "").split(","))}
     return {name: maker for name, maker in makers.items() if maker is not None}
 
 
 class SafeTracker:
-    """A tracker whose failures end in one line. After three in a row it is left alone.
+    """A tracker whose first failure becomes a warning of one line. After three failures in a row it is not called again.
 
     Args:
-        name: name for the line.
+        name: name for the warning.
         maker: function that makes the tracker.
         run: the run.
-        warn: where the line goes.
+        warn: function that prints the warning.
     """
 
     def __init__(self, name: str, maker: Maker, run: TrackedRun, warn: Callable[[str], None]) -> None:
@@ -101,11 +101,11 @@ class SafeTracker:
             if self.tracker is not None:
                 self.tracker.log(numbers, step)
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         """Log the images of an evaluation."""
         with self._guard():
             if self.tracker is not None:
-                self.tracker.images(samples, step)
+                self.tracker.log_images(samples, step)
 
     def finish(self) -> None:
         """End the tracker."""
@@ -131,7 +131,7 @@ class SafeTracker:
                 )
 
 
-def _makes(maker: Any) -> str | None:
+def _explain_no_maker(maker: Any) -> str | None:
     if maker is None or callable(maker):
         return None
     return f"is of type {type(maker).__name__}, expected a function or a class of a TrackedRun"

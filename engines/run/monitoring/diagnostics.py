@@ -1,4 +1,4 @@
-"""Diagnostics of a run: drift of the model, reward hacking, best and worst samples, and what holds memory that is short."""
+"""Diagnostics of a run: drift of the model, reward hacking, best and worst samples, and out-of-memory errors."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World, collective
-from fluvial.engines.errors import RunError, out_of_memory
+from fluvial.engines.errors import RunError, describe_out_of_memory
 from fluvial.engines.files import save_tensors
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.job import Job
@@ -33,7 +33,7 @@ SEED, SAMPLES = 7_1972, 16  # of a probe
 
 
 class Probe(NamedTuple):
-    """Noised samples of the model that training began with, and its prediction there, to measure drift from it."""
+    """Noised samples of the model at the start of training, with its predictions, to measure the drift from it."""
 
     x: Tensor  # [P, *event]
     level: Tensor  # [P]
@@ -43,46 +43,45 @@ class Probe(NamedTuple):
     @collective
     @staticmethod
     def take(job: Job, module: nn.Module, schedule: Schedule, *, micro_batch: int) -> "Probe":
-        """Return the probe of a model as it is now, whole on every rank.
+        """Take the probe of the current model; every rank gets all of it.
 
-        Samples of held-out prompts are generated without noise in their steps, and then noised to levels that are spread
-        over the schedule.
+        Samples of held-out prompts are generated deterministically, and then noised to levels spread over the schedule.
 
         Args:
             schedule: schedule with its timesteps on the device.
         """
         root = key(SEED)
-        requests = Requests(_prompts(job), range(SAMPLES), fold_in(root, Stream.PROBE_SAMPLES))
+        requests = Requests(_select_prompts(job), range(SAMPLES), fold_in(root, Stream.PROBE_SAMPLES))
         chunks = generate(job.model, module, requests, Sampling(job.shape, schedule), micro_batch=micro_batch)
         x0 = torch.cat([chunk.trajectory.final for chunk in chunks])
         step = torch.arange(SAMPLES, device=x0.device) * len(schedule.timesteps) // SAMPLES
         level, timestep = schedule.levels.to(x0.device)[step], schedule.timesteps[step]
         keys = fold_in(fold_in(root, Stream.PROBE_NOISE), torch.arange(SAMPLES, device=x0.device))
         x = add_noise(x0, normal(keys, tuple(x0.shape)), level, prediction=job.model.prediction)[0]
-        bare = Probe(x, level, timestep, x)
-        return bare._replace(v=bare._predictions(job, module, micro_batch))
+        probe = Probe(x, level, timestep, x)
+        return probe._replace(v=probe._predict(job, module, micro_batch))
 
-    def velocity_drift(self, job: Job, module: nn.Module, *, micro_batch: int) -> float:
-        """Return mean |v - v0|^2 / mean |v0|^2, v the prediction of a model, v0 that of the model at the start."""
-        v = self._predictions(job, module, micro_batch)
+    def measure_drift(self, job: Job, module: nn.Module, *, micro_batch: int) -> float:
+        """Return mean |v - v0|^2 / mean |v0|^2, with the predictions v of a model and v0 of the model at the start."""
+        v = self._predict(job, module, micro_batch)
         return float(velocity_error(v, self.v).mean() / velocity_error(self.v, torch.zeros_like(self.v)).mean())
 
     def save(self, path: Path) -> None:
-        """Write the probe to a file, for the resumption of the run."""
+        """Write the probe to a file, for a resumption of the run."""
         save_tensors({name: tensor.cpu().contiguous() for name, tensor in self._asdict().items()}, path)
 
     @staticmethod
     def load(path: Path, device: torch.device) -> "Probe":
-        """Return the probe of a file; RunError if the file is missing or damaged."""
+        """Read a probe from a file; RunError if the file is missing or damaged."""
         try:
             return Probe(**{name: tensor.to(device) for name, tensor in load_file(path).items()})
         except (OSError, SafetensorError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise RunError(f"{path}, the probe that drift is measured with, cannot be read: {reason}") from error
 
-    def _predictions(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
+    def _predict(self, job: Job, module: nn.Module, micro_batch: int) -> Tensor:
         """Return the prediction of a network at each noised sample, `[P, *event]`."""
-        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(model_inputs(_prompts(job))))
+        cond = optree.tree_map(lambda tensor: tensor.to(self.x.device), job.model.encode(model_inputs(_select_prompts(job))))
         parts = []
         for start in range(0, len(self.x), micro_batch):
             rows = slice(start, start + micro_batch)
@@ -93,8 +92,8 @@ class Probe(NamedTuple):
         return torch.cat(parts)
 
 
-def _prompts(job: Job) -> list[Prompt]:
-    """Return the prompts of a probe, spread over the held-out ones."""
+def _select_prompts(job: Job) -> list[Prompt]:
+    """Select the prompts of a probe, evenly spaced among the held-out ones."""
     return [job.heldout[i * len(job.heldout) // SAMPLES] for i in range(SAMPLES)]
 
 
@@ -102,7 +101,7 @@ LARGEST, LOSSLESS, WIDTH = 512, 128, 256  # pixels per side
 
 
 class ExtremeSamples(NamedTuple):
-    """Samples that are shown, with their prompts and scores."""
+    """Images of samples with their prompts and scores."""
 
     images: list[Image.Image]
     prompts: list[str]
@@ -110,7 +109,7 @@ class ExtremeSamples(NamedTuple):
 
 
 class KeptImages:
-    """Keeps the images of this rank's samples in an evaluation, compressed, as its `keep`; until all scores are known."""
+    """Compressed images of this rank's samples in an evaluation, whose `keep` this is, until all scores are known."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}  # by name of the sample
@@ -126,10 +125,10 @@ class KeptImages:
             self.files[name] = buffer.getvalue()
 
     @collective
-    def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
-        """Return the samples of the highest scores by the last evaluator, and of the lowest.
+    def select_extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
+        """Return the samples with the highest and the lowest scores by the last evaluator.
 
-        No sample is in both. Of equal scores the earlier sample comes first.
+        No sample is in both. Among equal scores the earlier sample comes first.
 
         Args:
             scores: scores of the samples of all ranks; there must be an evaluator.
@@ -149,7 +148,7 @@ class KeptImages:
 
 
 def _enlarge(file: bytes) -> Image.Image:
-    """Return an image, enlarged by a whole factor to at most 256 pixels unless it is wider, as `to_image` does."""
+    """Decode an image, and enlarge it by an integer factor to at most 256 pixels of width, as `to_image` does."""
     with Image.open(io.BytesIO(file)) as image:
         factor = max(WIDTH // image.width, 1)
         return image.convert("RGB").resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
@@ -170,30 +169,32 @@ OF_PART = {
 }
 
 
-def explain(error: BaseException, phase: str, engine: Engine) -> RunError:
-    """Return the error of a run whose device, or host, is out of memory in a phase."""
+def explain_out_of_memory(error: BaseException, phase: str, engine: Engine) -> RunError:
+    """Return the error of a run that is out of memory in a phase, with the largest consumer and settings that reduce it."""
     peak = engine.world.peak_memory()[0]
-    held = hold(engine)
-    held[ACTIVATIONS] = max(peak - sum(held.values()), 0.0)  # and what else has no name here
+    held = measure_held_bytes(engine)
+    held[ACTIVATIONS] = max(peak - sum(held.values()), 0.0)  # and all other tensors
     largest = max(held, key=lambda name: held[name])
     lower = OF_PHASE.get(phase, OF_PHASE["rollout"]) if largest == ACTIVATIONS else OF_PART[largest]
     share = f"{held[largest] / 2**30:.2f} of {peak / 2**30:.2f} GiB"
-    return RunError(f"{out_of_memory(error)} in the phase {phase}: {largest} hold the most ({share}); lower it by {lower}")
+    return RunError(
+        f"{describe_out_of_memory(error)} in the phase {phase}: {largest} hold the most ({share}); lower it by {lower}"
+    )
 
 
-def hold(engine: Engine) -> dict[str, float]:
-    """Return the bytes that this rank holds of each part of the engine."""
+def measure_held_bytes(engine: Engine) -> dict[str, float]:
+    """Return this rank's bytes of each part of the engine."""
     parameters = [*engine.module.parameters()]
     states = engine.optimizer.state.values()
     return {
-        "weights": _bytes(p for p in parameters if local(p).device.type == engine.world.device.type),
-        "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
-        "optimizer state": _bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
-        "moving average": _bytes(engine.average.values()),
+        "weights": _sum_bytes(p for p in parameters if local(p).device.type == engine.world.device.type),
+        "gradients": _sum_bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer state": _sum_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
+        "moving average": _sum_bytes(engine.average.values()),
     }
 
 
-def _bytes(tensors: Iterable[Tensor]) -> float:
+def _sum_bytes(tensors: Iterable[Tensor]) -> float:
     return float(sum(local(tensor).nbytes for tensor in tensors))
 
 
@@ -201,35 +202,35 @@ UNSEEN = "heldout"  # name of the evaluator that training never sees
 
 
 class EvaluationPoint(NamedTuple):
-    """An evaluation during a run; the one before training is not one, because it takes other samples."""
+    """An evaluation during a run; the one before training does not count, because it has other samples."""
 
     update: int
     score: float  # mean score by the evaluator
     reward: float  # mean reward of the rollouts since the evaluation before
 
 
-def best_of(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
-    """Return the evaluation with the highest score, of equal ones the first; None before the first evaluation."""
+def find_best(points: Sequence[EvaluationPoint]) -> EvaluationPoint | None:
+    """Return the first evaluation with the highest score; None before the first evaluation."""
     return max(points, key=lambda point: point.score, default=None)
 
 
 def find_gaming(points: Sequence[EvaluationPoint], count: int) -> Sequence[EvaluationPoint]:
-    """Return the last evaluations if the score fell from each to the next, `count` times, while the reward rose.
+    """Return the last evaluations if the score fell `count` times in a row while the reward rose; otherwise none.
 
-    Otherwise none are returned. The reward rose if it is higher before the last of them than before the first.
+    The reward rose if it is higher before the last of them than before the first.
     """
     last = points[-count - 1 :]
     fell = len(last) > count and all(after.score < before.score for before, after in pairwise(last))
     return last if count > 0 and fell and last[-1].reward > last[0].reward else ()
 
 
-def evaluator_of(names: Sequence[str]) -> str:
-    """Return the evaluator that is watched: the one that training never sees, or the last."""
+def choose_watched(names: Sequence[str]) -> str:
+    """Choose the evaluator to watch: the one that training never sees, or else the last."""
     return UNSEEN if UNSEEN in names else names[-1]
 
 
 def describe_gaming(points: Sequence[EvaluationPoint], evaluator: str) -> str:
-    """Return what happened over the evaluations that `find_gaming` found."""
+    """Describe the evaluations that `find_gaming` returned."""
     scores = " > ".join(f"{point.score:.3f}" for point in points)
     return (
         f"the score of the {evaluator} evaluator fell at {len(points) - 1} evaluations in a row ({scores}) while the reward "

@@ -1,4 +1,4 @@
-"""What a run is expected to do, said before its first update: what is trained, samples, and how long it takes."""
+"""Description of a run before its first update: trained parameters, samples, and estimated time."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ BACKWARD = 3  # time of a forward and a backward pass, in forward passes
 
 
 def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[str]:
-    """Yield lines on what is trained, and on how many samples an update takes.
+    """Yield lines on the trained parameters, and on the samples of batches and optimizer updates.
 
     Args:
         done: number of updates at the start.
@@ -22,8 +22,8 @@ def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[
     how = f"lora of rank {rank}" if config.train == "lora" else "full"
     ranks = f"{world.size} processes" if world.size > 1 else "1 process"
     yield (
-        f"{config.model} with {config.method.method_name}: {_count(trained)} of {_count(whole)} parameters trained ({how}), "
-        f"{ranks} on {world.device.type}"
+        f"{config.model} with {config.method.method_name}: {_format_count(trained)} of {_format_count(whole)} parameters "
+        f"trained ({how}), {ranks} on {world.device.type}"
     )
     rollouts = (config.updates - done) // config.updates_per_rollout
     per_update = sampling.batch // config.method.passes.minibatches
@@ -35,16 +35,16 @@ def describe_run(config: TrainConfig, engine: Engine, *, done: int) -> Iterator[
 
 
 def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> float:
-    """Return the seconds that all updates take, by those of an evaluation, whose forward passes are the same; roughly.
+    """Estimate the seconds of all rollouts and updates from those of an evaluation.
 
-    Rewards are left out, and so are networks beside the policy. A forward and a backward pass count as three forward passes.
+    Rewards and networks beside the policy are left out. A forward and a backward pass count as three forward passes.
 
     Args:
         seconds: seconds of the evaluation.
-        samples: number of its samples.
+        samples: number of samples of the evaluation.
     """
     sampling, guided = config.method.sampling, 1 + (config.evaluation_guidance.scale != 1)
-    forward = seconds / (samples * config.evaluation_steps * guided)  # of a row
+    forward = seconds / (samples * config.evaluation_steps * guided)  # seconds per row
     rollout = sampling.batch * sampling.steps * (1 + (sampling.guidance.scale != 1)) if config.makes_samples else 0
     batch, rows = count_rows(config)
     learnt = batch * rows * (1 + (sampling.guidance.scale != 1 and sampling.guidance.update == "guided"))
@@ -53,7 +53,7 @@ def estimate_seconds(config: TrainConfig, seconds: float, *, samples: int) -> fl
 
 
 def count_rows(config: TrainConfig) -> tuple[int, int]:
-    """Return the number of samples of a batch, and of rows of each: (sample, step) or (sample, noise level) pairs."""
+    """Return the samples per batch and the rows per sample; a row is a (sample, step) or (sample, noise level) pair."""
     rows, sampling = config.method.rows, config.method.sampling
     batch = 2 * sampling.prompts if config.method.is_paired else sampling.batch
     if isinstance(rows, RecordedRows):
@@ -62,7 +62,7 @@ def count_rows(config: TrainConfig) -> tuple[int, int]:
 
 
 def describe_spread(config: TrainConfig, engine: Engine) -> Iterator[str]:
-    """Yield what a person should know of how a run is spread over several ranks."""
+    """Yield notes on how a run is spread over several ranks."""
     world, batch, size = engine.world, config.method.sampling.batch, config.samples_per_pass
     if world.size > 1 and engine.sharded.is_whole:
         yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
@@ -77,8 +77,8 @@ def describe_spread(config: TrainConfig, engine: Engine) -> Iterator[str]:
         )
 
 
-def _count(number: int) -> str:
-    """Return a number of parameters as people write it."""
+def _format_count(number: int) -> str:
+    """Format a number of parameters, e.g. 1.2 billion."""
     for size, unit in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

@@ -1,1 +1,1 @@
-"""Passes of a network that leave no trace: they choose the micro-batch, and let blocks compile."""
+"""Trial passes of micro-batches before training, which leave no trace: they choose sizes and compile blocks."""

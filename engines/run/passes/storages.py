@@ -22,18 +22,18 @@ class LiveStorages(TorchDispatchMode):
     allocator holds beyond the requested sizes.
 
     Args:
-        exclude: tensors whose storages are not counted, e.g. those that existed before.
-        meta: whether only storages on the meta device are counted, as stand-ins for those of a real device. Otherwise they
-            are ignored, because PyTorch makes some to compute shapes.
+        exclude: tensors whose storages are not counted, e.g. existing ones.
+        meta: count only storages on the meta device, as stand-ins for those of a real device. Otherwise they are ignored,
+            because PyTorch creates some to compute shapes.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = (), *, meta: bool = False) -> None:
         super().__init__()
-        # Kept alive, so that no new storage gets the id of an excluded one.
+        # The references keep them alive, so that no new storage gets the id of an excluded one.
         self._excluded = {id(storage): storage for storage in map(_storage, exclude)}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._meta = meta
-        self.now = self.peak = 0  # bytes of the storages that are alive, and the most that were
+        self.now = self.peak = 0  # bytes of the live storages, and their largest sum
 
     def __enter__(self) -> Self:
         self._resize = resize = STORAGE.resize_
@@ -44,7 +44,7 @@ class LiveStorages(TorchDispatchMode):
                 self._track(storage)
             return result
 
-        # No operation says that a storage was resized, and to sum thousands after each operation would take long.
+        # Resizing is not an operation that the mode sees, and summing thousands of sizes after each operation is slow.
         STORAGE.resize_ = resize_and_count
         return super().__enter__()
 

@@ -1,7 +1,7 @@
-"""Start the processes of a command on this machine: one rank each, stopped together, with one exit code.
+"""Launcher of a command's ranks on this machine; they stop together, with one exit code.
 
-torchrun does this for several machines. There, the terminal's Ctrl-C and the one that torchrun passes on both reach a rank,
-and the second stops it at once. Here a request to stop reaches each rank once.
+torchrun is for several machines. With it a rank gets Ctrl-C twice, from the terminal and from torchrun, and the second one
+stops it at once. Here a request to stop reaches each rank once.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ from types import FrameType
 
 from fluvial.engines.run.process.stop import SIGNALS
 
-STORE = "FLUVIAL_STORE_SOCKET"  # variable that holds the descriptor of the socket that rank 0 listens on
-GRACE = 30.0  # seconds that the other ranks have to end by themselves after one has failed
-POLL = 0.1  # seconds between two looks at the ranks
+STORE = "FLUVIAL_STORE_SOCKET"  # environment variable with the file descriptor of the socket that rank 0 listens on
+GRACE = 30.0  # seconds for the other ranks to end by themselves after one has failed
+POLL = 0.1  # polling interval of the ranks, in seconds
 
 
 def launch(command: Sequence[str], processes: int) -> int:
     """Run a command as the ranks of one process group on this machine, and return its exit code.
 
-    SIGINT and SIGTERM are passed on to every rank. The exit code is 0 if every rank's is, else that of the rank that failed
-    first: 130 for one that SIGINT ended, 1 for other signals. The ranks share the cores, unless OMP_NUM_THREADS is set.
+    SIGINT and SIGTERM are forwarded to every rank. The exit code is 0 if all ranks exit with 0, else that of the rank that
+    failed first: 130 after SIGINT, 1 after other signals. The ranks share the cores, unless OMP_NUM_THREADS is set.
 
     Args:
         command: program and arguments of every rank.
@@ -36,7 +36,7 @@ def launch(command: Sequence[str], processes: int) -> int:
     """
     if processes < 1:
         raise ValueError(f"processes is {processes}, expected at least 1")
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores() // processes, 1))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(count_cores() // processes, 1))
     size = str(processes)
     ranks = _Ranks()
     try:
@@ -45,29 +45,29 @@ def launch(command: Sequence[str], processes: int) -> int:
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
             shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": threads}
             for rank in range(processes):
-                of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.start(command, {**shared, **of_rank}, listening if rank == 0 else None)
-        ranks.pass_on()
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.start(command, {**shared, **variables}, listening if rank == 0 else None)
+        ranks.forward_signals()
         return ranks.wait()
     finally:
         ranks.close()
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Ranks:
-    """The processes of a command, to which requests to stop are passed on."""
+    """Processes of a command, with forwarding of requests to stop."""
 
     def __init__(self) -> None:
         self.processes = list[subprocess.Popen[bytes]]()
-        self.waiting: list[int] | None = []  # signals that arrived before all ranks were started
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self.waiting: list[int] | None = []  # signals received before all ranks were started
+        self.before = {number: signal.signal(number, self._forward_signal) for number in SIGNALS}
 
     def start(self, command: Sequence[str], environment: dict[str, str], listening: socket.socket | None) -> None:
-        """Start the next rank, in a process group of its own, which the terminal's Ctrl-C does not reach."""
+        """Start the next rank in a new process group, out of reach of the terminal's Ctrl-C."""
         sockets = () if listening is None else (listening.fileno(),)
         inherited = {} if listening is None else {STORE: str(listening.fileno())}
         self.processes.append(
@@ -80,11 +80,11 @@ class _Ranks:
             )
         )
 
-    def pass_on(self) -> None:
-        """Pass on the signals that have arrived, and those that follow at once."""
+    def forward_signals(self) -> None:
+        """Forward the signals received so far; later ones are forwarded at once."""
         arrived, self.waiting = self.waiting or [], None
         for number in arrived:
-            self._note(number, None)
+            self._forward_signal(number, None)
 
     def wait(self) -> int:
         """Wait for all ranks and return the exit code; once one has failed, the others have `GRACE` seconds to end."""
@@ -95,7 +95,7 @@ class _Ranks:
                     continue
                 del running[rank]
                 if process.returncode and not code:
-                    code, deadline = _code(process.returncode), time.monotonic() + GRACE
+                    code, deadline = _find_exit_code(process.returncode), time.monotonic() + GRACE
                     if code == 1 and process.returncode < 0:
                         name = signal.Signals(-process.returncode).name
                         print(f"fluvial: rank {rank} of {len(self.processes)} was ended by {name}", file=sys.stderr)
@@ -106,7 +106,7 @@ class _Ranks:
         return code
 
     def close(self) -> None:
-        """Kill the ranks that still run, and handle signals as before."""
+        """Kill the ranks that still run, and restore the signal handlers."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -114,7 +114,7 @@ class _Ranks:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         if self.waiting is not None:
             self.waiting.append(number)
             return
@@ -122,12 +122,12 @@ class _Ranks:
             process.send_signal(number)
 
 
-def _code(returncode: int) -> int:
-    """Return the exit code for how a rank ended."""
+def _find_exit_code(returncode: int) -> int:
+    """Return the exit code for the return code of a rank."""
     return returncode if returncode > 0 else 130 if -returncode == signal.SIGINT else 1
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the system send this process a signal when the one that started it dies, also by kill -9; on Linux alone."""
+    """Have the system send this process a signal when its parent dies, also by kill -9; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

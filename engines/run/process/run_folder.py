@@ -1,9 +1,9 @@
-"""The run folder: everything that a run writes, by rank 0, which one living run does at a time.
+"""The run folder: all files of a run, written by rank 0 of one run at a time.
 
 config.json  metrics.jsonl  summary.json  warnings.txt  tracker.json  probe.safetensors
 samples/*.{png,json,csv,wav}  checkpoints/  weights/
 
-By extensions: report.html  curves.png  tensorboard/
+From extensions: report.html  curves.png  tensorboard/
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from fluvial.engines import plugins
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError, UsageError, convert_errors
 from fluvial.engines.run.evaluation.evaluate import Scores
-from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
+from fluvial.engines.run.evaluation.table import has_same_samples, read_scores, write_scores
 from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.records import read_json, read_records
 from fluvial.engines.run.log.sounds import write_wave
@@ -34,28 +34,28 @@ from fluvial.engines.run.log.trackers import SafeTracker, TrackedRun, TrackedSam
 from fluvial.models.images import to_image
 from fluvial.models.protocol import Sounds
 
-NAME = ".lock"
-BEAT, STALE = 5.0, 120.0  # seconds; network file systems show the attributes of a file up to 60 s late
+LOCK = ".lock"
+BEAT, STALE = 5.0, 120.0  # seconds; network file systems may report a file's attributes up to 60 s late
 
 
 class FolderLock:
-    """Hold of a run folder by this process: a lease of `filelock`, which the holder renews every `BEAT` seconds.
+    """Lock of a run folder by this process: a lease of `filelock`, renewed every `BEAT` seconds.
 
-    Kernel locks do not reach other hosts on every network file system. A dead holder on this machine is replaced at once,
-    any other once it has given no sign of life for `STALE` seconds by the clock of the one that waits.
+    It is no kernel lock, because some network file systems do not share these between hosts. A dead holder on this machine
+    is replaced at once; any other holder after `STALE` seconds without renewal, by the clock of the waiting process.
 
     Args:
-        folder: folder that exists.
-        say: where the line of a wait for the holder's next sign of life goes.
+        folder: existing folder.
+        say: function that prints a line, e.g. while this waits for the holder.
 
     Raises:
-        UsageError: a living process holds it.
-        OSError: the file cannot be written.
+        UsageError: a living process holds the lock.
+        OSError: the lock file cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self.folder = folder
-        path, pause = folder / NAME, min(1.0, BEAT / 4)
+        path, pause = folder / LOCK, min(1.0, BEAT / 4)
         self._lease = SoftFileLease(
             path, lease_duration=STALE, heartbeat_interval=BEAT, poll_interval=pause, thread_local=False
         )
@@ -63,9 +63,9 @@ class FolderLock:
             self._lease.acquire(timeout=0)
         except Timeout:
             say(f"{self._holder}: waiting up to {STALE:g} s for a sign of life")
-            held = _read_time(path)
+            renewed = _read_time(path)
             try:
-                self._lease.acquire(timeout=STALE + 2 * BEAT, cancel_check=lambda: _read_time(path) not in (held, None))
+                self._lease.acquire(timeout=STALE + 2 * BEAT, cancel_check=lambda: _read_time(path) not in (renewed, None))
             except Timeout:
                 raise UsageError(f"{self._holder}: wait for its end, or set `out` to another folder") from None
 
@@ -82,29 +82,29 @@ class FolderLock:
             raise RunError(f"{self._holder}, while this process was suspended: it stops, nothing is written")
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Release the lock."""
         self._lease.release()
 
 
 def _read_time(path: Path) -> int | None:
-    """Return the time of a file's last change, None if it is gone."""
+    """Return the time of a file's last change; None if the file is gone."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return None
 
 
 MARK = ".launch"
-LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process, the same on all ranks and in all attempts
+LAUNCH = "TORCHELASTIC_RUN_ID"  # id of the torchrun that started this process, the same on all ranks and in all attempts
 
 
 def mark(out: Path) -> None:
-    """Write the name of this process's torchrun to a run folder, if there is one; OSError if it cannot be written."""
+    """Write the id of this process's torchrun, if any, to a run folder; OSError if it cannot be written."""
     if (name := os.environ.get(LAUNCH)) is not None:
         (out / MARK).write_text(name, encoding="utf-8")
 
 
 def unmark(out: Path) -> None:
-    """Remove the note of an earlier torchrun with the same name: this one may not have the run, nor may its next attempt."""
+    """Remove the mark of an earlier torchrun with the same id, so that no attempt of this one takes that run for its own."""
     if _is_marked(out):
         (out / MARK).unlink()
 
@@ -113,12 +113,12 @@ def unmark(out: Path) -> None:
 def check_restart(out: Path, world: World) -> bool:
     """Return whether an earlier attempt of the same torchrun began or resumed this run.
 
-    A run that torchrun starts again (--max-restarts) continues by itself, and never takes another run for its own.
+    So a run that torchrun restarts (--max-restarts) continues by itself, and never continues another run.
 
     Raises:
         RunError: the run folder cannot be read.
     """
-    # Torchrun counts per machine, and a machine whose processes were well does not count.
+    # torchrun counts restarts per machine, and not on machines whose processes did not fail.
     if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
         return False
     with world.agreed():
@@ -136,19 +136,19 @@ WIDTH = 256  # of a sample, in pixels, about
 
 
 def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: None) -> FolderLock:
-    """Make a run folder, or check that it holds the run to resume, and return the hold of it by this process.
+    """Create a run folder, or check that it holds the run to resume, and lock it.
 
     Raises:
-        UsageError: it already holds a run, holds no run to resume, a living run writes it, or it cannot be written.
+        UsageError: it already holds a run, holds no run to resume, is locked by a living run, or cannot be written.
     """
-    _check_held(out, resume=resume)
+    _check_holds_run(out, resume=resume)
     with convert_errors(UsageError, OSError, says=f"run folder {out} cannot be made"):
         (out / "samples").mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
         raise UsageError(f"run folder {out} cannot be written")
     lock = FolderLock(out, say)
     try:
-        _check_held(out, resume=resume)  # another process may have begun a run, and ended, meanwhile
+        _check_holds_run(out, resume=resume)  # another process may have begun and ended a run meanwhile
         mark(out)
     except BaseException:
         lock.release()
@@ -156,25 +156,25 @@ def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: 
     return lock
 
 
-def _check_held(out: Path, *, resume: bool) -> None:
-    """Raise UsageError if a run folder holds a run although a new one starts, or none although one is resumed."""
-    held = (out / CONFIG).exists()
-    if resume and not held:
+def _check_holds_run(out: Path, *, resume: bool) -> None:
+    """Raise UsageError if a new run would start in the folder of another, or a resumed one in a folder without a run."""
+    holds_run = (out / CONFIG).exists()
+    if resume and not holds_run:
         raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
-    if held and not resume:
+    if holds_run and not resume:
         unmark(out)
         raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
 
 
 class RunFolder:
-    """Writes the records and images of a run.
+    """Writer of the records and images of a run.
 
     Args:
         out: claimed folder.
         config: configuration of the run, as JSON.
         update: update that the run starts after; later records of an interrupted run are dropped.
-        tracker: trackers that receive numbers and images as well, see `trackers.find_all`.
-        say: where the line of a tracker that fails goes, besides warnings.txt.
+        tracker: trackers that receive numbers and images as well, see `trackers.find_trackers`.
+        say: function that prints warnings, e.g. of a failed tracker; they also go to warnings.txt.
     """
 
     def __init__(
@@ -188,17 +188,19 @@ class RunFolder:
     ) -> None:
         self.out, self.say = out, say
         self.metrics = out / "metrics.jsonl"
-        held = read_records(self.metrics) if update else ()  # of an interrupted run, without a line that a crash cut short
-        self.records = [record for record in held if record["update"] <= update]
+        earlier = read_records(self.metrics) if update else ()  # of an interrupted run; an incomplete last line is dropped
+        self.records = [record for record in earlier if record["update"] <= update]
         write_json(out / CONFIG, config)
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
-        makers = trackers.find_all(tracker)
-        run = TrackedRun(out, finite(config), self._tracker_id(kept=bool({*makers} - {trackers.DEFAULT})), update)
+        makers = trackers.find_trackers(tracker)
+        run = TrackedRun(
+            out, without_infinities(config), self._find_tracker_id(kept=bool({*makers} - {trackers.DEFAULT})), update
+        )
         self.trackers = [SafeTracker(name, maker, run, self.warn) for name, maker in makers.items()]
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and the trackers."""
-        record = finite(record)
+        """Append a record, {"update": n, name: number or nested dict}, to metrics.jsonl and the trackers."""
+        record = without_infinities(record)
         if record in self.records:  # a finished run that is resumed evaluates again
             return
         self.records.append(record)
@@ -206,9 +208,9 @@ class RunFolder:
         with problem, self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         for tracker in self.trackers:
-            tracker.log(numbers(record), record["update"])
+            tracker.log(flatten_numbers(record), record["update"])
 
-    def samples(
+    def write_samples(
         self,
         name: str,
         shown: Tensor | Sequence[Tensor | Image.Image],
@@ -220,19 +222,19 @@ class RunFolder:
     ) -> Path:
         """Write images as a captioned grid to samples/NAME.png, and return its path.
 
-        Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The trackers get them too.
-        A score above that of the same image before training is green, one below it is red.
+        NAME.json beside it has prompt, score and box in the grid of each image. The trackers get the images too. A score is
+        green if it is above that of the same image before training, red if below.
 
         Args:
-            name: what the images are.
+            name: name of the grid, e.g. "update 0020".
             shown: n images, or tensors `[C, H, W]` in [0, 1].
             prompts: n prompts.
             scores: n scores.
             title: text above the grid.
-            update: update that they are of.
+            update: number of updates that made the images.
         """
         drawn = [image if isinstance(image, Image.Image) else to_image(image, width=WIDTH) for image in shown]
-        base = None if scores is None else self._scores_before(list(map(str, prompts)))
+        base = None if scores is None else self._read_scores_before(list(map(str, prompts)))
         sheet = images.caption_images(drawn, prompts, scores, base=base, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.image.save(path)
@@ -242,32 +244,32 @@ class RunFolder:
         ]
         write_json(path.with_suffix(".json"), rows)
         for tracker in self.trackers:
-            tracker.images(TrackedSamples(path.stem, drawn, sheet.captions, sheet.image), update)
+            tracker.log_images(TrackedSamples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
 
-    def sounds(self, name: str, sounds: Sounds) -> None:
+    def write_sounds(self, name: str, sounds: Sounds) -> None:
         """Write the sounds of images of an evaluation to samples/NAME-00.wav, NAME-01.wav and so on."""
         for number, wave in enumerate(sounds.waves):
             write_wave(self.out / "samples" / f"{name.replace(' ', '-')}-{number:02d}.wav", wave, sounds.rate)
 
-    def scores(self, name: str, scores: Scores) -> None:
+    def write_scores(self, name: str, scores: Scores) -> None:
         """Write the score of each sample of an evaluation to samples/NAME.csv."""
-        write_scores(self._scores(name), scores)
+        write_scores(self._locate_scores(name), scores)
 
     def find_earlier(self, name: str, scores: Scores) -> Scores | None:
-        """Return the scores of an earlier evaluation of the same samples; None if there is no whole one."""
-        path = self._scores(name)
+        """Read the scores of an earlier evaluation of the same samples; None if missing, damaged or of other samples."""
+        path = self._locate_scores(name)
         try:
             earlier = read_scores(path)
         except UsageError:
             return None
-        return earlier if same_samples(earlier, scores) else None
+        return earlier if has_same_samples(earlier, scores) else None
 
-    def _scores(self, name: str) -> Path:
+    def _locate_scores(self, name: str) -> Path:
         return self.out / "samples" / f"{name.replace(' ', '-')}.csv"
 
-    def _scores_before(self, prompts: Sequence[str]) -> list[float] | None:
-        """Return the scores of the images before training; None where they are of other prompts, or not scored."""
+    def _read_scores_before(self, prompts: Sequence[str]) -> list[float] | None:
+        """Read the scores of the images before training; None if they have other prompts or no scores."""
         rows = read_json(self.out / "samples" / "before.json") or []
         scores = [row["score"] for row in rows]
         return scores if [row["prompt"] for row in rows] == prompts and None not in scores else None
@@ -279,8 +281,8 @@ class RunFolder:
             self.say(line)
 
     @contextlib.contextmanager
-    def keeping_warnings(self) -> Iterator[None]:
-        """Keep what Python warns of in the block for the report, besides showing it."""
+    def keep_warnings(self) -> Iterator[None]:
+        """Keep Python's warnings inside the block for the report, besides showing them."""
         shown = warnings.showwarning
 
         def keep(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -294,10 +296,10 @@ class RunFolder:
         finally:
             warnings.showwarning = shown
 
-    def report(self) -> list[Path]:
-        """Have the reports of the run written, such as report.html and curves.png, and return their paths.
+    def write_reports(self) -> list[Path]:
+        """Write the reports of the run, such as report.html and curves.png, and return their paths.
 
-        They are entry points of `fluvial.reports`; without any, the files here hold the same numbers.
+        Reports are entry points of `fluvial.reports`; without any, the files here hold the same numbers.
         """
         return [write(self.out) for write in plugins.load_all("reports")]
 
@@ -307,38 +309,38 @@ class RunFolder:
             tracker.finish()
 
     def _keep(self, line: str) -> None:
-        # What cannot be kept must not stop training.
+        # A failure here must not stop training.
         with contextlib.suppress(OSError), (self.out / WARNINGS).open("a", encoding="utf-8") as file:
             file.write(" ".join(line.split()) + "\n")
 
-    def _tracker_id(self, *, kept: bool) -> str:
-        """Return the id of the run for a tracker: that of the folder, or a new one, which is kept there if asked for."""
+    def _find_tracker_id(self, *, kept: bool) -> str:
+        """Return the run's id for trackers: that of the folder, or a new one, which `kept` writes to the folder."""
         path = self.out / TRACKER
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))["id"]
+            run_id = json.loads(path.read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, KeyError, TypeError):
-            known = None
-        if isinstance(known, str):
-            return known
-        made = uuid.uuid4().hex[:21]  # as many characters as SwanLab asks for
+            run_id = None
+        if isinstance(run_id, str):
+            return run_id
+        run_id = uuid.uuid4().hex[:21]  # the length that SwanLab requires
         if kept:
-            write_json(path, {"id": made})
-        return made
+            write_json(path, {"id": run_id})
+        return run_id
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON to a file atomically."""
-    _write(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+    _write(path, json.dumps(without_infinities(value), indent=1, allow_nan=False) + "\n")
 
 
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their path, e.g. "reward/mean". Texts, such as servers' addresses, are left out."""
+def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by path, e.g. "reward/mean"; texts, such as servers' addresses, are left out."""
     leaves = zip(*optree.tree_flatten_with_path(record)[:2], strict=True)
     return {"/".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, int | float)}
 
 
-def finite(record: Any) -> Any:
-    """Return a record with None in place of infinities and NaN, which JSON does not have."""
+def without_infinities(record: Any) -> Any:
+    """Return a record with None in place of infinities and NaN, which JSON lacks."""
     return optree.tree_map(
         lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, record, none_is_leaf=True
     )

@@ -1,4 +1,4 @@
-"""Requests to stop: the update is finished and saved, and the exit code is 0. A second Ctrl-C stops at once."""
+"""Requests to stop: the run finishes and saves its batch, and exits with 0. A second Ctrl-C stops it at once."""
 
 import os
 import signal
@@ -13,26 +13,26 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether the run was asked to stop, by Ctrl-C or by SIGTERM from a scheduler."""
+    """A request to stop, by Ctrl-C or by SIGTERM from a scheduler; true once it was made."""
 
     def __init__(self) -> None:
-        self.name: str | None = None  # of the first signal
-        self._then = list[Callable[[], None]]()
+        self.name: str | None = None  # name of the first signal
+        self._calls = list[Callable[[], None]]()
 
     def __bool__(self) -> bool:
         return self.name is not None
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Call a function on another thread once the run is asked to stop, also while the main thread waits."""
-        self._then.append(call)
+    def call_on_stop(self, call: Callable[[], None]) -> None:
+        """Register a function to call on another thread when a stop is requested, even while the main thread waits."""
+        self._calls.append(call)
 
     def _watch(self, arrived: socket.socket) -> None:
-        """Call what waits for a request, and end the process at the second SIGINT, whatever the main thread does."""
+        """Call the registered functions at the first signal, and end the process at the second SIGINT."""
         with arrived:
             first = True
             while numbers := arrived.recv(1):
                 if first:
-                    for call in self._then:
+                    for call in self._calls:
                         call()
                 elif numbers[0] == signal.SIGINT:
                     end_at_once(signal.SIGINT)
@@ -40,11 +40,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
+def catch_stop_signals() -> Iterator[StopRequest]:
     """Turn SIGINT and SIGTERM into a request to stop; after the first, SIGINT ends the process at once.
 
-    A repeated SIGTERM changes nothing: torchrun forwards the one that it receives, and a scheduler may send one to every
-    process.
+    A repeated SIGTERM has no effect, because torchrun forwards the one that it receives, and a scheduler may send one to
+    every process.
     """
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -54,7 +54,7 @@ def stop_request() -> Iterator[StopRequest]:
 
     arrived, arriving = socket.socketpair()
     arriving.setblocking(False)
-    # A thread sees a signal at once; Python's handlers wait for the main thread, which may be in a collective.
+    # A thread receives signals at once; Python's handlers wait for the main thread, which may be in a collective.
     Thread(target=request._watch, args=(arrived,), name="signals", daemon=True).start()
     woken = signal.set_wakeup_fd(arriving.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:
@@ -69,7 +69,7 @@ def stop_request() -> Iterator[StopRequest]:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """End the process with one line and the exit code of a signal, 128 + its number."""
+    """End the process with one line and the exit code 128 + the signal's number."""
     say_stopped(number)
     os._exit(128 + number)
 
@@ -82,7 +82,7 @@ def say_stopped(number: int) -> None:
 
 
 def _forget_wakeup() -> None:
-    """Keep the signals of a forked process from the thread of its parent."""
+    """Stop sending a forked process's signals to the thread of its parent."""
     with suppress(ValueError):
         signal.set_wakeup_fd(-1)
 

@@ -1,6 +1,6 @@
-"""Recipes: functions that return a run, from which the command line makes its flags. The table is recipes.toml.
+"""Recipes: functions that return the configuration of a run. Their table is recipes.toml.
 
-Each has settings for large models and others for the built-in ones, which train in minutes on a CPU.
+Each has settings for large models, and others for the built-in models, which train in minutes on a CPU.
 """
 
 import re
@@ -29,7 +29,7 @@ SHARED = TABLE.pop("shared")
 OF_RUN = {each.name for each in fields(TrainConfig)}
 
 
-def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
+def _make_recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
     """Return the recipe of an entry of the table."""
 
     def recipe(model: str = table.get("model", HANDWRITING)) -> TrainConfig:
@@ -37,7 +37,7 @@ def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
             return _configure(model, "small", table["small"], table.get("on", {}).get(model, {}))
         if "published" not in table:
             return _configure(model, "large", table["large"])
-        config = of_published(table["published"], model)
+        config = configure_published(table["published"], model)
         return _change(config, _as_record(table["large"])) if "large" in table else config
 
     recipe.__name__ = recipe.__qualname__ = name.replace("-", "_")
@@ -46,7 +46,7 @@ def _recipe(name: str, table: Mapping[str, Any]) -> Callable[..., TrainConfig]:
 
 
 def _configure(model: str, shared: str, *tables: Mapping[str, Any]) -> TrainConfig:
-    """Return a run of a model with the settings of a shared table and those of others over it."""
+    """Return a run of a model with the settings of a shared table, overridden by those of others."""
     record: dict[str, Any] = {"out": str(OUT), "model": model}
     for each in (SHARED[shared], *tables):
         record = _merge(record, _as_record(each))
@@ -54,7 +54,7 @@ def _configure(model: str, shared: str, *tables: Mapping[str, Any]) -> TrainConf
 
 
 def _as_record(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a table as a record of a run holds them, over those of the tables that it is like."""
+    """Return the settings of a table in the form of a run's record; they override those of its tables `like`."""
     record: dict[str, Any] = {}
     for name in table.get("like", ()):
         record = _merge(record, _as_record(SHARED[name]))
@@ -67,7 +67,7 @@ def _as_record(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(record: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings with others in their place; one with a kind leaves nothing of what stood there."""
+    """Merge changes into nested settings; a value with a kind replaces the former one as a whole."""
     merged = dict(record)
     for name, value in changes.items():
         merges = isinstance(value, dict) and "kind" not in value and isinstance(record.get(name), dict)
@@ -76,7 +76,7 @@ def _merge(record: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _change(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return a run with changed settings; a new method keeps the former one's settings that it also has."""
+    """Return a run with changed settings; a new method keeps the settings that it shares with the former one."""
     record = as_record(config)
     if (name := changes.get("method", {}).get("name")) is not None:
         known = {each.name for each in fields(method_type(name))}  # type: ignore[arg-type]
@@ -84,12 +84,12 @@ def _change(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     return read_record(_merge(record, changes))
 
 
-def of_published(run: str, model: str) -> TrainConfig:
-    """Return a run of a large model with the settings of the published run of a name.
+def configure_published(run: str, model: str) -> TrainConfig:
+    """Return a run of a large model with the settings of a published run, by its name.
 
-    It keeps its own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
-    evaluations. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of prompts may have
-    weights. The moving average follows every update, so that a short run, too, exports what it has learnt.
+    LoRA targets, image size, length of prompts, dtypes and micro-batch are not those of the published run, and evaluations
+    have the steps of the rollout. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of
+    prompts may have weights. The moving average follows every update, so that the export of a short run is not its start.
     """
     config: TrainConfig = plugins.load("published", "extensions")(run)
     evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None
@@ -112,8 +112,8 @@ def of_published(run: str, model: str) -> TrainConfig:
     )
 
 
-def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
-    """Return a recipe of a method of the user's, with its own defaults and those of the models."""
+def make_method_recipe(kind: type[Method]) -> Callable[..., TrainConfig]:
+    """Return a recipe for a user-defined method, with its own defaults and those of the models."""
 
     def recipe(model: str = HANDWRITING) -> TrainConfig:
         method, plain = kind(), {"method": "grpo"}  # the defaults of another method stand in for it
@@ -129,7 +129,7 @@ def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
     return recipe
 
 
-RECIPES = {name: _recipe(name, table) for name, table in TABLE.items()}
+RECIPES = {name: _make_recipe(name, table) for name, table in TABLE.items()}
 globals().update({recipe.__name__: recipe for recipe in RECIPES.values()})  # for `dir`, completion and pickle
 
 
@@ -145,15 +145,15 @@ def __getattr__(name: str) -> Callable[..., TrainConfig]:
 GROUPS = 4
 
 
-def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
-    """Return a run with at most `GROUPS` groups per GPU, whose micro-batch is found by trial, and what changes, in words.
+def fit_to_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
+    """Return a run with at most `GROUPS` groups per GPU and an automatic micro-batch, and a line on the changes.
 
     Args:
         config: run as a recipe or a published run describes it.
         preset: number of GPUs, as in 1gpu or 8gpu.
 
     Raises:
-        UsageError: the preset is no such number, or the run has no published rollout.
+        UsageError: the preset is invalid, or the run has no published rollout.
     """
     match = re.fullmatch(r"([1-9][0-9]{0,4})gpus?", preset)
     if match is None:
@@ -170,8 +170,8 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     changes += (
         [] if (size := config.engine.micro_batch) == "auto" or is_fixed else [f"engine.micro_batch auto in place of {size}"]
     )
-    said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
+    line = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
     if groups != published.prompts:
-        said += f", published {published.batch}; every other setting stays"
+        line += f", published {published.batch}; every other setting stays"
     size = size if is_fixed else "auto"
-    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": size}), said
+    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": size}), line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fluvial.bench.trial.forked import MOST_BYTES, Forked, ranks, running, wait
+from fluvial.bench.trial.forked import MOST_BYTES, Forked, open_process, run_ranks, wait
 
 
 def test_what_a_function_prints_and_its_exit_code_are_kept(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_what_a_function_prints_and_its_exit_code_are_kept(tmp_path: Path) -> No
     found = [wait([Forked(each, tmp_path / "out", {"MADE_UP": "!"})]) for each in (says, fails)]
     assert [(ended.code, ended.last) for ended in found] == [(3, "output!"), (1, "KeyError: 'no such\\npart'")]
     assert "MADE_UP" not in os.environ
-    with running(signal.pause, tmp_path / "out") as process:
+    with open_process(signal.pause, tmp_path / "out") as process:
         assert process.poll() is None
     assert not Path(f"/proc/{process.pid}").exists()
 
@@ -88,5 +88,5 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
         while True:
             signal.pause()
 
-    ended = ranks(rank, tmp_path, 2)
+    ended = run_ranks(rank, tmp_path, 2)
     assert (ended.code, "this one fails" in ended.output) == (5, True)

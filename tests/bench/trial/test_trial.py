@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers import launch, wheels
 
-from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _reason, format_table
+from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _shorten_reason, format_table
 from fluvial.engines.cli import main as cli
 from fluvial.models.tiny import modular
 from fluvial.models.tiny import pipelines as tiny
@@ -33,7 +33,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     assert lines[2].endswith("| image | 2e-07 | 1 | yes | yes | yes | trains |")
     assert lines[3].endswith("refused because it does this or or that |")
     assert lines[4].endswith("is off policy |")
-    assert TRAINS._replace(guided=False).cells()[-1] == "trains without guidance"
+    assert TRAINS._replace(guided=False).format_cells()[-1] == "trains without guidance"
     assert lines[-1] == "1 of 3 flow pipelines train; 0 of 1 others, which are not flows."
 
 
@@ -58,7 +58,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     ],
 )
 def test_a_reason_names_neither_pipeline_nor_folder(said: str, reason: str, tmp_path: Path) -> None:
-    assert _reason(said.replace("FOLDER", str(tmp_path)), "APipeline", tmp_path) == reason
+    assert _shorten_reason(said.replace("FOLDER", str(tmp_path)), "APipeline", tmp_path) == reason
 
 
 def test_what_a_class_says_of_its_pipeline() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from fluvial.engines.choices import describe_fields, is_bare, kinds, list_unused, variants
+from fluvial.engines.choices import describe_fields, is_bare, list_kinds, list_unused, list_variants
 from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import list_fields
@@ -18,7 +18,7 @@ from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.job import of_run
+from fluvial.engines.run.job import open_configured
 from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
@@ -85,8 +85,8 @@ def list_values(declared: Any) -> list[Any]:
     """Return values of a type, all of a Literal's."""
     if get_origin(declared) is Literal:
         return list(get_args(declared))
-    if variants(declared):
-        return [kind for kind in kinds(declared) if kind in ("first_block", "guidance")]
+    if list_variants(declared):
+        return [kind for kind in list_kinds(declared) if kind in ("first_block", "guidance")]
     if get_origin(declared) in (Union, UnionType):
         return [value for each in get_args(declared) for value in list_values(each)]
     return list[Any](VALUES.get(declared, ()))
@@ -109,7 +109,7 @@ def test_a_flag_that_a_help_leaves_out_is_refused(recipe: str) -> None:
         said = list[str]()
         for value in values:
             with pytest.raises(UsageError) as error:
-                of_run(with_values(config, {name: value}))
+                open_configured(with_values(config, {name: value}))
             said.append(str(error.value))
         # A value of another form is refused as such; one of the right form as one without effect.
         assert re.search(r"has no effect .*; remove it|autocast is True, expected False", "\n".join(said)), said

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pipeline_job(folder: Path) -> jobs.Job:
     """Return the job of the pipeline on the prompts of its preferences."""
     height, width = ROW.sizes[0][:2]
-    return jobs.to_train(
+    return jobs.open_to_train(
         str(folder / "model"),
         PipelineConfig(height=height, width=width),
         preferences=folder / "prefs",
@@ -71,7 +71,7 @@ def test_prompts_of_a_file_of_their_own_must_not_be_in_the_preferences(folder: P
     (tmp_path / "heldout.txt").write_text(f"an owl\n{PROMPTS[3]}\n")
     config = PipelineConfig(height=ROW.sizes[0][0], width=ROW.sizes[0][1], heldout=(str(tmp_path / "heldout.txt"),))
     with pytest.raises(UsageError, match="line 7: '3 red foxes' is held out for evaluation, never trained on"):
-        jobs.to_train(
+        jobs.open_to_train(
             str(folder / "model"), config, preferences=folder / "prefs", steps=3, guidance=NO_GUIDANCE, compute=torch.float32
         )
 

@@ -35,7 +35,7 @@ def test_the_flag_is_taken_from_the_command_line() -> None:
 @pytest.mark.parametrize(("cores", "gpus", "count"), [(1, 0, 1), (2, 0, 2), (64, 0, 2), (64, 1, 1), (64, 8, 8)])
 def test_auto_is_a_process_per_gpu(monkeypatch: pytest.MonkeyPatch, cores: int, gpus: int, count: int) -> None:
     """Without GPUs two, where there are two cores."""
-    monkeypatch.setattr(processes, "cores", lambda: cores)
+    monkeypatch.setattr(processes, "count_cores", lambda: cores)
     monkeypatch.setattr(processes, "_has_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

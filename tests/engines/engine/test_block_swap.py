@@ -16,7 +16,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.offload import BlockSwap, copies_per_pass, frozen_tensors
+from fluvial.engines.offload import BlockSwap, count_copied_bytes, list_frozen_tensors
 
 PASSES = 3
 
@@ -98,9 +98,9 @@ def test_one_block_is_brought_ahead(one: World, checkpointing: str, monkeypatch:
                 lora_model.run(module)
         assert brought == [*range(count), *range(count), 0]
         assert max(here) == 2
-    sizes = [sum(tensor.nbytes for tensor in frozen_tensors(block)) for block in MODEL.blocks(trained.module)]
-    assert copies_per_pass(sizes, backward=True) == sum(sizes[place] for place in [*forward, *back])
-    assert copies_per_pass(sizes, backward=False) == sum(sizes)
+    sizes = [sum(tensor.nbytes for tensor in list_frozen_tensors(block)) for block in MODEL.blocks(trained.module)]
+    assert count_copied_bytes(sizes, backward=True) == sum(sizes[place] for place in [*forward, *back])
+    assert count_copied_bytes(sizes, backward=False) == sum(sizes)
 
 
 @pytest.mark.parametrize("name", ["flux", long("qwen")])

@@ -81,12 +81,12 @@ def test_each_block_that_is_checkpointed_saves_its_own_activations() -> None:
 
 def test_saved_tensors_are_copied_once_each_way() -> None:
     """What is saved lies in another storage, which the backward pass reads."""
-    packed: list[host_activations.OnHost] = []
+    packed: list[host_activations.SavedOnHost] = []
     x = torch.randn(3, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
         pack = host_activations._pack
         patch.setattr(host_activations, "_pack", lambda tensor: packed.append(pack(tensor)) or packed[-1])  # type: ignore[func-returns-value]
-        y = host_activations.on_host(torch.exp, x)
+        y = host_activations.call_with_offload(torch.exp, x)
     assert [saved.host.data_ptr() == y.data_ptr() for saved in packed if saved.host is not None] == [False]
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]

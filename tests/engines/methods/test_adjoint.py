@@ -39,7 +39,7 @@ def test_the_adjoint_of_recorded_steps_is_the_gradient_along_them(one: World, ki
     run = tiny.Run(build(method, SDE if kind == "velocity" else DDIM), one, tiny.job(kind)).trainer.run
     batch = run.score(run.sample(key(2)))
     steps = run.record_steps(batch, key(2), keep=torch.ones(4))
-    got = method.carry_back(run, steps, -3.0 * run.reward_gradient(batch))
+    got = method.carry_back(run, steps, -3.0 * run.differentiate_rewards(batch))
     trajectory, schedule, transitions = batch.trajectory, batch.spec.sampling.schedule, batch.spec.transitions
     assert transitions is not None
     x = trajectory.x[:, 0].clone().requires_grad_()

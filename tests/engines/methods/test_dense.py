@@ -49,8 +49,8 @@ def test_finished_samples_are_those_of_the_ode(one: World, jump: bool) -> None:
         x = batch.trajectory.x[:, step] if step < 6 else batch.trajectory.final
         got = run.finish(batch, x, step, jump=jump)
         assert_close(got.trajectory.final, euler(run, batch, x, step, jump=jump))
-        assert_close(run.reward(got), tiny.brightness(run.job.model.decode(got.trajectory.final), []))
-    assert torch.equal(run.reward(got), run.reward(batch))
+        assert_close(run.weigh_rewards(got), tiny.brightness(run.job.model.decode(got.trajectory.final), []))
+    assert torch.equal(run.weigh_rewards(got), run.weigh_rewards(batch))
 
 
 @pytest.mark.parametrize("window", [AllSteps(), AllSteps(low=1, high=4), RandomWindow(2, high=5), ScatteredSteps(3)])
@@ -59,13 +59,13 @@ def test_gains_add_up_to_that_of_the_sample(one: World, window: Window) -> None:
     run, batch = sample(one, window)
     kept, rewards = score_steps(run, batch)
     first = run.finish(batch, batch.trajectory.x[:, 0], int(batch.trajectory.steps[0, 0]))
-    assert torch.equal(rewards[:, -1], run.reward(batch))
-    assert_close(DenseGrpo().gains(rewards).sum(1), run.reward(batch) - run.reward(first))
+    assert torch.equal(rewards[:, -1], run.weigh_rewards(batch))
+    assert_close(DenseGrpo().gains(rewards).sum(1), run.weigh_rewards(batch) - run.weigh_rewards(first))
     assert kept.trajectory is batch.trajectory
     for place in range(batch.trajectory.steps.shape[1] - 1):  # a state is where the step before it ended
         step = int(batch.trajectory.steps[0, place])
         got = run.finish(batch, batch.trajectory.x_next[:, place], step + 1)
-        assert_close(run.reward(got), rewards[:, place + 1])
+        assert_close(run.weigh_rewards(got), rewards[:, place + 1])
 
 
 def test_steps_without_noise_gain_nothing(one: World) -> None:

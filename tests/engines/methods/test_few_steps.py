@@ -346,7 +346,7 @@ def test_rtdmd_matches_the_last_step_alone(one: World) -> None:
 def test_a_reward_term_is_its_formula() -> None:
     """With and without a margin, from the update on that it begins with."""
     score = torch.tensor([0.5, 3.0])
-    run: Any = SimpleNamespace(clock=4, rewards_of=lambda items, rows, x0: [score])
+    run: Any = SimpleNamespace(clock=4, compute_rewards=lambda items, rows, x0: [score])
     for term, want in (((2.0,), -2 * score), ((2.0, 1.0), torch.tensor([1.0, 0.0])), ((2.0, None, 5), 0.0)):
         assert_close(torch.as_tensor(RewardTermConfig(*term).bind(run, None)(None, score)), torch.as_tensor(want))  # type: ignore
 

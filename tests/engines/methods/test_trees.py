@@ -85,7 +85,7 @@ def test_every_edge_is_trained_on_once(one: World) -> None:
     record_steps = run.record_steps
 
     def note(batch: Any, key: Any, signal: Tensor, **options: Any) -> Any:
-        seen.append((run.reward(batch), signal, options["keep"]))
+        seen.append((run.weigh_rewards(batch), signal, options["keep"]))
         return record_steps(batch, key, signal, **options)
 
     run.record_steps = note  # type: ignore[assignment]

@@ -21,9 +21,9 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import list_texts
-from fluvial.engines.run.jobs.images import _settings
+from fluvial.engines.run.jobs.images import _describe_encoder
 from fluvial.engines.run.jobs.settings import DataConfig, PipelineConfig
-from fluvial.engines.run.jobs.weights import digest
+from fluvial.engines.run.jobs.weights import digest_adapter
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
@@ -55,8 +55,8 @@ def test_the_digest_of_an_adapter_covers_all_that_it_does() -> None:
         file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].view(3, 2), **b}),
         file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].flip(0), **b}),
     ]
-    assert len({digest(file), *map(digest, others)}) == 6
-    assert digest(file._replace(tensors={**b, **a})) == digest(file)
+    assert len({digest_adapter(file), *map(digest_adapter, others)}) == 6
+    assert digest_adapter(file._replace(tensors={**b, **a})) == digest_adapter(file)
 
 
 def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_path: Path) -> None:
@@ -64,7 +64,9 @@ def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_pat
     functions: list[Any] = [None, lambda images: images]
     functions += [lambda images: 2 * images]  # on a line of its own, because the code of a function is its lines
     asked = job(folder, tmp_path)
-    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions]
+    settings = [
+        _describe_encoder(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions
+    ]
     assert len({each["encoder"] for each in settings}) == 3
 
 
@@ -92,7 +94,7 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         method=Sft(sampling=SamplingConfig(prompts=2, group=1, sampler=Ode())),
         data=DataConfig(images=(str(folder / "foxes"),), cache=cache),
     )
-    return jobs.of_run(config)
+    return jobs.open_configured(config)
 
 
 def prepared(job: Job, world: World) -> None:
@@ -122,13 +124,13 @@ def test_what_is_read_is_encoded_before_the_network_is_there(
     one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that text encoders and the network are not on the device together; a prompt that fails costs no load."""
-    order, network = list[str](), build._network
+    order, network = list[str](), build._build_network
 
     def load(config: TrainConfig, job: Job) -> torch.nn.Module:
         order.append("network")
         return network(config, job)
 
-    monkeypatch.setattr(build, "_network", load)
+    monkeypatch.setattr(build, "_build_network", load)
     with Trainer(
         tiny_jobs.config(tmp_path), replace(tiny_jobs.job(), prepare=lambda world, texts: order.append("texts")), one
     ):

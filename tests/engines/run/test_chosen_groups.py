@@ -95,7 +95,7 @@ def test_prompts_that_replace_others_have_their_size(one: World) -> None:
     asked = list[Prompt]()
     spied = run(one, f"grpo {REFILLED}=3", flat)
     for number in (1, 2):
-        asked += spied.trainer.sampler._further_prompts(None, None, 2, 0, number)  # type: ignore[arg-type]
+        asked += spied.trainer.sampler._choose_replacements(None, None, 2, 0, number)  # type: ignore[arg-type]
     assert sorted(prompt.text for prompt in asked) == sorted(tiny.PROMPTS)
 
 

@@ -33,7 +33,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.process import run_folder
-from fluvial.engines.run.process.stop import stop_request
+from fluvial.engines.run.process.stop import catch_stop_signals
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 
@@ -264,7 +264,7 @@ def test_all_groups_wait_alike() -> None:
 
 def test_a_repeated_sigterm_is_one_request() -> None:
     """As torchrun and a scheduler may both send it; a second Ctrl-C still stops at once."""
-    with stop_request() as stop:
+    with catch_stop_signals() as stop:
         assert not stop
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -353,10 +353,10 @@ def test_a_storage_that_fails_later_loses_nothing(
     train(asked, console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"the bucket is gone; earlier checkpoints are unchanged; weights and state are in {out}/checkpoints/" in text
-    assert checkpoint.newest_first(asked.checkpoint_folders) == [out / "checkpoints" / "000002"]
+    assert checkpoint.list_newest_first(asked.checkpoint_folders) == [out / "checkpoints" / "000002"]
     failing = False
     train(replace(asked, updates=4, resume=True))
-    assert checkpoint.newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
+    assert checkpoint.list_newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
     assert launch.weights(out) == launch.weights(alone)
     MemoryFileSystem().rm("/", recursive=True)
 

@@ -121,14 +121,14 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         "        seen.append((images.shape[-2:], [record.get('size') for record in metadata]))\n"
         "    return images.flatten(1).mean(1)\n"
     )
-    sampling, levels = RolloutSampler._sampling, dict[tuple[int, ...], list[float]]()
+    sampling, levels = RolloutSampler._make_sampling, dict[tuple[int, ...], list[float]]()
 
     def noted(self: RolloutSampler, root: Any, tokens: int | None, shape: tuple[int, ...], *rest: Any) -> Any:
         made = sampling(self, root, tokens, shape, *rest)
         levels[shape] = made.schedule.levels.tolist()
         return made
 
-    monkeypatch.setattr(RolloutSampler, "_sampling", noted)
+    monkeypatch.setattr(RolloutSampler, "_make_sampling", noted)
     monkeypatch.syspath_prepend(str(tmp_path))
     held = ["--pipeline.heldout", home / "heldout.txt"]
     train("flux", "grpo", "--prompts", home / "sized.jsonl", *held, "--rewards", "measured:height", *SIZES)

@@ -22,7 +22,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.methods.table import Refl, Rtdmd, TdmR1
-from fluvial.engines.run.build import _rewards
+from fluvial.engines.run.build import _select_rewards
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
 from fluvial.engines.run.process.stop import StopRequest
@@ -63,7 +63,7 @@ def updated(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the record of an update on given prompts, and its gradient."""
     run = tiny.Run(config, world, tiny.job(rewards={"it": reward}))
-    run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
+    run.trainer.sampler.choose_prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
     return run.rollout(), run.gradient()
 
 
@@ -87,7 +87,7 @@ def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Pa
     """Those of an invalid group are left out whole."""
     config = with_values(config_of("clipped", tmp_path, 4), {"advantage": AdvantageConfig(history=8, history_min=2)})
     run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
-    run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
+    run.trainer.sampler.choose_prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="are left out"):
         run.rollout()
     assert {prompt: len(known) for prompt, known in run.trainer.progress.rewards.items()} == {"0": 4, "1": 4, "2": 4}
@@ -207,5 +207,5 @@ def test_votes_refuse_rollouts_ahead_and_a_timeout_shorter_than_their_wait(one: 
     ahead = tiny.config(tmp_path, correction=Truncate(), **{"rollout.ahead": 1})
     refuses(r"rollout\.ahead is 1, expected 0", Trainer, ahead, job, one)
     ranks = replace(one, size=2)
-    _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
-    refuses(r"engine\.timeout is 600, expected more than 3600", _rewards, tiny.config(tmp_path), job, ranks)
+    _select_rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
+    refuses(r"engine\.timeout is 600, expected more than 3600", _select_rewards, tiny.config(tmp_path), job, ranks)

@@ -194,7 +194,7 @@ def test_prompts_come_in_epochs(tmp_path: Path) -> None:
     plain = tiny.job(prompts=("0", "1", "2", "3"))
     with Trainer(config, plain) as trainer:
         for _ in range(6):
-            seen.append(trainer.sampler.prompts(torch.empty(0), trainer.engine.updates))  # type: ignore[arg-type]
+            seen.append(trainer.sampler.choose_prompts(torch.empty(0), trainer.engine.updates))  # type: ignore[arg-type]
             trainer.update()
     for epoch in (0, 2, 4):
         assert sorted(texts(seen[epoch] + seen[epoch + 1])) == ["0", "1", "2", "3"]

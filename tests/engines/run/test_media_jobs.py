@@ -223,7 +223,7 @@ def test_another_size_and_a_default_scale_are_said(folder: Path, tmp_path: Path)
     for more, size, scale in (((), (16, 16), 2.5), (("max_area=1024",), (32, 32), 1.0)):
         settings = PipelineConfig(height=16, width=16, call=("_auto_resize=false", *more))
         given = {"steps": 3, "guidance": Guidance(scale), "prompts": (str(prompts(folder / "size.jsonl")),)}
-        job = jobs.to_train(str(pipeline), settings, **given)  # type: ignore[arg-type]
+        job = jobs.open_to_train(str(pipeline), settings, **given)  # type: ignore[arg-type]
         assert job.check is not None
         said = job.check(jobs.build(job))
         assert ("its images have 32x32 pixels, not the 16x16 asked for" in said) == (size == (32, 32))

@@ -23,7 +23,7 @@ from fluvial.engines.extensions.published.runs import find_run
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import with_values
-from fluvial.engines.run.evaluation.evaluate import chunk_size
+from fluvial.engines.run.evaluation.evaluate import find_chunk_size
 from fluvial.engines.run.method import NoisedRows
 from fluvial.engines.run.monitoring import expected
 from fluvial.engines.run.passes import micro_batch, probe
@@ -35,7 +35,7 @@ from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
-CHOOSE = micro_batch.choose
+CHOOSE = micro_batch.choose_size
 ROLLOUT = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
@@ -45,7 +45,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     def choose(sizes: Any, measure: Any, *, budget: int) -> micro_batch.Choice:
         return CHOOSE([s for s in sizes if s <= size], lambda s: measure(s)._replace(seconds=1.0), budget=budget)
 
-    monkeypatch.setattr(micro_batch, "choose", choose)
+    monkeypatch.setattr(micro_batch, "choose_size", choose)
 
 
 @given(batch=st.integers(1, 300), size=st.integers(1, 200), ranks=st.integers(1, 8))
@@ -110,7 +110,7 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
 
 @given(samples=st.integers(1, 5000), most=st.integers(1, 600))
 def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(samples: int, most: int) -> None:
-    size = chunk_size(samples, most)
+    size = find_chunk_size(samples, most)
     chunks = -(-samples // most)
     assert size <= most
     assert -(-samples // size) <= chunks

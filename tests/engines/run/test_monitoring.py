@@ -19,15 +19,15 @@ from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import metrics as mfu
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
-from fluvial.engines.run.metrics import EDGES, advantage_record, group_record, parts_record
+from fluvial.engines.run.metrics import EDGES, summarize_advantages, summarize_groups, summarize_parts
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import (
     EvaluationPoint,
     KeptImages,
     Probe,
-    best_of,
+    choose_watched,
     describe_gaming,
-    evaluator_of,
+    find_best,
     find_gaming,
 )
 from fluvial.engines.run.training import Training
@@ -48,21 +48,21 @@ class Info(NamedTuple):
 def test_groups_without_signal_are_those_of_equal_rewards() -> None:
     """In every reward: two that cancel out in the sum still have a signal. The spread is that of the weighted sum."""
     rewards = torch.tensor([[1.0, 0.0], [1.0, 0.0], [2.0, 0.0], [0.0, 2.0], [3.0, 1.0], [1.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
-    record = group_record(rewards, torch.ones(2), 2)["groups"]
+    record = summarize_groups(rewards, torch.ones(2), 2)["groups"]
     assert record["without_signal"] == 0.5
     assert record["reward_std"] == pytest.approx(math.sqrt(2) / 4)  # 2 and 4 in the third group alone
-    assert group_record(rewards, torch.ones(2), 1) == {}
-    assert group_record(torch.empty(0, 0), torch.empty(0), 2) == {}
+    assert summarize_groups(rewards, torch.ones(2), 1) == {}
+    assert summarize_groups(torch.empty(0, 0), torch.empty(0), 2) == {}
 
 
 def test_the_histogram_of_advantages_has_fixed_bins() -> None:
     """An edge belongs to the bin above it; what is below the first edge has a bin of its own."""
-    record = advantage_record(torch.tensor([-3.5, -3.0, -0.25, 0.0, 0.0, 0.49, 0.5, 100.0]))["advantage"]
+    record = summarize_advantages(torch.tensor([-3.5, -3.0, -0.25, 0.0, 0.0, 0.49, 0.5, 100.0]))["advantage"]
     assert list(record["histogram"]) == ["below", *(f"{edge:g}" for edge in EDGES)]
     counts = {edge: share * 8 for edge, share in record["histogram"].items() if share}
     assert counts == {"below": 1, "-3": 1, "-0.5": 1, "0": 3, "0.5": 1, "3": 1}
     assert (record["zero"], record["max_abs"]) == (0.25, 100.0)
-    assert advantage_record(None) == advantage_record(torch.empty(0)) == {}
+    assert summarize_advantages(None) == summarize_advantages(torch.empty(0)) == {}
 
 
 def row(values: Tensor, parts: Tensor | None, *, pad: int = 0, micro_batch: int = 2) -> tuple[Diagnostics, list[float]]:
@@ -118,9 +118,9 @@ def test_parts_are_named_by_their_step_or_level() -> None:
         [2, 0, 1], {"kl_ref": [0.1, 0.0, 0.3], "log_ratio": [-1.0, 0.0, 1.0]}, {"kl_ref": [1.0] * 3, "log_ratio": [2.0] * 3}
     )
     found = {"kl_ref": {"0": 0.1, "2": 0.3}, "abs_log_ratio": {"0": 2.0, "2": 2.0}}
-    assert parts_record(parts, steps=True) == {"by_step": found}
-    assert set(parts_record(parts, steps=False)["by_level"]["kl_ref"]) == {"0", "0.2"}
-    assert parts_record(None, steps=True) == {}
+    assert summarize_parts(parts, steps=True) == {"by_step": found}
+    assert set(summarize_parts(parts, steps=False)["by_level"]["kl_ref"]) == {"0", "0.2"}
+    assert summarize_parts(None, steps=True) == {}
 
 
 def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, one: World) -> None:
@@ -170,12 +170,15 @@ def test_the_best_and_the_worst_are_in_order(one: World) -> None:
     images = torch.arange(5)[:, None, None, None].expand(5, 1, 4, 4) / 5
     kept(found.names[:2], images[:2])
     kept(found.names[2:], images[2:])
-    best, worst = kept.extremes(found, one, count=2)
+    best, worst = kept.select_extremes(found, one, count=2)
     assert (best.prompts, best.scores) == (["prompt 1", "prompt 3"], [1.0, 1.0])
     assert (worst.prompts, worst.scores) == (["prompt 2", "prompt 4"], [0.0, 0.25])
     assert [image.getpixel((0, 0)) for image in worst.images] == [(102,) * 3, (204,) * 3]
     assert worst.images[0].size == (256, 256)
-    assert [shown.prompts for shown in kept.extremes(scores(0.5, 1.0, 0.0), one, count=8)] == [["prompt 1"], ["prompt 2"]]
+    assert [shown.prompts for shown in kept.select_extremes(scores(0.5, 1.0, 0.0), one, count=8)] == [
+        ["prompt 1"],
+        ["prompt 2"],
+    ]
 
 
 def test_the_best_samples_of_other_ranks_are_found(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +194,8 @@ def test_the_best_samples_of_other_ranks_are_found(one: World, monkeypatch: pyte
     first(found.names[:2], torch.full((2, 3, 8, 600), 0.5))
     second(found.names[2:], torch.zeros(2, 3, 8, 600))
     with pytest.raises(KeyError):  # the first rank alone lacks the worst
-        first.extremes(found, one, count=1)
-    best, worst = second.extremes(found, one, count=1)
+        first.select_extremes(found, one, count=1)
+    best, worst = second.select_extremes(found, one, count=1)
     assert [sorted(item) for item in sent] == [[1], [2]]
     assert (best.prompts, worst.prompts) == (["prompt 1"], ["prompt 2"])
     assert best.images[0].width == 512
@@ -215,16 +218,16 @@ KNOWN = {
 def test_peaks_and_the_part_of_them_that_is_used() -> None:
     """They go by the device's name and dtype, and the part is over all ranks; a wrong number is refused."""
     for name, peak in KNOWN.items():
-        assert mfu.peak_of(name, torch.bfloat16) == (None if peak is None else pytest.approx(peak * 1e12)), name
+        assert mfu.look_up_peak(name, torch.bfloat16) == (None if peak is None else pytest.approx(peak * 1e12)), name
     for name, row in mfu.PEAKS.items():
         assert row.float32 < row.bfloat16, name
-        assert mfu.peak_of(name, torch.float32) == row.float32
-        assert mfu.peak_of(name, torch.float64) is None
-    assert mfu.peak(torch.device("cpu"), torch.float32) is None
-    assert mfu.mfu(6e12, 2.0, peak=1e12, ranks=4) == pytest.approx(0.75)
+        assert mfu.look_up_peak(name, torch.float32) == row.float32
+        assert mfu.look_up_peak(name, torch.float64) is None
+    assert mfu.find_peak(torch.device("cpu"), torch.float32) is None
+    assert mfu.compute_mfu(6e12, 2.0, peak=1e12, ranks=4) == pytest.approx(0.75)
     for wrong in ({"seconds": 0.0}, {"peak": -1.0}, {"ranks": 0}, {"peak": float("nan")}):
         numbers: dict[str, Any] = {"seconds": 1.0, "peak": 1.0, "ranks": 1, **wrong}
-        refuses(f"mfu: {next(iter(wrong))} is", mfu.mfu, 1.0, **numbers)
+        refuses(f"compute_mfu: {next(iter(wrong))} is", mfu.compute_mfu, 1.0, **numbers)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: 
     points = [
         EvaluationPoint(10 * number, *point) for number, point in enumerate(zip(scores, rewards, strict=True), start=1)
     ]
-    found, best = find_gaming(points, count), best_of(points)
+    found, best = find_gaming(points, count), find_best(points)
     assert bool(found) == is_gamed
     assert best is not None
     assert best.update == 10 * (scores.index(max(scores)) + 1)
@@ -258,8 +261,8 @@ def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: 
 
 def test_the_evaluator_that_is_watched() -> None:
     """The one of that name, or the last."""
-    assert evaluator_of(("reward", "heldout", "other")) == "heldout"
-    assert evaluator_of(("a", "b")) == "b"
+    assert choose_watched(("reward", "heldout", "other")) == "heldout"
+    assert choose_watched(("a", "b")) == "b"
 
 
 CPU = torch.device("cpu")
@@ -330,8 +333,8 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
         )
         assert len(probe.x) == len(probe.level) == diagnostics.SAMPLES
         assert len(torch.unique(probe.level)) == tiny.STEPS
-        assert probe.velocity_drift(job, module, micro_batch=4) == 0.0
-        assert probe.velocity_drift(job, module, micro_batch=16) < 1e-10
+        assert probe.measure_drift(job, module, micro_batch=4) == 0.0
+        assert probe.measure_drift(job, module, micro_batch=16) < 1e-10
         probe.save(tmp_path / "probe.safetensors")
         again = Probe.load(tmp_path / "probe.safetensors", CPU)
         for each in (again, same):
@@ -342,14 +345,14 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
         for scale in (0.01, 0.1):
             for parameter in module.parameters():
                 parameter.add_(scale)
-            drifts.append(again.velocity_drift(job, module, micro_batch=4))
+            drifts.append(again.measure_drift(job, module, micro_batch=4))
         assert 0 < drifts[0] < drifts[1]
 
         twice = job.model.build()
         assert isinstance(twice.out, nn.Linear)
         for parameter in twice.out.parameters():
             parameter.mul_(2)
-        assert probe.velocity_drift(job, twice, micro_batch=4) == pytest.approx(1.0, rel=1e-5)  # |2v - v|^2 / |v|^2
+        assert probe.measure_drift(job, twice, micro_batch=4) == pytest.approx(1.0, rel=1e-5)  # |2v - v|^2 / |v|^2
 
 
 def test_a_probe_that_cannot_be_read(tmp_path: Path) -> None:
@@ -367,6 +370,6 @@ def test_a_run_goes_on_without_a_probe(one: World, tmp_path: Path) -> None:
     resumed: Any = SimpleNamespace(
         trainer=trainer, config=SimpleNamespace(out=tmp_path), progress=SimpleNamespace(say=lines.append)
     )
-    assert Training._probe(resumed) is None
+    assert Training._open_probe(resumed) is None
     assert "probe.safetensors" in lines[0]
     assert lines[0].endswith("no further evaluation measures it")

@@ -32,7 +32,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
 
-CHOOSE = micro_batch.choose
+CHOOSE = micro_batch.choose_size
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
 ROLLOUT = SamplingConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
 RUN: dict[str, Any] = {"engine.micro_batch": 12, "engine.update_micro_batch": "auto", "passes.minibatches": 1, "updates": 2}
@@ -45,7 +45,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(sizes: Any, measure: Any, **options: Any) -> micro_batch.Choice:
         return CHOOSE(sizes, lambda size: measure(size)._replace(seconds=1.0), **options)
 
-    monkeypatch.setattr(micro_batch, "choose", choose)
+    monkeypatch.setattr(micro_batch, "choose_size", choose)
 
 
 @given(count=st.integers(0, 500), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4, unique=True))
@@ -90,7 +90,7 @@ def test_other_programs_do_not_decide(tmp_path: Path, monkeypatch: pytest.Monkey
         passes = RunPasses(run.config, run.job, run.engine, run.schedule)
         own = itertools.count(0.0, 3.0)
         monkeypatch.setattr(micro_batch, "time", SimpleNamespace(process_time=lambda: next(own)))
-        with micro_batch.trials(run.engine, passes.of(passes.largest)) as measure:
+        with micro_batch.open_trials(run.engine, passes.build(passes.largest)) as measure:
             assert measure(2).seconds == 3.0
 
 
@@ -235,8 +235,8 @@ def test_a_loss_that_holds_three_passes_has_a_third_of_the_memory(tmp_path: Path
         budgets.append(options["budget"])
         return CHOOSE(sizes, measure, **options)
 
-    monkeypatch.setattr(micro_batch, "choose", choose)
-    monkeypatch.setattr(micro_batch, "free_memory", lambda device: 3 * 10**9)
+    monkeypatch.setattr(micro_batch, "choose_size", choose)
+    monkeypatch.setattr(micro_batch, "measure_free_memory", lambda device: 3 * 10**9)
     few = SamplingConfig(prompts=24, group=1, steps=4, sampler=Stochastic("cps", 0.9))
     for weight in (0.0, 0.5):
         method = AcDmd(sampling=few, fake_updates=2, consistency=weight)
@@ -249,7 +249,7 @@ def test_a_loss_that_holds_three_passes_has_a_third_of_the_memory(tmp_path: Path
 def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> None:
     """42 of the 48 pairs of an update count: one pass of 24, one of 12, and one of 12 that is filled up."""
     config = tiny.config(tmp_path, **RUN, sampling=ROLLOUT)
-    assert config.pass_sizes(48, (48, 24, 12)) == (48, 24, 12)
+    assert config.choose_pass_sizes(48, (48, 24, 12)) == (48, 24, 12)
     with Trainer(config, tiny.job()) as run:
         run.run.pairs = (48, 24, 12)
         rows, real = rows_of(run), run.run.record_steps

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.job import to_train
-from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.job import open_to_train
+from fluvial.engines.run.jobs.evaluated import with_job_size
 from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.run.trainer import Trainer
@@ -206,8 +206,8 @@ def test_a_job_in_python_says_the_size_of_the_run(home: Path, tmp_path: Path, na
         call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
         asked = PipelineConfig(height=height, width=width, call=call)
     guided = Guidance() if name in ROWS else Guidance(tiny_replayed.ROWS[name].options["guidance_scale"])
-    job = to_train(model, asked, steps=3, guidance=guided, prompts=prompts)
-    found = with_size_of(job, PipelineConfig())
+    job = open_to_train(model, asked, steps=3, guidance=guided, prompts=prompts)
+    found = with_job_size(job, PipelineConfig())
     assert (found.size, found.frames) == (asked.size, asked.frames)
     if name == "sd3":
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
@@ -215,6 +215,6 @@ def test_a_job_in_python_says_the_size_of_the_run(home: Path, tmp_path: Path, na
         with Trainer(TrainConfig(tmp_path / "run", Grpo(sampling=rollout), model=model, **run), job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width
         several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)
-        job = to_train(model, several, steps=3, guidance=guided, prompts=prompts)
-        assert with_size_of(job, PipelineConfig()).sizes == several.sizes
-        refuses("shape is", with_size_of, replace(job, shape=(16, 9, 9)), PipelineConfig())
+        job = open_to_train(model, several, steps=3, guidance=guided, prompts=prompts)
+        assert with_job_size(job, PipelineConfig()).sizes == several.sizes
+        refuses("shape is", with_job_size, replace(job, shape=(16, 9, 9)), PipelineConfig())

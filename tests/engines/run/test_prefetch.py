@@ -87,7 +87,7 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
             updates = max(0, number - ahead) * config.updates_per_rollout
             for name, tensor in written.items():
                 tensor.copy_(made[name])
-            adapter = trainer.run.networks.sampling_adapter(updates)
+            adapter = trainer.run.networks.choose_sampler(updates)
             follower = partial(use_adapter, name=adapter) if adapter else nullcontext
             with trainer.engine.inference() as module, follower(module):
                 yield module
@@ -170,7 +170,7 @@ def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
         trainer.update()
         trainer.save(ends=True)
     assert calls == [False, True]
-    line = "no server has answered: update 1 is saved, and rollouts made ahead are made again on resume"
+    line = "no server has answered: update 1 is saved; a resumption makes the rollouts ahead again"
     assert line in said.getvalue()
     (path,) = checkpoint.list_checkpoints(config.checkpoint_folder)
     with Trainer(config, tiny.job(), one, resume_from=path) as trainer:

@@ -21,10 +21,10 @@ from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.settings import PipelineConfig
-from fluvial.engines.run.jobs.weights import configuration
-from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.jobs.weights import read_configuration
+from fluvial.engines.run.log.records import flatten
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
-from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, read_record, with_absolute_paths
+from fluvial.engines.run.record import TEXTS, PathFinder, as_record, locate_paths, read_record, with_absolute_paths
 from fluvial.engines.run.renames import migrate
 from fluvial.engines.sampling.samplers import SAMPLERS
 
@@ -184,14 +184,14 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["prompts"] == [f"{home}/a/p.txt=2", f"{home}/b/p.txt", "@codes"]
     assert record["rewards"] == [f"pickscore:device=cuda:1,weights={home}/pick=0.5", "mine:score=2"]
     assert record["rollout"]["source"] == f"replayed:{home}/stored"
-    places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
-    assert places.same("data.images", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
-    assert not places.same("data.images", ["a/p.txt=2", "b/p.txt"], elsewhere)
-    assert places.same("teacher", "weights", record["pipeline"]["weights"])
-    assert places.same("method.teacher", "weights", [f"{home}/weights"])  # of a run before there were several
-    assert places.same("method.teacher", ["one=weights"], [f"one={home}/weights"])
-    assert not places.same("method.teacher", ["one=weights"], [f"two={home}/weights"])
-    assert not places.same("optimizer.lr", 0.1, 0.2)
+    places, elsewhere = PathFinder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
+    assert places.is_same("data.images", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
+    assert not places.is_same("data.images", ["a/p.txt=2", "b/p.txt"], elsewhere)
+    assert places.is_same("teacher", "weights", record["pipeline"]["weights"])
+    assert places.is_same("method.teacher", "weights", [f"{home}/weights"])  # of a run before there were several
+    assert places.is_same("method.teacher", ["one=weights"], [f"one={home}/weights"])
+    assert not places.is_same("method.teacher", ["one=weights"], [f"two={home}/weights"])
+    assert not places.is_same("optimizer.lr", 0.1, 0.2)
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):
             monkeypatch.chdir(place)
@@ -219,7 +219,7 @@ def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.M
         asked = handwriting_jobs.config(Path("run"), prompts=("a/codes.txt", "b/codes.txt"), updates=1)
         train(asked)
     monkeypatch.chdir(tmp_path / "other")
-    run = configuration(Path("../run"))
+    run = read_configuration(Path("../run"))
     assert train(replace(run, updates=2, resume=True))["updates"] == 2
 
 
@@ -248,9 +248,9 @@ def test_an_old_record_is_the_same_run(name: str) -> None:
 @pytest.mark.parametrize("name", OLD)
 def test_the_settings_of_an_old_checkpoint_are_those_of_the_run(name: str) -> None:
     """A checkpoint has them by dotted names; those that it lacks have their defaults."""
-    settings = flat(as_record(run_of(name)))
+    settings = flatten(as_record(run_of(name)))
     newer = {"method.sampling.groups.kind": "all", "method.weighting": "none", "engine.ring": 1, "pipeline.settings": None}
-    assert settings == {key: newer[key] for key in newer.keys() & settings.keys()} | flat(migrate(flat(OLD[name])))
+    assert settings == {key: newer[key] for key in newer.keys() & settings.keys()} | flatten(migrate(flatten(OLD[name])))
 
 
 @pytest.mark.parametrize(("number", "share", "now"), [(0, 0.0, 0), (3, 0.0, 3), (0, 0.25, 0.25)])
@@ -259,7 +259,7 @@ def test_a_warm_up_was_a_number_or_a_fraction(number: int, share: float, now: fl
     record = as_record(run_of("grpo"))
     record["optimizer"] |= {"warmup": number, "warmup_ratio": share}
     assert read_record(record) == with_values(run_of("grpo"), {"optimizer.warmup": now})
-    assert flat(migrate(flat(record)))["optimizer.warmup"] == now
+    assert flatten(migrate(flatten(record)))["optimizer.warmup"] == now
 
 
 def test_an_unknown_field_of_an_old_record_is_said() -> None:

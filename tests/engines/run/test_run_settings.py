@@ -194,7 +194,7 @@ def test_the_decay_of_the_average(one: World, tmp_path: Path, settings: dict[str
 def test_an_old_policy_that_follows_every_second_rollout() -> None:
     """It stays as it is after the others (verl-omni)."""
     old = LinearOld(0.1, 0.5, every=2)
-    assert [old.decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
+    assert [old.compute_decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
 
 
 def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(
         run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             trainer.sampler.config = with_values(run, {"engine.compile": compiles})
-            spec = trainer.sampler.specify(key(0), trainer.sampler.prompts(key(0), 0), 0)
+            spec = trainer.sampler.specify(key(0), trainer.sampler.choose_prompts(key(0), 0), 0)
             assert spec.sampling.reuse == ("none" if compiles else {"exact": "all"}.get(reuse, reuse))
             record = trainer.update()
         assert graphs.count == bool(compiles)

@@ -36,7 +36,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
-from fluvial.engines.run.saving import run_fingerprint
+from fluvial.engines.run.saving import fingerprint_run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
@@ -119,7 +119,7 @@ def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> N
     module = exported.model.build().eval()
     with torch.no_grad(), init_world() as world:
         again = evaluate(exported, module, schedule=schedule, samples=8, micro_batch=4, world=world)
-        drift = Probe.load(run / "probe.safetensors", cpu).velocity_drift(exported, module, micro_batch=4)
+        drift = Probe.load(run / "probe.safetensors", cpu).measure_drift(exported, module, micro_batch=4)
     assert again.score == pytest.approx(recorded["score"])
     assert again.exact == pytest.approx(recorded["exact"])
     assert drift == pytest.approx(recorded["drift"], rel=1e-3)
@@ -418,9 +418,9 @@ def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None
     """Addresses of servers, and how they are asked, may change; the sampler may not."""
     one = config(tmp_path)
     asked = {"rollout.source": "http://a:1", "rollout.servers": ServersConfig(patience=1), "rollout.store": tmp_path}
-    expected = run_fingerprint(one, "", "")
-    assert run_fingerprint(with_values(one, asked), "", "") == expected
-    assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), "", "") != expected
+    expected = fingerprint_run(one, "", "")
+    assert fingerprint_run(with_values(one, asked), "", "") == expected
+    assert fingerprint_run(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), "", "") != expected
 
 
 @pytest.mark.long

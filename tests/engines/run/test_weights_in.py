@@ -21,7 +21,7 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.settings import PipelineConfig
-from fluvial.engines.run.jobs.weights import base_model, from_run
+from fluvial.engines.run.jobs.weights import find_base_model, from_run
 from fluvial.models.lora import LoraConfig, add_lora, find_adapter_parameters
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.convert import to_original
@@ -64,8 +64,8 @@ def test_a_run_is_a_model(folder: Path, tmp_path: Path, train: Any) -> None:
     assert record["pipeline"]["weights"] == str(folder / "sft" / "weights")
     asked: dict[str, Any] = {"prompts": (str(folder / "prompts.txt"),), "rewards": ("jpeg",)}
     again = TrainConfig(tmp_path, Grpo(), model=str(folder / "sft"), pipeline=PipelineConfig(16, 16), **asked)
-    assert base_model(again.model) == str(folder / "sd3")
-    assert jobs.of_run(again).model.weights == folder / "sft" / "weights"
+    assert find_base_model(again.model) == str(folder / "sd3")
+    assert jobs.open_configured(again).model.weights == folder / "sft" / "weights"
     assert from_run(from_run(again)) == from_run(again)
 
 
@@ -76,7 +76,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     asked = launch.rewarded(*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts)
     config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)
     built, base = (
-        jobs.of_run(config).model.build().state_dict(),
+        jobs.open_configured(config).model.build().state_dict(),
         open_model(folder / "sd3", device="cpu").build().state_dict(),
     )
     assert all(torch.equal(built[name], given[name]) for name in given)
@@ -85,7 +85,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     original = to_original(OriginalNames("StableDiffusion3Pipeline", config_of_network), given)
     save_file(original | {"first_stage_model.x": torch.zeros(1)}, tmp_path / "whole.safetensors")
     asked[asked.index(weights)] = f"--transformer={tmp_path / 'whole.safetensors'}"
-    single = jobs.of_run(parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)).model.build().state_dict()
+    single = jobs.open_configured(parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)).model.build().state_dict()
     assert all(torch.equal(single[name], given[name]) for name in given)
 
 
@@ -151,7 +151,7 @@ def test_two_experts_and_unets(name: str, home: Path, tmp_path: Path, train: Any
         """Return the weights that a run with these flags starts from."""
         asked = ["--model", home / name, "--prompts", home / "prompts.txt", "--rewards", "jpeg", *pipeline_runs.size(name)]
         config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", [*map(str, asked), *typed])
-        return jobs.of_run(config).model.build().state_dict()
+        return jobs.open_configured(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))
     changed = [key for key in base if not torch.equal(base[key], other[key])]

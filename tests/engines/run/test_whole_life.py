@@ -10,7 +10,7 @@ import torch
 from helpers import life_reward, tiny_pipelines, tiny_replayed
 from helpers.pipeline_runs import TWO_UPDATES, guidance, photos, save, size, updates
 
-from fluvial.engines.run.jobs.weights import converter
+from fluvial.engines.run.jobs.weights import make_converter
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.layout import LAYOUTS
 from fluvial.models.pipelines.folder import silence
@@ -127,6 +127,6 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, fluvial: Any) -> None:
     assert kind in LAYOUTS
     assert "| `lora.alpha` | `4.0` |" in (tmp_path / "lora" / "README.md").read_text()  # that of the adapter it began with
     ours = read_lora(tmp_path / "lora", network)
-    theirs = read_lora(tmp_path / "comfyui", network, convert=converter(kind, network))
+    theirs = read_lora(tmp_path / "comfyui", network, convert=make_converter(kind, network))
     assert (ours.rank, ours.alpha, ours.layers) == (theirs.rank, theirs.alpha, theirs.layers) == (2, 4, ours.layers)
     assert all(torch.equal(ours.tensors[key], theirs.tensors[key]) for key in ours.tensors)

@@ -15,7 +15,7 @@ from helpers.refusals import refuses
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fluvial.bench.pretrain import Noised, handwriting_pretraining, handwriting_unet_pretraining, levels, pretrain
+from fluvial.bench.pretrain import Noised, compute_levels, handwriting_pretraining, handwriting_unet_pretraining, pretrain
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.core.rollout import rollout
 from fluvial.core.transitions import ddim
@@ -166,11 +166,13 @@ def test_a_deterministic_rollout_is_that_of_diffusers(unet: nn.Module) -> None:
 def test_training_noises_as_the_scheduler_does() -> None:
     """Levels are those of uniform timesteps; noised images and targets are DDIMScheduler's."""
     u = uniform(key(2), (20_000,))
-    level = levels(u, "epsilon")
-    assert torch.equal(levels(u, "velocity"), 3.0 * u / (1 + 2.0 * u))  # the transformer's, shifted
+    level = compute_levels(u, "epsilon")
+    assert torch.equal(compute_levels(u, "velocity"), 3.0 * u / (1 + 2.0 * u))  # the transformer's, shifted
     timestep = find_timestep(level)
     assert torch.equal(timestep, (u * 1000).floor())
-    assert torch.equal(levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), compute_alphas_cumprod(u.device)[[0, 999]])
+    assert torch.equal(
+        compute_levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), compute_alphas_cumprod(u.device)[[0, 999]]
+    )
     x0, drawn = draw_codes(key(3), CODES), noise(3)
     batch = Noised(x0, drawn, level[:3], MODEL.encode(CODES))
     x, target = add_noise(*batch[:3], prediction="epsilon")

@@ -56,7 +56,7 @@ def test_a_modular_pipeline_is_trained_on_policy(name: str, method: str, further
 
 @pytest.mark.parametrize(
     ("name", "frames", "says"),
-    [long("LTX", 9, "diffusers does not split all that attention is given"), long("Helios", 5, "layer by layer")],
+    [long("LTX", 9, "diffusers does not split all inputs of the attention"), long("Helios", 5, "layer by layer")],
 )
 def test_networks_whose_tokens_cannot_be_split_are_refused(name: str, frames: int, says: str, tmp_path: Path) -> None:
     """Of LTX, whose masks have a row per head, and of Helios, whose layers are split one by one."""

@@ -20,7 +20,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.job import of_run
+from fluvial.engines.run.job import open_configured
 from fluvial.engines.run.passes.probe import RunPasses
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
@@ -229,8 +229,8 @@ def test_an_update_computes_the_whole_prompt_with_its_gradient(one: World, tmp_p
     A trial before the run makes both passes of a rollout, so that it measures the memory of the kept keys, too.
     """
     config, tokens = edit_run(tmp_path, "keys"), list[int]()
-    with Trainer(config, of_run(config), one) as trainer:
-        passes = RunPasses(config, trainer.job, trainer.engine, trainer.schedule).of(trainer.job.shape)
+    with Trainer(config, open_configured(config), one) as trainer:
+        passes = RunPasses(config, trainer.job, trainer.engine, trainer.schedule).build(trainer.job.shape)
         with trainer.engine.inference() as module, torch.no_grad():
             first: Any = trainer.job.model.blocks(module)[0]
             counter = first.attn.to_q.register_forward_hook(lambda layer, args, made: tokens.append(args[0].shape[1]))

@@ -64,7 +64,7 @@ def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
     lines[1]["negative_prompt"] = "dogs"
     file.write_text("\n".join(map(json.dumps, lines)))
     settings = PipelineConfig(*SIZE, call=("strength=0.6",), text_cache=tmp_path / "texts")
-    job = jobs.to_train(str(folder), settings, steps=STEPS, guidance=Guidance(2.0, "blurred"), prompts=(str(file),))
+    job = jobs.open_to_train(str(folder), settings, steps=STEPS, guidance=Guidance(2.0, "blurred"), prompts=(str(file),))
     assert job.prepare is not None
     guidance, model = Guidance(2.0, "blurred"), cast(Any, job.model)
     asked = replace(job, heldout=(replace(job.prompts[0], text="an owl"),))

@@ -127,4 +127,4 @@ def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutS
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
-        return trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0)
+        return trainer.sampler.specify(root, trainer.sampler.choose_prompts(root, 0), 0)

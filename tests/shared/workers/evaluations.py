@@ -8,7 +8,7 @@ from torch import Tensor
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
-from fluvial.engines.run.evaluation.table import rows
+from fluvial.engines.run.evaluation.table import list_rows
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
 
@@ -33,7 +33,7 @@ def three_seeds(world: World) -> dict[str, Any]:
         "values": result.scores.values.tolist(),
         "score": result.score,
         "split": result.split,
-        "rows": [vars(row) for row in rows(result.scores)],
+        "rows": [vars(row) for row in list_rows(result.scores)],
         "images": (result.images * 255).round().tolist(),
         "prompts": texts(result.prompts),
         "kept": kept,

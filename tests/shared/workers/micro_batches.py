@@ -20,13 +20,13 @@ def chosen(world: World, folder: str) -> tuple[Any, dict[str, str]]:
     Rank 0 finds every size faster than the last; rank 1 finds 4 the fastest.
     """
     seconds = {0: {1: 1.0, 2: 0.8, 4: 0.5, 8: 0.1}, 1: {1: 1.0, 2: 0.9, 4: 0.7, 8: 2.0}}[world.rank]
-    real = micro_batch._seconds
+    real = micro_batch._time_passes
 
     def timed(engine: Any, passes: Any, size: int, *, decode: bool = False) -> float:
         real(engine, passes, size, decode=decode)
         return size * seconds[size]
 
-    micro_batch._seconds = timed
+    micro_batch._time_passes = timed
     rollout = SamplingConfig(prompts=4, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
     config = tiny.config(Path(folder), updates=2, sampling=rollout, **{"engine.micro_batch": "auto"})
     found, digests = None, {}

@@ -82,7 +82,7 @@ def passes(world: World) -> list[int]:
 
 def one_raises() -> None:
     """Raise on rank 1 while rank 0 waits for it as in a collective of NCCL, where nothing tells it."""
-    rendezvous.LOOK = rendezvous.GRACE = 0.2
+    rendezvous.POLL = rendezvous.GRACE = 0.2
     with world.init_world() as joined:
         if joined.rank == 1:
             raise RunError("no memory here")

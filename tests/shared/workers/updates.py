@@ -5,7 +5,7 @@ from typing import Any
 
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.bench.update.cases import SIZES, UpdateCase, build_engine, build_published, make_rollout, update_engine
-from fluvial.bench.update.measure import count_update, gradient_distance
+from fluvial.bench.update.measure import count_update, measure_gradient_distance
 from fluvial.engines.engine.engine import EngineConfig
 from fluvial.engines.engine.world import World
 
@@ -74,12 +74,12 @@ def gradients(world: World) -> dict[str, float]:
         update_engine(keep, rollout, micro_batch=10)
         published.update(rollout.stored, micro_batch=SAMPLES)
         name = f"{train}, {'guidance' if guidance else 'no guidance'}"
-        distances[f"{name}, baseline"] = gradient_distance(keep, published, world)
+        distances[f"{name}, baseline"] = measure_gradient_distance(keep, published, world)
         engines = {"default": keep}
         for way, (options, other) in ways.items() if guidance else ():
             engines[way] = build_engine(chosen, world, EngineConfig(replicas=1))
             update_engine(engines[way], rollout, micro_batch=10, **options)  # type: ignore[arg-type]
-            distances[f"{name}, {way}"] = gradient_distance(engines[way], engines[other], world)
+            distances[f"{name}, {way}"] = measure_gradient_distance(engines[way], engines[other], world)
     return distances
 
 

@@ -24,7 +24,7 @@ from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeig
 from fluvial.engines.extensions.wire.client import find_shared_folder
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.jobs.settings import PipelineConfig
-from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run
+from fluvial.engines.run.jobs.weights import WEIGHTS, find_base_model, is_run
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
@@ -214,14 +214,14 @@ def open_policy(
     """
     device = find_default_device() if world is None else world.device
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and is_accelerator(device)) else torch.float32
-    base = base_model(name)
+    base = find_base_model(name)
     if is_run(name):
         if weights is not None:
             raise UsageError("weights", weights, hint=f"{name} is a run with its own; leave one out")
         weights = Path(name) / WEIGHTS
         if not weights.is_dir():
             raise UsageError(f"{name} is a run without exported weights: finish it (--resume)")
-    job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
+    job = jobs.open_to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
     module = _build_alone(job, kind, device) if world is None else _share_network(job, world, kind)
     served = ServedWeights(
         module,

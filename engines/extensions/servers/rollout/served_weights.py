@@ -31,7 +31,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     compute_adapter_checksum,
     compute_checksum,
 )
-from fluvial.engines.files import weight_files
+from fluvial.engines.files import list_weight_files
 from fluvial.engines.gathered import gather
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
@@ -215,7 +215,7 @@ class ServedWeights:
         most = 8 * sum(tensor.numel() for tensor in known.values()) + 100_000_000  # bytes of numbers, and of the header
         # Read instead of mapped, because a mapped file that shrinks would crash the process.
         tensors = dict[str, Tensor]()
-        for file in [self._resolve_file(file, most) for file in weight_files(folder)]:
+        for file in [self._resolve_file(file, most) for file in list_weight_files(folder)]:
             for key, tensor in load(file.read_bytes()).items():
                 if key in tensors:
                     raise RequestError(f"{str(folder)!r} holds {key} twice")

@@ -27,7 +27,7 @@ from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode, describe_call
 from fluvial.engines.methods import Distill, HeadGan
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
-from fluvial.engines.run.job import of_run
+from fluvial.engines.run.job import open_configured
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.sampling.config import SamplingConfig, Truncate
 from fluvial.engines.sampling.generate import Guidance
@@ -434,7 +434,7 @@ def test_a_reward_that_needs_other_prompts_is_named(tmp_path: Path) -> None:
     config = adapter("sd3", tmp_path)
     for reward, ends in ((needs_records, False), (broken, True)):
         given = _complete(config, tmp_path, [])
-        report = dry_run(replace(given, rewards=()), replace(of_run(given), rewards={"mine": reward}))
+        report = dry_run(replace(given, rewards=()), replace(open_configured(given), rewards={"mine": reward}))
         assert (report.error is not None) == ends
         assert any("the reward mine, which needs other prompts ('objects')" in note for note in report.notes) != ends
 

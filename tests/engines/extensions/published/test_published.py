@@ -77,7 +77,7 @@ def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
 @cache
 def flat_record(name: str) -> dict[str, Any]:
     """Return the values of a run's configuration by dotted name."""
-    return {published.as_flag(field): value for field, value in published.flat(as_record(config_of(name))).items()}
+    return {published.as_flag(field): value for field, value in published.flatten(as_record(config_of(name))).items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -212,7 +212,7 @@ def test_what_the_settings_of_these_runs_amount_to() -> None:
         assert sampling.window.trunk(sampling.steps, sampling.group) == 54
         assert (sampling.prompts, sampling.group) == (48, 4 * 54)
     nft = config_of("diffusion_nft/sd3.5-medium/ocr").method  # 0 for 75 updates, then 0.0075 per update up to 0.999
-    assert [nft.old.decay(updates // 2, updates) for updates in (75, 77, 1000)] == pytest.approx([0.0, 0.015, 0.999])
+    assert [nft.old.compute_decay(updates // 2, updates) for updates in (75, 77, 1000)] == pytest.approx([0.0, 0.015, 0.999])
     offline, online = (config_of(name) for name in ("diffusion_dpo/sd1.5/pickapic", "verl_omni/qwen-image/ocr-online-dpo"))
     assert (offline.makes_samples, online.makes_samples, offline.method.sampling.prompts) == (False, True, 2048)
     assert flat_record("diffusion_dpo/sdxl/pickapic")["noising.levels.kind"] == "schedule"
@@ -371,5 +371,5 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
         run = composed(source=BLOCKS["far"]["source"], settings=stated)
         rows = {row.setting: row for row in compare_settings(run)}
         assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "method.name"}
-        assert [*rows] == [published.as_flag(name) for name in published.flat(as_record(resolve(run)))]
+        assert [*rows] == [published.as_flag(name) for name in published.flatten(as_record(resolve(run)))]
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}

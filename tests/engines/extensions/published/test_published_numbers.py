@@ -14,7 +14,7 @@ import pytest
 from helpers.published_settings import stated
 
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, as_flag, flat, load_published
+from fluvial.engines.extensions.published.runs import PublishedRun, as_flag, flatten, load_published
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.sampling.samplers import sampler_rule
@@ -27,7 +27,7 @@ SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}
 
 def leaves_of(run: PublishedRun) -> dict[str, Any]:
     """Return the values of a run's configuration."""
-    leaves = flat(as_record(resolve(run)))
+    leaves = flatten(as_record(resolve(run)))
     return {**{as_flag(name): value for name, value in leaves.items()}, **run.fixed}
 
 

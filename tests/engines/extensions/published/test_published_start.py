@@ -15,7 +15,7 @@ from fluvial.engines.extensions.published.requirements import describe_accumulat
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find_run, load_published
 from fluvial.engines.run.config import with_values
-from fluvial.engines.run.recipes import RECIPES, on_gpus
+from fluvial.engines.run.recipes import RECIPES, fit_to_gpus
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
@@ -60,29 +60,29 @@ def test_other_hardware_keeps_the_samples_of_an_update() -> None:
 def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, groups: int) -> None:
     """With 4 GPUs as many as the published run of four; and at least one per update."""
     published = resolve(find_run(OCR))
-    found, said = on_gpus(published, preset)
+    found, said = fit_to_gpus(published, preset)
     assert found == with_values(published, {"sampling.prompts": groups, "engine.micro_batch": "auto"})
     assert said.startswith(f"--preset {preset}: ")
     assert ("sampling.prompts" in said) == (groups != 48)
     assert f"{groups * 24} samples" in said
     four = resolve(find_run("flow_grpo/sd3.5-medium/ocr-4gpu"))
-    assert on_gpus(published, "4gpu")[0].method.sampling.prompts == four.method.sampling.prompts
+    assert fit_to_gpus(published, "4gpu")[0].method.sampling.prompts == four.method.sampling.prompts
     config = with_values(published, {"passes.minibatches": 6, "updates": 1998})
-    assert on_gpus(config, "1gpu")[0].method.sampling.prompts == 6
+    assert fit_to_gpus(config, "1gpu")[0].method.sampling.prompts == 6
 
 
 def test_a_preset_keeps_what_a_method_needs() -> None:
     """Samples that divide among the fake's updates, and a micro-batch that cannot be tried."""
     for name in ("dmd2", "refl", "cps"):
         for preset in ("1gpu", "8gpu"):
-            config, _ = on_gpus(RECIPES[name]("owner/name"), preset)
+            config, _ = fit_to_gpus(RECIPES[name]("owner/name"), preset)
             assert config.method.sampling.batch < RECIPES[name]("owner/name").method.sampling.batch
 
 
 def test_a_preset_is_a_number_of_gpus() -> None:
     for preset in ("", "gpu", "0gpu", "1", "-1gpu", "1gpux", "1.5gpu"):
         with pytest.raises(UsageError, match="such as 1gpu or 8gpu"):
-            on_gpus(resolve(find_run(OCR)), preset)
+            fit_to_gpus(resolve(find_run(OCR)), preset)
 
 
 def said_of(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:

@@ -280,7 +280,7 @@ def test_final_latents_are_asked_for_where_they_are_needed(
         job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
         with Trainer(config, job, one) as trainer:
             root = key(1)
-            assert trainer.sampler.specify(root, trainer.sampler.prompts(root, 0), 0).sampling.final == final
+            assert trainer.sampler.specify(root, trainer.sampler.choose_prompts(root, 0), 0).sampling.final == final
 
 
 @pytest.mark.parametrize("kind", ["fluvial", "sglang"])

@@ -107,7 +107,7 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
 def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
     """Return the key, the prompts and the number of updates of a run's first rollout."""
     root = fold_in(key(trainer.config.seed), 0)
-    return root, trainer.sampler.prompts(root, 0), 0
+    return root, trainer.sampler.choose_prompts(root, 0), 0
 
 
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:

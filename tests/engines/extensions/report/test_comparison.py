@@ -27,7 +27,7 @@ def make(out: Path, lr: float, *, ended: bool = True, prompts: tuple[str, ...] =
         folder.log({**record, "objective": {"kl_ref": 0.0}, "seconds": {"rollout": 1.0, "update": 2.0}})
     folder.log({"update": 2, "score": {"heldout": lr}, "exact": {"heldout": 0.0}, "drift": 0.1})
     images = torch.rand(len(prompts), 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    folder.samples("after", images, list(prompts), [lr] * len(prompts), title="after")
+    folder.write_samples("after", images, list(prompts), [lr] * len(prompts), title="after")
     if ended:
         row = {"evaluator": "heldout", "part": "all", "name": "", "samples": 9, "mean": lr}
         row |= {"difference": 0.1, "low": 0.05, "high": 0.2}

@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> Path:
     prompts = [EVIL, "a red fox", "a blue fox"]
     sheets = {"before": [0.0, 0.5, 1.0], "after": [1.0] * 3, "best": [1.0] * 3, "worst": [0.25] * 3}
     for name, scores in sheets.items():
-        folder.samples(name, images, prompts, scores, title=name)
+        folder.write_samples(name, images, prompts, scores, title=name)
     folder.warn(f"a warning {EVIL}")
     write_json(out / "summary.json", SUMMARY)
     folder.close()
@@ -194,7 +194,7 @@ def test_a_run_that_goes_on_has_a_report_too(tmp_path: Path, capsys: pytest.Capt
     folder = RunFolder(tmp_path, CONFIG, tracker="none")
     assert "<h2>Summary</h2>" not in page.build_page(tmp_path)
     (tmp_path / "samples").mkdir()
-    folder.samples("before", torch.zeros(1, 1, 4, 4), ["a fox"], None, title="")
+    folder.write_samples("before", torch.zeros(1, 1, 4, 4), ["a fox"], None, title="")
     folder.log(update(1, grad_norm=None, reward={"mean": None}))
     assert cli.run(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"

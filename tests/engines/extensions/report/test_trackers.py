@@ -85,7 +85,7 @@ def folder(out: Path, name: str, update: int = 0) -> RunFolder:
     claim(out, resume=update > 0)
     made = RunFolder(out, {"seed": 3}, update=update, tracker=name)
     made.log({"update": update + 1, "reward": {"mean": 0.5}, "lost": float("nan")})
-    made.samples("before", torch.zeros(2, 1, 4, 4), ["a fox", "an ox"], [0.25, 1.0], title="t", update=update)
+    made.write_samples("before", torch.zeros(2, 1, 4, 4), ["a fox", "an ox"], [0.25, 1.0], title="t", update=update)
     made.close()
     return made
 
@@ -237,7 +237,7 @@ class Broken:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._call("log")
 
-    def images(self, samples: TrackedSamples, step: int) -> None:
+    def log_images(self, samples: TrackedSamples, step: int) -> None:
         self._call("images")
 
     def finish(self) -> None:
@@ -262,7 +262,7 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failur
         safe = SafeTracker("mine:Broken", Broken, run, said.append)
         sheet = TrackedSamples("a", [], [], Image.new("RGB", (1, 1)))
         for kind in kinds:
-            safe.images(sheet, 1) if kind == "i" else safe.log({}, 1)
+            safe.log_images(sheet, 1) if kind == "i" else safe.log({}, 1)
         safe.finish()
         return Broken.asked, said
 
@@ -302,12 +302,12 @@ def test_a_tracker_that_cannot_be_had_is_one_line(
             patch.setattr(trackers, "find_spec", lambda found: None)
             says = f"tracker is '{name}': {name} is not installed; pip install 'fluvial.{name}.'"
             with pytest.raises(UsageError, match=says):
-                trackers.find(name)
+                trackers.find_tracker(name)
         (tmp_path / name).mkdir()
         monkeypatch.syspath_prepend(tmp_path)
         if sys.modules.get(name) is None and not any((Path(entry) / name / "__init__.py").exists() for entry in sys.path):
             with pytest.raises(UsageError, match="is not installed"):
-                trackers.find(name)
+                trackers.find_tracker(name)
     out = tmp_path / "run"
     assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
     said = launch.one_line(capsys.readouterr().err)
@@ -315,4 +315,4 @@ def test_a_tracker_that_cannot_be_had_is_one_line(
     assert "did you mean 'tensorboard'?" in said
     assert not out.exists()
     with pytest.raises(UsageError, match="is of type str, expected a function or a class of a TrackedRun"):
-        trackers.find("fluvial.engines.extensions.report.trackers:PROJECT")
+        trackers.find_tracker("fluvial.engines.extensions.report.trackers:PROJECT")

@@ -133,13 +133,13 @@ def test_a_save_in_the_background_writes_what_was(
     """The call returns before anything is written, and what changes afterwards is not saved."""
     saved, told, go = state(5.0), options(behind, 5), threading.Event()
     kind = storage.LocalStore if isinstance(folder, Path) else storage.RemoteStore
-    draft = kind.draft
+    draft = kind.create_draft
 
     def waits(self: Any, name: str) -> Any:
         assert go.wait(60)
         return draft(self, name)
 
-    monkeypatch.setattr(kind, "draft", waits)
+    monkeypatch.setattr(kind, "create_draft", waits)
     pending = checkpoint.save_async(folder, saved, **told)
     assert not pending.done()
     assert checkpoint.list_checkpoints(folder) == []

@@ -70,7 +70,7 @@ def damages() -> dict[str, Callable[[AbstractFileSystem, str, str], Any]]:
 def sealed(text: bytes) -> bytes:
     """Return another checkpoint's manifest, with the seal that belongs to it."""
     manifest = json.loads(text)
-    return checkpoint._text({**manifest, "seal": checkpoint._digest(manifest)})
+    return checkpoint._serialize({**manifest, "seal": checkpoint._digest(manifest)})
 
 
 @pytest.mark.parametrize("says", damages())

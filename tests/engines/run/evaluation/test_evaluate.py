@@ -20,9 +20,9 @@ from workers.evaluations import TAGGED, found, three_seeds
 from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.run import metrics
-from fluvial.engines.run.evaluation.evaluate import Scores, _of_all_ranks, draw_plan, evaluate, every
-from fluvial.engines.run.evaluation.folder import EvaluationFolder, contact_sheet, write_image
-from fluvial.engines.run.evaluation.table import format_tables, overall, read_scores, rows, write_scores
+from fluvial.engines.run.evaluation.evaluate import Scores, _gather_images, draw_plan, evaluate, plan_every_prompt
+from fluvial.engines.run.evaluation.folder import EvaluationFolder, draw_contact_sheet, write_image
+from fluvial.engines.run.evaluation.table import average_over_tags, format_tables, list_rows, read_scores, write_scores
 from fluvial.models.images import to_image
 from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
@@ -31,20 +31,20 @@ from fluvial.models.replay.kinds import read_sound
 @given(st.integers(1, 40), st.integers(1, 5), st.one_of(st.none(), st.integers(1, 100)))
 def test_every_prompt_has_as_many_samples_within_the_largest_number(prompts: int, seeds: int, most: int | None) -> None:
     """The prompts of a part are spread over the whole, and each sample has a noise and a name of its own."""
-    plan = every(prompts, seeds, most)
-    places = plan.places[: len(plan.places) // seeds]
-    assert plan.places == places * seeds
+    plan = plan_every_prompt(prompts, seeds, most)
+    places = plan.prompts[: len(plan.prompts) // seeds]
+    assert plan.prompts == places * seeds
     assert len(set(plan.ids)) == len(set(plan.names)) == len(plan.ids)
     assert len(places) == (prompts if most is None else min(prompts, max(most // seeds, 1)))
     assert len(set(places)) == len(places)
     assert max((b - a for a, b in pairwise(places)), default=0) <= -(-prompts // len(places))
-    whole = dict(zip(every(prompts, seeds + 1).names, every(prompts, seeds + 1).ids, strict=True))
+    whole = dict(zip(plan_every_prompt(prompts, seeds + 1).names, plan_every_prompt(prompts, seeds + 1).ids, strict=True))
     assert all(whole[name] == number for name, number in zip(plan.names, plan.ids, strict=True))
 
 
 def test_drawn_prompts_are_those_of_earlier_versions() -> None:
     """The streams of randomness of an evaluation are part of its results."""
-    assert draw_plan(10, 6).places == [3, 6, 6, 5, 2, 1]
+    assert draw_plan(10, 6).prompts == [3, 6, 6, 5, 2, 1]
     assert draw_plan(10, 6).ids == list(range(6))
 
 
@@ -70,7 +70,7 @@ def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
 def test_the_rows_of_a_table(one: World) -> None:
     """Per evaluator all samples, sources, tags, and for the one that passes or fails the mean over tags."""
     result = found(one)
-    table = rows(result.scores)
+    table = list_rows(result.scores)
     assert [(row.evaluator, row.part, row.name, row.samples) for row in table] == [
         ("bright", "all", "", 6),
         ("bright", "source", "a", 4),
@@ -90,20 +90,20 @@ def test_the_rows_of_a_table(one: World) -> None:
     assert by["passes", "tag", "even"].mean == 0.5
     assert by["passes", "tags", "mean over tags"].mean == 0.25
     assert by["passes", "prompts", "any sample of a prompt"].mean == pytest.approx(1 / 3)
-    assert overall(result.scores) == {"passes": 0.25}
+    assert average_over_tags(result.scores) == {"passes": 0.25}
     bright = result.scores.values[:, 0]
     assert by["bright", "all", ""].mean == result.score["bright"] == pytest.approx(float(bright.mean()))
     assert by["bright", "all", ""].std == pytest.approx(float(bright.std(correction=0)))
     assert by["bright", "tag", "even"].mean == result.split["tags"]["even"]["bright"]
-    assert overall(found(one, ["0", "1"]).scores) == {}
+    assert average_over_tags(found(one, ["0", "1"]).scores) == {}
 
 
 def test_a_comparison_is_paired_by_noise(one: World) -> None:
     """Against itself every sample ties; against other weights, the difference is that of the means."""
     ours, base = found(one), found(one, module=tiny.Net(1))
-    for row in rows(ours.scores, ours.scores)[:5]:
+    for row in list_rows(ours.scores, ours.scores)[:5]:
         assert (row.win_rate, row.difference, row.low, row.high) == (0.5, 0, 0, 0)
-    row, *_ = rows(ours.scores, base.scores)
+    row, *_ = list_rows(ours.scores, base.scores)
     assert row.difference == pytest.approx(ours.score["bright"] - base.score["bright"], abs=1e-6)
     assert row.base_mean == base.score["bright"]
     assert row.difference is not None
@@ -112,8 +112,8 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
     assert row.low <= row.difference <= row.high
     differences = ours.scores.values[:, 0] - base.scores.values[:, 0]
     assert row.win_rate == pytest.approx(float((differences > 0).float().mean()))
-    refuses("of other samples or by other evaluators", rows, ours.scores, found(one, seeds=1).scores)
-    text = [sheet.title for sheet in format_tables("a title", rows(ours.scores, base.scores))]
+    refuses("of other samples or by other evaluators", list_rows, ours.scores, found(one, seeds=1).scores)
+    text = [sheet.title for sheet in format_tables("a title", list_rows(ours.scores, base.scores))]
     assert text == ["a title", "against the base on the same noise"]
 
 
@@ -138,7 +138,7 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     assert torch.equal(found.images, whole.images[kept])
     assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
     assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
-    assert metrics.evaluation_record(found)["invalid"] == {"samples": 2}
+    assert metrics.summarize_evaluation(found)["invalid"] == {"samples": 2}
     fails(
         f"{line} samples of the evaluation have no valid score, above rollout.max_invalid 0.24",
         evaluate,
@@ -154,7 +154,7 @@ def test_an_evaluation_is_compared_with_one_that_lacks_samples(one: World) -> No
     """On the samples of both."""
     whole = found(one).scores
     some = Scores(whole.evaluators, whole.names[1:], whole.prompts[1:], whole.values[1:] + 1)
-    (row, *_), (other, *_) = rows(whole, some), rows(some, whole)
+    (row, *_), (other, *_) = list_rows(whole, some), list_rows(some, whole)
     assert row.samples == other.samples == len(whole.names) - 1
     assert row.mean == pytest.approx(whole.values[1:, 0].mean().item())
     assert [row.difference, other.difference] == pytest.approx([-1, 1])
@@ -172,7 +172,7 @@ def test_videos_travel_between_ranks_as_a_sheet_shows_them() -> None:
             other = (theirs[0][:, :, [0, 4, 8]] * 255).round().byte()
             return [own, [other]]
 
-    gathered = _of_all_ranks(list(ours), Two())  # type: ignore[arg-type]
+    gathered = _gather_images(list(ours), Two())  # type: ignore[arg-type]
     assert gathered.shape == (6, 3, 3, 4, 4)
     for video, whole in zip(gathered, [*ours.flatten(0, 1), *theirs[0]], strict=True):
         assert to_image(video, width=1).tobytes() == to_image(whole, width=1).tobytes()
@@ -182,8 +182,8 @@ def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
     """Its last table shows those of which there are two numbers, and its summary those that there are."""
     after = found(one)
     before = {"score": {"bright": 0.25, "gone": 0.75}, "exact": {"bright": 0.0, "gone": 0.0}}
-    assert [*metrics.before_after(before, after).columns[0].cells] == ["score, by the bright evaluator"]
-    summary = metrics.evaluation_summary(before, after)
+    assert [*metrics.tabulate_before_after(before, after).columns[0].cells] == ["score, by the bright evaluator"]
+    summary = metrics.flatten_before_after(before, after)
     assert summary["gone_score_before"] == 0.75
     assert summary["passes_score_after"] == after.score["passes"]
 
@@ -191,10 +191,10 @@ def test_a_resumed_run_may_have_other_evaluators(one: World) -> None:
 def test_a_line_tells_the_scores_or_that_there_are_none(one: World) -> None:
     """What is exactly right if anything is."""
     result = found(one)
-    assert "exactly right on held-out prompts 0.000 by the bright" in metrics.evaluation_line("now", result)
+    assert "exactly right on held-out prompts 0.000 by the bright" in metrics.format_evaluation("now", result)
     fuzzy = result._replace(exact=dict.fromkeys(result.exact, 0.0))
-    assert metrics.evaluation_line("now", fuzzy).startswith("now: score on held-out prompts 0.")
-    line = metrics.evaluation_line("now", result._replace(score={}, exact={}))
+    assert metrics.format_evaluation("now", fuzzy).startswith("now: score on held-out prompts 0.")
+    line = metrics.format_evaluation("now", result._replace(score={}, exact={}))
     assert line == "now: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
 
 
@@ -216,7 +216,7 @@ def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
 
     folder = EvaluationFolder(tmp_path / "out", one)
     ours, base = found(one, keep=folder.keep("images")), found(one, module=tiny.Net(1), keep=folder.keep("base"))
-    folder.finish(rows(ours.scores, base.scores), ours, base, title="ours", settings={"seeds": 2})
+    folder.finish(list_rows(ours.scores, base.scores), ours, base, title="ours", settings={"seeds": 2})
     for part in ("images", "base"):
         assert sorted(path.stem for path in (tmp_path / "out" / part).iterdir()) == sorted(ours.scores.names)
     with Image.open(tmp_path / "out" / "images" / f"{ours.scores.names[0]}.png") as image:
@@ -226,11 +226,11 @@ def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
     assert len(lines) == 7
     record = json.loads((tmp_path / "out" / "table.json").read_text())
     assert record["model"] == "ours"
-    assert record["rows"][0]["win_rate"] == rows(ours.scores, base.scores)[0].win_rate
+    assert record["rows"][0]["win_rate"] == list_rows(ours.scores, base.scores)[0].win_rate
     refuses(r"out is .*out, which already holds an evaluation", EvaluationFolder, tmp_path / "out", one)
     waves = torch.tensor([[[0.0, 0.5]], [[1.0, -1.0]]])  # of the first two samples
     heard = ours._replace(sounds=Sounds(waves, 400))
-    EvaluationFolder(tmp_path / "heard", one).finish(rows(ours.scores), heard, None, title="ours", settings={})
+    EvaluationFolder(tmp_path / "heard", one).finish(list_rows(ours.scores), heard, None, title="ours", settings={})
     assert sorted(file.stem for file in (tmp_path / "heard").rglob("*.wav")) == sorted(ours.scores.names[:2])
     for name, wave in zip(ours.scores.names, waves, strict=False):
         sound = read_sound(tmp_path / "heard" / "images" / f"{name}.wav")
@@ -245,7 +245,7 @@ def test_the_sheet_shows_the_base_above_the_model(one: World) -> None:
     ours = found(one)
     black = ours._replace(images=torch.zeros_like(ours.images), images_score=torch.zeros(len(ours.images)))
     white = ours._replace(images=torch.ones_like(ours.images), images_score=torch.ones(len(ours.images)))
-    sheet = contact_sheet(white, black, title="ours").convert("L")
+    sheet = draw_contact_sheet(white, black, title="ours").convert("L")
     column = [sheet.getpixel((40, y)) for y in range(sheet.height)]
     assert column.index(0) < max(y for y, value in enumerate(column) if value == 255)
     assert 255 not in column[: column.index(0)]

@@ -53,7 +53,7 @@ def test_an_image_has_the_size_of_the_evaluation() -> None:
     assert asked(job, height=64).shape == (1, 64, 512)
     assert asked(job, width=32, height=64).shape == (1, 64, 32)
     refuses(r"evaluation.height is 63 and evaluation.width is 512: the height is 63", asked, job, height=63)
-    refuses("a model without adapter, which knows only the size of the rollout", asked, tiny.job(model=Recorded()), width=64)
+    refuses("a model without adapter, which has only the size of the rollout", asked, tiny.job(model=Recorded()), width=64)
     refuses("has images of one size only", asked, jobs.handwriting(), height=64)
 
 
@@ -70,15 +70,15 @@ def test_what_is_not_there_is_named() -> None:
         ({"solver": "heun"}, "evaluation.solver is 'heun'"),
     ):
         refuses(says, asked, tiny.job(), **settings)
-    assert EvaluationConfig().whole(10, 1000) == 1000
-    assert EvaluationConfig(seeds=4).whole(10, 1000) == 40
+    assert EvaluationConfig().count_samples(10, 1000) == 1000
+    assert EvaluationConfig(seeds=4).count_samples(10, 1000) == 40
 
 
 def test_a_negative_prompt_needs_guidance() -> None:
     check_negatives([Prompt("a", negative="b")], guided=True, field="guidance")
     check_negatives([Prompt("a")], guided=False, field="guidance")
     refuses(
-        "of no use without guidance: set guidance, or leave the column",
+        "no effect without guidance: set guidance, or remove the column",
         check_negatives,
         [Prompt("a", negative="b")],
         guided=False,

@@ -6,7 +6,13 @@ from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluvial.engines.run.evaluation.statistics import bootstrap_interval, compare, is_pass_fail, pass_rates, win_rate
+from fluvial.engines.run.evaluation.statistics import (
+    bootstrap_interval,
+    compare,
+    compute_pass_rates,
+    compute_win_rate,
+    is_pass_fail,
+)
 
 FLOATS = st.floats(-100, 100, width=32)
 SCORES = st.lists(FLOATS, min_size=1, max_size=12)
@@ -17,9 +23,9 @@ PAIRS = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0, 3.5]), st.sampled_fr
 def test_a_win_rate_counts_a_tie_one_half(pairs: list[tuple[float, float]]) -> None:
     wins = sum(1.0 if ours > base else 0.5 if ours == base else 0.0 for ours, base in pairs)
     ours, base = zip(*pairs, strict=True)
-    assert win_rate(ours, base) == pytest.approx(wins / len(pairs))
-    assert win_rate(ours, base) + win_rate(base, ours) == pytest.approx(1)
-    assert win_rate(ours, ours) == 0.5
+    assert compute_win_rate(ours, base) == pytest.approx(wins / len(pairs))
+    assert compute_win_rate(ours, base) + compute_win_rate(base, ours) == pytest.approx(1)
+    assert compute_win_rate(ours, ours) == 0.5
 
 
 @given(SCORES, st.sampled_from([0.5, 0.9, 0.95]), st.integers(0, 5))
@@ -71,12 +77,12 @@ def test_overall_is_the_mean_over_tags_as_in_geneval() -> None:
     """However many samples a tag has; a prompt passes if any of its samples does."""
     tags = ["colors", "colors", "colors", "colors", "counting", "counting", None]
     prompts = ["a", "a", "b", "b", "c", "c", "d"]
-    found = pass_rates([1, 0, 1, 1, 0, 0, 1], tags, prompts)
+    found = compute_pass_rates([1, 0, 1, 1, 0, 0, 1], tags, prompts)
     assert found.tags == {"colors": 0.75, "counting": 0.0}
     assert found.overall == pytest.approx(0.375)
     assert found.samples == pytest.approx(4 / 7)
     assert found.prompts == pytest.approx(3 / 4)
-    assert pass_rates([1, 0], [None, None], ["a", "b"]).overall == 0.5
+    assert compute_pass_rates([1, 0], [None, None], ["a", "b"]).overall == 0.5
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1), FLOATS.filter(lambda value: value not in (0.0, 1.0)))
@@ -88,8 +94,8 @@ def test_pass_or_fail_is_0_or_1_and_nothing_else(passed: list[float], other: flo
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: win_rate([1.0], [1.0, 2.0]), "a comparison is of 1 scores and 2 of the base, expected as many"),
-        (lambda: win_rate([], []), r"scores has shape \[0\], expected \[N\] with at least one number"),
+        (lambda: compute_win_rate([1.0], [1.0, 2.0]), "got 1 scores and 2 of the base, expected equally many"),
+        (lambda: compute_win_rate([], []), r"scores has shape \[0\], expected \[N\] with at least one number"),
         (lambda: bootstrap_interval([1.0], level=1.0), r"level is 1.0, expected a number in \(0, 1\)"),
         (lambda: bootstrap_interval([1.0], resamples=0), "resamples is 0, expected at least 1"),
         (lambda: bootstrap_interval([1.0, 2.0], ["a"]), "got 1 clusters of 2 values, expected one per value"),

@@ -12,7 +12,7 @@ from helpers.refusals import refuses
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.config import SuiteConfig
-from fluvial.engines.run.evaluation.folder import SUITES, find
+from fluvial.engines.run.evaluation.folder import SUITES, find_suite
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
@@ -37,7 +37,7 @@ def anything(text: str) -> None:
 
 @pytest.mark.parametrize("name", SUITES)
 def test_a_suite_is_a_held_out_part_and_rewards_that_exist(name: str) -> None:
-    suite = find(name)
+    suite = find_suite(name)
     assert read_heldout(suite.prompts, (), check=anything)
     assert suite.seeds
     assert suite.steps
@@ -48,7 +48,7 @@ def test_a_suite_is_a_held_out_part_and_rewards_that_exist(name: str) -> None:
 def test_a_file_is_a_whole_suite(tmp_path: Path) -> None:
     """With prompts of its own, their tags and metadata."""
     (tmp_path / "mine.toml").write_text(FILE)
-    suite = find(str(tmp_path / "mine.toml"))
+    suite = find_suite(str(tmp_path / "mine.toml"))
     assert suite == SuiteConfig((str(tmp_path / "mine.toml"),), ("jpeg", "mine:score"), seeds=3, guidance=4.5)
     cats, fox = read_heldout(suite.prompts, (), check=anything)
     assert (cats.text, cats.tag, cats.metadata["include"]) == ("three cats", "counting", [{"class": "cat", "count": 3}])
@@ -59,7 +59,7 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
     record = tomllib.loads(FILE)
     (tmp_path / "mine.json").write_text(json.dumps(record))
     (tmp_path / "mine.toml").write_text(FILE)
-    suite, other = find(str(tmp_path / "mine.json")), find(str(tmp_path / "mine.toml"))
+    suite, other = find_suite(str(tmp_path / "mine.json")), find_suite(str(tmp_path / "mine.toml"))
     assert replace(suite, prompts=()) == replace(other, prompts=())
     found, expected = (read_heldout(each.prompts, (), check=anything) for each in (suite, other))
     assert [(prompt.text, prompt.tag, prompt.metadata) for prompt in found] == [
@@ -67,13 +67,13 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
     ]
     for text, says in {"[1]": "holds a list, expected an object of fields", "{": "is not JSON"}.items():
         (tmp_path / "mine.json").write_text(text)
-        refuses(re.escape(says), find, str(tmp_path / "mine.json"))
+        refuses(re.escape(says), find_suite, str(tmp_path / "mine.json"))
 
 
 def test_a_file_names_files_beside_it_and_prompt_sets(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('prompts = ["own.txt", "@animals"]\nrewards = ["jpeg"]\n')
     (tmp_path / "own.txt").write_text("a red fox\n")
-    suite = find(str(tmp_path / "mine.toml"))
+    suite = find_suite(str(tmp_path / "mine.toml"))
     assert suite.prompts == (str(tmp_path / "own.txt"), "@animals")
     assert read_heldout(suite.prompts, (), check=anything)[0].text == "a red fox"
 
@@ -82,9 +82,9 @@ def test_a_suite_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = ["from fluvial.engines.run.evaluation.config import SuiteConfig", "SUITE = SuiteConfig(('@ocr',), ('ocr',))"]
     (tmp_path / "mysuites.py").write_text("\n".join([*lines, "WRONG = ['ocr']", "EMPTY = SuiteConfig(('@ocr',))"]))
     monkeypatch.syspath_prepend(tmp_path)
-    assert find("mysuites:SUITE") == SuiteConfig(("@ocr",), ("ocr",))
+    assert find_suite("mysuites:SUITE") == SuiteConfig(("@ocr",), ("ocr",))
     for name, says in {"WRONG": "is a list, expected a SuiteConfig", "EMPTY": "has no rewards"}.items():
-        refuses(says, find, f"mysuites:{name}")
+        refuses(says, find_suite, f"mysuites:{name}")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=re.escape(says)) as error:
-        find(str(path))
+        find_suite(str(path))
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "says"), [("gen-eval", "did you mean 'geneval'?"), ("nothing.toml", "No such file")])
 def test_a_suite_that_is_not_there(name: str, says: str) -> None:
-    refuses(re.escape(says), find, name)
+    refuses(re.escape(says), find_suite, name)

@@ -14,7 +14,7 @@ from fluvial.engines.cli.parse import list_fields
 from fluvial.engines.cli.train import configure, configure_all
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.files.hints import ALIASES, load_foreign
+from fluvial.engines.run.files.hints import ALIASES, load_foreign_settings
 from fluvial.engines.run.files.read import read_settings
 from fluvial.engines.run.files.write import write_all, write_differences
 
@@ -123,7 +123,7 @@ def test_a_mistake_in_a_file_is_one_line(text: str, says: str, tmp_path: Path, f
 def test_a_recipe_that_is_typed_must_be_that_of_the_file(tmp_path: Path, fluvial: Any) -> None:
     path = written(tmp_path, "recipe: grpo")
     for words, says in (
-        (["nft", "--config", path], "is for the recipe grpo, and nft was typed"),
+        (["nft", "--config", path], "is for the recipe grpo, but nft was typed"),
         (["grpo", "--config", path, "--config", path], "--config names 2 files"),
         (["grpo", "--config"], "--config names no file"),
     ):
@@ -209,7 +209,7 @@ def test_every_name_of_another_trainer_points_to_a_setting_that_there_is() -> No
     """A command where it begins with `fluvial`, whose word is a command; at least 60 names of six trainers."""
     known = {name for recipe in recipes.RECIPES.values() for name in list_fields(recipe())}
     known |= {"lora.form.factor", "sampling.window.size", "sampling.sampler.eta"}
-    rows = [row for rows in load_foreign().values() for row in rows]
+    rows = [row for rows in load_foreign_settings().values() for row in rows]
     assert [row for row in rows if not row.ours.startswith("fluvial ") and row.ours not in known] == []
     assert {row.ours.split()[1] for row in rows if row.ours.startswith("fluvial ")} <= {*cli.COMMANDS}
     assert len(rows) >= 60

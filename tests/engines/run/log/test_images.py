@@ -7,7 +7,7 @@ import torch
 from helpers.refusals import refuses
 from PIL import Image
 
-from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER, caption_images, join, sheet_of, stack_images
+from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER, caption_images, draw_sheet, join, stack_images
 
 GAP, LINE = 14, 26  # pixels between cells, and of a caption
 
@@ -22,7 +22,7 @@ def colours(sheet: Image.Image, box: tuple[int, int, int, int]) -> set[tuple[int
 def test_a_grid_shows_every_image_enlarged_at_its_place() -> None:
     """Five images in two columns make three rows; the last cell stays empty."""
     levels = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    sheet = sheet_of(levels.reshape(5, 1, 1, 1).expand(5, 1, 4, 8), list("abcde"), columns=2, width=16)
+    sheet = draw_sheet(levels.reshape(5, 1, 1, 1).expand(5, 1, 4, 8), list("abcde"), columns=2, width=16)
     cell_w, cell_h = 16 + GAP, 8 + LINE + GAP
     assert sheet.size == (2 * cell_w + GAP, 3 * cell_h + GAP)
     for i, level in enumerate(levels.tolist()):
@@ -47,17 +47,17 @@ def test_a_caption_holds_the_prompt_and_the_score() -> None:
     """Other words are other pixels."""
     image, one = torch.zeros(1, 1, 8, 64), torch.tensor([0.5])
     sheets = [
-        sheet_of(image, ["0427"], one),
-        sheet_of(image, ["0428"], one),
-        sheet_of(image, ["0427"], one + 0.25),
-        sheet_of(image, ["0427"], one, title="before"),
+        draw_sheet(image, ["0427"], one),
+        draw_sheet(image, ["0428"], one),
+        draw_sheet(image, ["0427"], one + 0.25),
+        draw_sheet(image, ["0427"], one, title="before"),
     ]
     assert len({sheet.tobytes() for sheet in sheets}) == 4
     assert sheets[3].height - sheets[0].height == LINE
 
 
 def test_a_grid_of_prompts_that_do_not_match_its_images_raises() -> None:
-    refuses("zip", sheet_of, torch.zeros(2, 1, 8, 8), ["only one"])
+    refuses("zip", draw_sheet, torch.zeros(2, 1, 8, 8), ["only one"])
 
 
 def test_joined_files_stand_one_above_the_other(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.micro_batch import Choice, Passes, Trial, choose, sizes, trials
+from fluvial.engines.run.passes.micro_batch import Choice, Passes, Trial, choose_size, list_sizes, open_trials
 
 ROWS = ("keep", "reshard, sync every", "checkpointing", "offload", "bfloat16", "bfloat16, all of it")
 
@@ -25,7 +25,7 @@ ROWS = ("keep", "reshard, sync every", "checkpointing", "offload", "bfloat16", "
     [(1, [1]), (7, [1, 7]), (9, [1, 3, 9]), (16, [1, 2, 4, 8, 16]), (144, [1, 2, 4, 8, 16, 36, 72, 144])],
 )
 def test_sizes_divide_the_samples(samples: int, expected: list[int]) -> None:
-    assert sizes(samples) == expected
+    assert list_sizes(samples) == expected
 
 
 def chosen(seconds: dict[int, float], peaks: Callable[[int], int] = lambda size: size, *, budget: int = 10**9) -> Choice:
@@ -34,7 +34,7 @@ def chosen(seconds: dict[int, float], peaks: Callable[[int], int] = lambda size:
     def measure(size: int) -> Trial:
         return Trial(size * seconds[size], peaks(size)) if size in seconds else Trial(math.inf, 0)
 
-    return choose([1, 2, 4, 8, 16], measure, budget=budget)
+    return choose_size([1, 2, 4, 8, 16], measure, budget=budget)
 
 
 def test_the_time_per_sample_decides() -> None:
@@ -69,16 +69,16 @@ def test_a_size_out_of_memory_is_not_taken() -> None:
 def test_the_free_memory_is_that_of_the_tightest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the host, or of the control group; the ranks of a host share it."""
     cpu = torch.device("cpu")
-    whole = micro_batch.free_memory(cpu)
+    whole = micro_batch.measure_free_memory(cpu)
     assert 2**20 < whole < 2**50
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("1000\n")
-    assert micro_batch._free_in_container(tmp_path) == 4000
+    assert micro_batch._measure_container_memory(tmp_path) == 4000
     (tmp_path / "memory.max").write_text("max\n")
-    assert micro_batch._free_in_container(tmp_path) == 2**62
-    monkeypatch.setattr(micro_batch, "_free_in_container", lambda: 4000)
+    assert micro_batch._measure_container_memory(tmp_path) == 2**62
+    monkeypatch.setattr(micro_batch, "_measure_container_memory", lambda: 4000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert micro_batch.free_memory(cpu) == 1000
+    assert micro_batch.measure_free_memory(cpu) == 1000
 
 
 def out_of_memory(*_: Any) -> None:
@@ -125,7 +125,7 @@ def test_trials_leave_no_trace(one: World, sharding: str, where: str) -> None:
         if tried:
             broken = Broken(engine.module, where=where)
             before = {name: tensor.clone() for name, tensor in engine.state().items()}
-            with trials(engine, Passes(broken.update, lambda module, size: module(torch.ones(size, 3)))) as measure:
+            with open_trials(engine, Passes(broken.update, lambda module, size: module(torch.ones(size, 3)))) as measure:
                 found = {size: measure(size) for size in (1, 2, 4)}
             assert [trial.fits for trial in found.values()] == [True, True, where == "nowhere"]
             assert 0 < found[1].peak < found[2].peak
@@ -144,7 +144,7 @@ def test_a_gradient_that_was_there_is_still_there(one: World) -> None:
     engine = Engine(Net(), world=one)
     for parameter in engine.trainable.values():
         parameter.grad = torch.ones_like(parameter)
-    with trials(engine, Passes(lambda module, size: module(torch.ones(size, 3)))) as measure:
+    with open_trials(engine, Passes(lambda module, size: module(torch.ones(size, 3)))) as measure:
         measure(2)
     assert all(bool((parameter.grad == 1).all()) for parameter in engine.trainable.values())  # type: ignore[union-attr]
 
@@ -162,7 +162,7 @@ def test_decoding_counts_for_the_memory_alone(one: World) -> None:
         calls.append(("decode", len(v)))
         return v
 
-    with trials(engine, Passes(lambda module, size: module(torch.ones(size, 3)), rollout, decode)) as measure:
+    with open_trials(engine, Passes(lambda module, size: module(torch.ones(size, 3)), rollout, decode)) as measure:
         calls.clear()
         measure(4)
     assert calls == [("rollout", 4), ("decode", 4), *[("rollout", 4)] * micro_batch.REPEATS]
@@ -171,7 +171,7 @@ def test_decoding_counts_for_the_memory_alone(one: World) -> None:
 def test_passes_of_one_sample_that_do_not_fit_end_the_run(one: World) -> None:
     engine = Engine(Net(), world=one)
     broken = Broken(engine.module, where="forward", size=1)
-    with pytest.raises(UsageError, match=r"the passes of 1 sample.* do not fit"), trials(engine, Passes(broken.update)):
+    with pytest.raises(UsageError, match=r"the passes of 1 sample.* do not fit"), open_trials(engine, Passes(broken.update)):
         pass
 
 
@@ -193,7 +193,7 @@ def test_parameters_that_are_zero_are_filled_for_a_comparison_of_bits_alone(one:
 
         if tried:
             passes = Passes(lambda module, size: module(torch.ones(size, 3)), same=same)
-            with trials(engine, passes) as measure:
+            with open_trials(engine, passes) as measure:
                 assert [measure(size).same for size in (1, 2)] == [True, True]
             assert seen == [True, True]
             engine.sharded.reshard()

@@ -20,7 +20,7 @@ from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.log.progress import RunProgress
-from fluvial.engines.run.passes.micro_batch import Passes, once, warm_up
+from fluvial.engines.run.passes.micro_batch import Passes, run_once, warm_up
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 
@@ -70,7 +70,7 @@ def test_no_size_after_the_warm_up_needs_a_program(one: World, backend: list[Exc
     assert found.programs == count_programs() > 0
     assert found.failure is None
     for factor in (1, 2, 3, 5, 7):
-        once(warmed, rows(factor), 4)
+        run_once(warmed, rows(factor), 4)
     for size in (3, 4, 6, 12):
         for engine in (warmed, plain):
             engine.update(items, squared(engine.module), weight, micro_batch=size)

@@ -285,7 +285,7 @@ def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
     said = tmp_path / "pid"
     rank = f"import os, pathlib, time; pathlib.Path({str(said)!r}).write_text(str(os.getpid())); time.sleep(600)"
     worker = f"from fluvial.engines.run.process import on_ray; on_ray.FLUVIAL = ({sys.executable!r}, '-c', {rank!r}); "
-    process = subprocess.Popen([sys.executable, "-P", "-c", worker + "on_ray.rank({'train': []})"])
+    process = subprocess.Popen([sys.executable, "-P", "-c", worker + "on_ray.run_rank({'train': []})"])
     until = time.monotonic() + 120
     while not (said.exists() and said.read_text()):
         assert time.monotonic() < until

@@ -63,7 +63,7 @@ def read(folder: Path, ranks: int) -> list[str]:
 def test_ranks_are_told_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds the socket of the port; cores are shared out, unless the person has said how many threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "cores", lambda: 7)
+    monkeypatch.setattr(launch, "count_cores", lambda: 7)
     assert launch.launch(script(tmp_path, TOLD), 3) == 0
     assert read(tmp_path, 3) == [f"{rank} {rank} 3 3 127.0.0.1 2 {rank == 0} " for rank in range(3)]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

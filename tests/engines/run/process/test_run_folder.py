@@ -18,7 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fluvial.engines.run.process import run_folder
-from fluvial.engines.run.process.run_folder import FolderLock, RunFolder, claim, finite, write_json
+from fluvial.engines.run.process.run_folder import FolderLock, RunFolder, claim, without_infinities, write_json
 
 UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
 EVALUATION = {"update": 1, "exact": {"heldout": 0.5}, "drift": 0.01}
@@ -60,7 +60,7 @@ def test_what_is_no_point_of_a_tracker(tmp_path: Path) -> None:
     assert records(tmp_path) == [HANDSHAKE, {"update": 1, "loss": None, "reward": {"mean": None}}]
     assert not (tmp_path / "warnings.txt").exists()
     assert set(scalars(tmp_path).Tags()["scalars"]) == {"update", "handshake/sigmas/0", "handshake/sigmas/1"}
-    assert finite({"a": [float("-inf"), 1, None], "b": "text"}) == {"a": [None, 1, None], "b": "text"}
+    assert without_infinities({"a": [float("-inf"), 1, None], "b": "text"}) == {"a": [None, 1, None], "b": "text"}
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
@@ -78,15 +78,15 @@ def test_samples_and_curves_are_images(tmp_path: Path) -> None:
     """A name with spaces is a file name without; curves need no record at all."""
     claim(tmp_path / "run", resume=False)
     folder = RunFolder(tmp_path / "run", {})
-    path = folder.samples("after 20 updates", torch.zeros(2, 1, 8, 32), ["0427", "1999"], torch.ones(2), title="after")
+    path = folder.write_samples("after 20 updates", torch.zeros(2, 1, 8, 32), ["0427", "1999"], torch.ones(2), title="after")
     assert path == tmp_path / "run" / "samples" / "after-20-updates.png"
     curves = tmp_path / "run" / "curves.png"
-    assert folder.report() == [tmp_path / "run" / "report.html"]
+    assert folder.write_reports() == [tmp_path / "run" / "report.html"]
     empty = curves.read_bytes()
     scored = {**EVALUATION, "score": {"heldout": 0.5}}
     for record in (UPDATE, scored, {"update": 2, "grad_norm": None}):  # a skipped update has no norm
         folder.log(dict(record))
-    folder.report()
+    folder.write_reports()
     assert curves.read_bytes() != empty
     for image in (path, curves):
         with Image.open(image) as opened:
@@ -101,7 +101,7 @@ def test_what_python_warns_of_is_kept_for_the_report(tmp_path: Path) -> None:
     before = warnings.showwarning
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        with folder.keeping_warnings():
+        with folder.keep_warnings():
             warnings.warn("the gradient\nis small", stacklevel=1)
             warnings.warn("an old name", DeprecationWarning, stacklevel=1)
         warnings.warn("later", stacklevel=1)
@@ -151,7 +151,7 @@ os._exit(0)
 def held(folder: Path, *, host: str, lives: bool) -> Iterator[int]:
     """Let another process hold a folder, and yield its number; it has ended unless it lives."""
     beat = (run_folder.BEAT, run_folder.STALE)
-    words = [str(folder / run_folder.NAME), host, *map(str, beat), str(lives)]
+    words = [str(folder / run_folder.LOCK), host, *map(str, beat), str(lives)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLDER, *words], **pipes) as process:
         assert process.stdout is not None
@@ -189,22 +189,22 @@ def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
     """And leaves the other's hold as it is."""
     own = FolderLock(tmp_path)
     own.check()
-    (tmp_path / run_folder.NAME).unlink()
+    (tmp_path / run_folder.LOCK).unlink()
     other = FolderLock(tmp_path)
     fails(r"is held by process .* on .*, while this process was suspended", own.check)
     own.release()
     other.check()
-    assert (tmp_path / run_folder.NAME).is_file()
+    assert (tmp_path / run_folder.LOCK).is_file()
 
 
 def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run began, and ended, between the look at the folder and the hold."""
-    held_before = run_folder._check_held
+    held_before = run_folder._check_holds_run
 
     def check(out: Path, **options: Any) -> None:
         held_before(out, **options)
         write_json(tmp_path / "config.json", {})
 
-    monkeypatch.setattr(run_folder, "_check_held", check)
+    monkeypatch.setattr(run_folder, "_check_holds_run", check)
     refuses("already holds a run", claim, tmp_path, resume=False)
-    assert not (tmp_path / run_folder.NAME).exists()
+    assert not (tmp_path / run_folder.LOCK).exists()
