@@ -25,9 +25,8 @@ from fluvial.engines.run.jobs.images import _describe_encoder
 from fluvial.engines.run.jobs.settings import DataConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import digest_adapter
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import ReadingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
-from fluvial.engines.sampling.samplers import Ode
 from fluvial.models.lora import Dora
 from fluvial.models.lora_files import LoraFile
 from fluvial.models.pipelines import base
@@ -91,7 +90,7 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         cache / "run",
         model=str(folder / name),
         pipeline=PipelineConfig(**{"height": 16, "width": 16, "frozen": "float32", **asked}),
-        method=Sft(sampling=SamplingConfig(prompts=2, group=1, sampler=Ode())),
+        method=Sft(sampling=ReadingConfig(prompts=2)),
         data=DataConfig(images=(str(folder / "foxes"),), cache=cache),
     )
     return jobs.open_configured(config)
