@@ -30,6 +30,7 @@ from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.methods.tdm import Tdm
 from fluvial.engines.methods.tdm_r1 import TdmR1
+from fluvial.engines.run.declared import Base, Before, BySource, Follower, SameNetwork, Start, Teacher, Trained
 from fluvial.engines.run.method import (
     EpochsConfig,
     Images,
@@ -59,7 +60,10 @@ __all__ = [
     "AdvantageConfig",
     "AlignProp",
     "Awm",
+    "Base",
+    "Before",
     "BranchGrpo",
+    "BySource",
     "ChunkGrpo",
     "CleanSamplingConfig",
     "ConstantMargin",
@@ -75,6 +79,7 @@ __all__ = [
     "EpochsConfig",
     "ErrorInfo",
     "Everywhere",
+    "Follower",
     "Gardo",
     "Grpo",
     "Guard",
@@ -100,14 +105,18 @@ __all__ = [
     "Refl",
     "Reject",
     "Rtdmd",
+    "SameNetwork",
     "SamplingConfig",
     "Sft",
     "Spo",
     "Srpo",
+    "Start",
     "StepKLConfig",
     "Tdm",
     "TdmR1",
+    "Teacher",
     "TempFlow",
+    "Trained",
     "Truncate",
     "TurningPointGrpo",
 ]

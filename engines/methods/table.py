@@ -84,6 +84,8 @@ def check_loss(method: Method, loss: Any, info: Any, items: int) -> None:
     if not isinstance(info, tuple) or not getattr(info, "_fields", ()):
         got = type(info).__name__
         raise UsageError(f"method {name} returned diagnostics of type {got}, expected a NamedTuple of tensors [{items}]")
+    if method.needs.ratio and "log_ratio" not in info._fields:  # type: ignore[attr-defined]
+        raise UsageError(f"method {name} returned no diagnostic log_ratio, which Needs(ratio=True) requires")
     for field, value in zip(info._fields, info, strict=True):  # type: ignore[attr-defined]
         if _shape(value) != [items]:
             raise UsageError(f"method {name} returned a diagnostic {field} of {_describe(value)}, expected [{items}]")

@@ -31,6 +31,10 @@ class Follower:
     samples_from: int | None = None
     network: str = "policy"
 
+    def __post_init__(self) -> None:
+        if not callable(self.decay):
+            raise UsageError(f"Follower has decay {self.decay!r}, expected a function of (rollouts, updates)")
+
 
 @dataclass(frozen=True)
 class Start:

@@ -167,9 +167,9 @@ class Loop:
             raise RunError(
                 f"update {first}: the first pass has a |log ratio| of {largest:.2g}, above "
                 f"`rollout.max_log_ratio` {bound:g}: rollout and update do not compute the same policy; "
-                "where that is meant, set `correction` to truncate"
+                "if this is intended, set `correction` to truncate"
                 + (
-                    ", and for passes of a rollout's rows engine.update_micro_batch to rollout"
+                    "; for update passes with as many rows as a rollout's, set `engine.update_micro_batch` to rollout"
                     if self.engine.compiles
                     else ""
                 )

@@ -25,7 +25,7 @@ from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
+from fluvial.engines.methods import ErrorInfo, Follower, Method, Needs, NoisingConfig
 from fluvial.engines.methods.table import method_type
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -252,6 +252,7 @@ def test_what_is_no_method(method: Any, words: str) -> None:
 def test_what_a_method_declares_is_checked() -> None:
     """When it is made, in one line."""
     refuses(r"WrongRows has rows of type str, expected RecordedRows or NoisedRows$", WrongRows)
+    refuses(r"Follower has decay 0.9, expected a function of \(rollouts, updates\)$", Follower, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +278,11 @@ class Returns(Method):
     sampling: SamplingConfig = SamplingConfig()
     noising: NoisingConfig = NoisingConfig()
     what: str = "mean"
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """A ratio, or nothing."""
+        return Needs(ratio=self.what == "ratio")
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Learn from one number, or one per sample, as the field says; with a failure, or without an update."""
@@ -312,6 +318,7 @@ class Returns(Method):
         ("dict", "returned diagnostics of type dict, expected a NamedTuple"),
         ("empty", "returned diagnostics of type tuple, expected a NamedTuple"),
         ("info", r"returned a diagnostic error of shape \[\], expected \[2\]"),
+        ("ratio", r"returned no diagnostic log_ratio, which Needs\(ratio=True\) requires"),
         ("signal", r"signal has shape \[\], expected \[8\], a number per sample"),
         ("nan", "signal is not finite"),
         ("silent", "yielded 0 updates of a batch, expected epochs x minibatches = 1"),
@@ -329,7 +336,7 @@ def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words:
 def test_the_diff_of_a_falling_kl(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's change to GRPO applies to its file, opens at most five, and its flag halves the weight of the KL."""
     page = "engines/methods/README.md"
-    about = (pages.ROOT / page).read_text().rpartition("In the tree it is")[2]
+    about = (pages.ROOT / page).read_text().rpartition("To make it a setting of the built-in GRPO")[2]
     assert len(re.findall(r"\]\(\S+[.]py\)", about)) <= 5
     (tmp_path / (name := "engines/methods/grpo.py")).parent.mkdir(parents=True)
     shutil.copy(pages.ROOT / name, tmp_path / name)
