@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_per_sample, first_row, match_tensors, number
+from fluvial.core.checks import check_choice, check_per_sample, first_block, match_tensors, number
 from fluvial.core.types import Level, PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
@@ -30,7 +30,7 @@ def awm_log_prob(
 
     Args:
         error: `flow_matching.velocity_error` at (x_t, t), `[B]`, >= 0.
-        t: noise level in [0, 1], `[B]`, 0-d or float; the first row's is used of `[B, R]`. It is not a model's timestep
+        t: noise level in [0, 1], `[B]`, 0-d or float; the first block's is used of `[B, R]`. It is not a model's timestep
             of 0 to 1000.
         weighting: see above.
         delta: width of the corner of the two Huber forms, > 0.
@@ -43,7 +43,7 @@ def awm_log_prob(
     (error,) = match_tensors("awm_log_prob", error=error)
     delta = number("awm_log_prob", "delta", delta, error, low=1e-12)
     power = number("awm_log_prob", "power", power, error, low=1e-12, high=1)
-    level = first_row(torch.as_tensor(t, dtype=error.dtype, device=error.device))
+    level = first_block(torch.as_tensor(t, dtype=error.dtype, device=error.device))
     check_per_sample("awm_log_prob", error.shape[0], t=level)
     if weighting == "uniform":
         return -error

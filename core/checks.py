@@ -89,9 +89,9 @@ def check_same_device(function: str, **tensors: Tensor) -> None:
 
 
 def check_per_sample(function: str, batch: int | torch.Size, **scalars: Tensor) -> None:
-    """Raise ValueError unless every tensor is 0-d or `[B]`, or `[B, R]` where samples have R rows.
+    """Raise ValueError unless every tensor is 0-d or `[B]`, or `[B, R]` where samples have R blocks.
 
-    `batch` is B, or the shape `[B, R, ...]` of samples whose rows may have separate numbers; then all tensors that are not
+    `batch` is B, or the shape `[B, R, ...]` of samples whose blocks may have separate numbers; then all tensors that are not
     0-d need the same shape.
     """
     size, shapes = (batch, ()) if isinstance(batch, int) else (batch[0], (batch[:2],) if len(batch) > 1 else ())
@@ -289,6 +289,6 @@ def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:
     return scalar if scalar.ndim == 0 else scalar.reshape(*scalar.shape, *[1] * (samples.ndim - scalar.ndim))
 
 
-def first_row(number: Tensor) -> Tensor:
-    """Return the first row's numbers of a tensor `[B, R]`; other shapes are returned unchanged."""
+def first_block(number: Tensor) -> Tensor:
+    """Return the first block's numbers of a tensor `[B, R]`; other shapes are returned unchanged."""
     return number[:, 0] if number.ndim == 2 else number

@@ -60,7 +60,7 @@ def scaled_mse(v: Samples, v_teacher: Samples, scale: Level, *, relative: bool =
 
     Args:
         v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
-        scale: `[B]`, 0-d or float; `[B, R]` for a scale per row of samples `[B, R, ...]`.
+        scale: `[B]`, 0-d or float; `[B, R]` for a scale per block of samples `[B, R, ...]`.
         relative: whether to divide by the mean absolute distance.
 
     Source: DiffusionOPD, arXiv 2605.15055; the division follows Flow-Factory's code.

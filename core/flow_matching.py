@@ -12,7 +12,7 @@ def interpolate(x0: Samples, noise: Samples, sigma: Level) -> Samples:
 
     Args:
         x0, noise: clean samples and standard-normal noise, `[B, *event]`.
-        sigma: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per row of samples `[B, R, ...]`.
+        sigma: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per block of samples `[B, R, ...]`.
     """
     x0, noise = match_tensors("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=x0.dtype, device=x0.device)

@@ -1,8 +1,8 @@
 """The Gaussian of every sampler, x_next ~ N(a x + b v, std^2 I): its mean, a draw, its log-density, its KL.
 
-Samples are `[B, *event]`; coefficients are `[B]`, 0-d, or `[B, R]` for samples `[B, R, ...]` with a noise level per row.
-Then each row is a step of its own, and a sample's log-probability and KL are reduced over its rows. All functions compute in
-float32, or in float64 if an argument is float64. Any other dtype or shape raises a one-line TypeError or ValueError.
+Samples are `[B, *event]`; coefficients are `[B]`, 0-d, or `[B, R]` for samples `[B, R, ...]` with a noise level per block.
+Then each block is a step of its own, and a sample's log-probability and KL are reduced over its blocks. Functions compute
+in float32, or in float64 if an argument is float64. Any other dtype or shape raises a one-line TypeError or ValueError.
 """
 
 import math
@@ -92,14 +92,14 @@ def _log_prob(function: str, transition: Transition, residual: Tensor, *, form: 
     """Return the log-probability of a residual x_next - mean, in nats, `[B]`."""
     squared_residual = _reduce_event(residual**2, transition.std, reduction)
     if form == "unscaled":
-        return _reduce_rows(-squared_residual, reduction)
+        return _reduce_blocks(-squared_residual, reduction)
     std = _nan_unless_positive(function, transition.std, way_out=NO_DENSITY_HINT)
     scaled = -squared_residual / (2 * std**2)
     if form == "no_const":
-        return _reduce_rows(scaled, reduction)
+        return _reduce_blocks(scaled, reduction)
     constant = torch.log(std) + math.log(2 * math.pi) / 2
     size = math.prod(residual.shape[max(std.ndim, 1) :])
-    return _reduce_rows(scaled - (constant if reduction == "mean" else size * constant), reduction)
+    return _reduce_blocks(scaled - (constant if reduction == "mean" else size * constant), reduction)
 
 
 def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reduction = "mean") -> PerSample:
@@ -119,16 +119,16 @@ def kl(transition: Transition, v: Samples, v_ref: Samples, *, reduction: Reducti
     check_choice("kl", "reduction", reduction, REDUCTIONS)
     transition, v, v_ref = _prepare("kl", transition, v=v, v_ref=v_ref)
     std = _nan_unless_positive("kl", transition.std, way_out="use eta > 0 and a stochastic step")
-    return _reduce_rows(transition.b**2 * _reduce_event((v - v_ref) ** 2, std, reduction) / (2 * std**2), reduction)
+    return _reduce_blocks(transition.b**2 * _reduce_event((v - v_ref) ** 2, std, reduction) / (2 * std**2), reduction)
 
 
 def _reduce_event(values: Tensor, coefficient: Tensor, reduction: Reduction) -> Tensor:
-    """Reduce over each sample, `[B]`, or over each row, `[B, R]`, if the coefficients are per row."""
+    """Reduce over each sample, `[B]`, or over each block, `[B, R]`, if the coefficients are per block."""
     return reduce(values, "b r ... -> b r" if coefficient.ndim == 2 else "b ... -> b", reduction)
 
 
-def _reduce_rows(values: Tensor, reduction: Reduction) -> Tensor:
-    """Reduce equally sized rows to `[B]`; values that are already per sample are returned unchanged."""
+def _reduce_blocks(values: Tensor, reduction: Reduction) -> Tensor:
+    """Reduce equally sized blocks to `[B]`; values that are already per sample are returned unchanged."""
     return values if values.ndim < 2 else reduce(values, "b r -> b", reduction)
 
 
@@ -143,7 +143,7 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
     check_same_shape(function, **samples)
     check_per_sample(function, next(iter(samples.values())).shape, **coefficients)
     cast = Transition(*(coefficient.to(dtype) for coefficient in transition))
-    if any(coefficient.ndim == 2 for coefficient in cast):  # mixed coefficients per sample and per row
+    if any(coefficient.ndim == 2 for coefficient in cast):  # mixed coefficients per sample and per block
         cast = Transition(*torch.broadcast_tensors(*cast))
     return cast, *(tensor.to(dtype) for tensor in samples.values())
 

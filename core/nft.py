@@ -45,7 +45,7 @@ def nft_loss(
     Args:
         v, v_old: velocities of the policy and of the old policy at (xt, t), `[B, *event]`.
         x0, xt: clean sample and its noised version, `[B, *event]`.
-        t: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per row of samples `[B, R, ...]`.
+        t: noise level in [0, 1], `[B]`, 0-d or float; `[B, R]` for a level per block of samples `[B, R, ...]`.
         reward_prob: probability r that a sample is good, in [0, 1], `[B]`; see `reward_prob`.
         beta: distance of the implicit policies from the old one, > 0.
         adv_clip: bound that advantages were clipped to, > 0; it restores their scale in the loss.

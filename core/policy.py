@@ -12,7 +12,7 @@ from fluvial.core.checks import (
     check_per_sample,
     check_same_shape,
     compute_dtype,
-    first_row,
+    first_block,
     match_tensors,
     number,
 )
@@ -107,7 +107,7 @@ def noise_weighted_surrogate(
 
     Args:
         log_prob, log_prob_old, advantage, clip_low, clip_high: as in `clipped_surrogate`.
-        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included; the first row's is used of `[B, R]`.
+        std: standard deviation of each pair's step, `[B]`, sqrt(|dt|) included; the first block's is used of `[B, R]`.
         scale: factor of all weights, > 0; the published value is 1.73.
 
     Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
@@ -115,7 +115,7 @@ def noise_weighted_surrogate(
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     scale = number("noise_weighted_surrogate", "scale", scale, loss, low=1e-12)
     compute_dtype("noise_weighted_surrogate", std=std)
-    std = first_row(std)
+    std = first_block(std)
     check_per_sample("noise_weighted_surrogate", loss.shape[0], std=std)
     return scale * std.to(loss.dtype) * loss, info
 
@@ -127,12 +127,12 @@ def step_scale(transition: Transition) -> Tensor:
     same size at every step. Divided by its mean over a batch, the scale is a weight.
 
     Args:
-        transition: coefficients of each pair's step, b not 0; the first row's are used of `[B, R]`.
+        transition: coefficients of each pair's step, b not 0; the first block's are used of `[B, R]`.
 
     Source: the weight of Flash-GRPO, arXiv 2605.15980, whose code tabulates it for one schedule.
     """
     dtype = compute_dtype("step_scale", b=transition.b, std=transition.std)
-    return first_row(transition.std).to(dtype) / first_row(transition.b).to(dtype).abs()
+    return first_block(transition.std).to(dtype) / first_block(transition.b).to(dtype).abs()
 
 
 def guard_surrogate(
@@ -158,8 +158,8 @@ def guard_surrogate(
 
     Args:
         log_prob, log_prob_old, advantage: as in `clipped_surrogate`, in nats per dimension, of form "density" or "no_const".
-        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0. With `[B, R]`, the first row's std and
-            dt scale the ratio.
+        transition: coefficients of each pair's step, `[B]`, 0-d or `[B, R]`, std > 0. With `[B, R]`, the first block's std
+            and dt scale the ratio.
         v, v_old: velocities under the two policies, `[B, *event]`.
         dt: sigma_next - sigma of each pair's step, `[B]`, `[B, R]` or 0-d.
         clip: >= 0; the ratio's range is [1 - clip, 1 + clip].
@@ -167,13 +167,13 @@ def guard_surrogate(
     Source: GRPO-Guard, arXiv 2510.22319.
     """
     probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
-    dtype, dt = compute_dtype("guard_surrogate", **probs, dt=dt, v=v), first_row(dt)
+    dtype, dt = compute_dtype("guard_surrogate", **probs, dt=dt, v=v), first_block(dt)
     check_same_shape("guard_surrogate", **probs)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
     shift = gaussian.kl(transition, v, v_old).to(dtype)
     check_per_sample("guard_surrogate", shift.shape[0], log_prob=log_prob, dt=dt)
     clip = number("guard_surrogate", "clip", clip, shift, low=0, high=1)
-    advantage, std = advantage.to(dtype), first_row(transition.std).to(dtype)
+    advantage, std = advantage.to(dtype), first_block(transition.std).to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(((log_ratio + shift) * std).clamp(max=80))
     unclipped, clipped = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)

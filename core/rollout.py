@@ -77,9 +77,9 @@ def rollout(
     ratio is exactly 1.
 
     Args:
-        velocity: the model, v = velocity(x, level, step), level `[B]`, or `[B, R]` with a level per row.
+        velocity: the model, v = velocity(x, level, step), level `[B]`, or `[B, R]` with a level per block.
         x: initial noise, `[B, *event]`.
-        sigmas: the schedule's T+1 levels, `[T+1]`, or per row of samples `[B, R, ...]`, `[T+1, R]`: noise levels
+        sigmas: the schedule's T+1 levels, `[T+1]`, or per block of samples `[B, R, ...]`, `[T+1, R]`: noise levels
             that fall to exactly 0, or for `ddim` cumulative signal powers that rise.
         transition: sampler with its hyper-parameters bound, e.g. `transitions.bind("flow_sde", 0.7, sigmas)`.
         key: one key, into which each sample's index in the batch is folded, or one key per sample, `[B]`. Step t draws

@@ -111,7 +111,7 @@ def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # import
 def check_sigmas(sigmas: Tensor) -> None:
     """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
 
-    With a level per row it is `[T+1, R]`. Values are checked where they are known, see `checks.can_look`.
+    With a level per block it is `[T+1, R]`. Values are checked where they are known, see `checks.can_look`.
     """
     if sigmas.ndim not in (1, 2) or len(sigmas) < 2:
         raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")

@@ -110,7 +110,7 @@ def policy_loss(
             publishes, because its std is a rate; it is the published form for flow_sde. The published form for cps,
             dance_sde and ddim is "exact". "mse" adds the squared distance of the two means, which is 2 std^2 times the KL
             (Flow-CPS's code for SD3).
-        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float, or per row, `[B, R]`; needed for "rate".
+        dt: sigma_next - sigma of each pair, `[B]`, 0-d or float, or per block, `[B, R]`; needed for "rate".
 
     Raises:
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or as in `step_log_prob`.
@@ -169,7 +169,7 @@ def weigh_kl(
     v_ref: Samples,
     reduction: Reduction,
 ) -> PerSample:
-    """Return coef times factor times the KL of each step, `[B]`; a factor `[B, R]` applies to each row.
+    """Return coef times factor times the KL of each step, `[B]`; a factor `[B, R]` applies to each block.
 
     Args:
         kl: `gaussian.kl(transition, v, v_ref, reduction=reduction)`.

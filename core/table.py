@@ -1,6 +1,6 @@
 """A schedule and its window as one table: the `Transition` of every step and sample, each coefficient `[T, B]`.
 
-It is `[T, B, R]` with a noise level per row of samples `[B, R, ...]`.
+It is `[T, B, R]` with a noise level per block of samples `[B, R, ...]`.
 
 Steps in a sample's window have the coefficients of the stochastic sampler, all others those of the deterministic one. The
 stochastic and the recorded steps of each sample are known on the host.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import transitions
-from fluvial.core.checks import FLOATING, can_look, check_fields, first_row, per_sample
+from fluvial.core.checks import FLOATING, can_look, check_fields, first_block, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
@@ -186,7 +186,7 @@ def _check_recorded(
     pairs = zip(*(rows * batch if len(rows) == 1 else rows for rows in (stochastic, recorded)), strict=True)
     for step in sorted({step for window, row in pairs for step in row if not (step in window and step in dense)})[:1]:
         sampler = samplers[0] if all(step in row for row in stochastic) else samplers[1]
-        first = first_row(levels)
+        first = first_block(levels)
         where = f" (level {first[step]:g} to {first[step + 1]:g})" if can_look(levels) else ""
         raise ValueError(
             f"{function}: {sampler_name(sampler)} has std 0 at step {step}{where}, so form={form!r} is undefined: use eta > "

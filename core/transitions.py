@@ -9,7 +9,7 @@ coefficient g.
 "Level" is the general word for an entry of a schedule. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
 falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (in (0, 1), rising). Each sampler takes
 the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma. Samples `[B, R, ...]` with a
-level per row take levels `[B, R]` and get coefficients `[B, R]`. `eta` is a float, or a differentiable tensor, `[B]` or
+level per block take levels `[B, R]` and get coefficients `[B, R]`. `eta` is a float, or a differentiable tensor, `[B]` or
 0-d. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for `ddim`). Levels are
 checked where their values are known: on the CPU, outside compilation and tracing (`checks.can_look`).
 """
@@ -28,7 +28,7 @@ from fluvial.core.types import Grid, Level, Scalar, to_device
 
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
 SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
-Bound = Float[Tensor, "..."] | float  # a schedule's second level, shared or per row `[R]`
+Bound = Float[Tensor, "..."] | float  # a schedule's second level, shared or per block `[R]`
 # Largest eta of each sampler. Above it, cps and ddim would replace more noise than there is. ode draws none.
 MAX_ETA: dict[str, float] = {**dict.fromkeys(SAMPLERS, math.inf), "cps": 1.0, "ddim": 1.0, "ode": 0.0}
 
@@ -36,7 +36,7 @@ MAX_ETA: dict[str, float] = {**dict.fromkeys(SAMPLERS, math.inf), "cps": 1.0, "d
 class Transition(NamedTuple):
     """The coefficients of one step, x_next ~ N(a x + b v, std^2 I): floating-point tensors `[B]`, or 0-d for all samples.
 
-    With a noise level per row, samples are `[B, R, ...]` and coefficients `[B, R]`.
+    With a noise level per block, samples are `[B, R, ...]` and coefficients `[B, R]`.
     """
 
     a: Tensor
@@ -48,8 +48,8 @@ class Transition(NamedTuple):
 class Sampler(Protocol):
     """A sampler with its hyper-parameters bound: `sampler(level, level_next)` returns the step's `Transition`.
 
-    Levels are floating-point tensors, `[B]` (one step per sample), `[B, R]` (one per row) or 0-d; the coefficients have the
-    same shape, dtype and device. The coefficients must depend on the levels alone: rollout and update call
+    Levels are floating-point tensors, `[B]` (one step per sample), `[B, R]` (one per block) or 0-d; the coefficients have
+    the same shape, dtype and device. The coefficients must depend on the levels alone: rollout and update call
     the sampler separately, on different batches, and must get the same numbers.
     """
 
@@ -65,7 +65,7 @@ def bind(sampler: str | Callable[..., Transition], eta: Scalar, levels: Grid) ->
         sampler: one of `SAMPLERS`, or a callable that follows the `Sampler` protocol.
         eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`, `[B]`, 0-d or float. It is not passed to a
             custom sampler, whose hyper-parameters are already bound.
-        levels: T+1 levels of the schedule, `[T+1]`, or per row, `[T+1, R]`. The second one is the `sigma_max` of flow_sde
+        levels: T+1 levels of the schedule, `[T+1]`, or per block, `[T+1, R]`. The second one is the `sigma_max` of flow_sde
             and wan_sde, named as in Flow-GRPO's code.
 
     Raises:

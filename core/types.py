@@ -7,8 +7,8 @@ from torch import Tensor
 PerSample = Float[Tensor, " b"]  # one number per sample
 Samples = Float[Tensor, "b *event"]  # a batch of samples, noises or velocities
 Scalar = Float[Tensor, " b"] | Float[Tensor, ""] | float  # one number per sample, or one for all of them
-Level = Float[Tensor, " b"] | Float[Tensor, "b r"] | Float[Tensor, ""] | float  # or one per row of samples `[B, R, ...]`
-Grid = Float[Tensor, " t_plus_1"] | Float[Tensor, "t_plus_1 r"]  # T+1 noise levels of a schedule, shared or per row
+Level = Float[Tensor, " b"] | Float[Tensor, "b r"] | Float[Tensor, ""] | float  # or one per block of samples `[B, R, ...]`
+Grid = Float[Tensor, " t_plus_1"] | Float[Tensor, "t_plus_1 r"]  # T+1 noise levels of a schedule, shared or per block
 PerStep = Float[Tensor, "b s"]  # one number per sample and recorded step
 Ids = Integer[Tensor, " b"]  # one integer per sample
 

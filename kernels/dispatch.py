@@ -165,7 +165,7 @@ def sde_step(
     if chosen == "triton":
         from fluvial.kernels.fused.sde_step import function
 
-        if transition.std.ndim == 2:  # the kernel draws noise per sample, not per row
+        if transition.std.ndim == 2:  # the kernel draws noise per sample, not per block
             guided, noise = step.apply_guidance(name, v, v_uncond, scale), normal(keys, tuple(v.shape))
             x_next = gaussian.sample(transition, x, guided, noise)
             return x_next, _score_rows(transition, samples | {"x_next": x_next.detach()}, scale, form, reduction)[0]
@@ -323,7 +323,7 @@ def _check_step(
 def _score_rows(
     transition: Transition, samples: dict[str, Tensor], guidance: Tensor | None, form: Form, reduction: Reduction
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob and the KL of samples `[B, R, ...]` with coefficients per row, `[B]` each.
+    """Return the log-prob and the KL of samples `[B, R, ...]` with coefficients per block, `[B]` each.
 
     Rows are passed to the kernel as samples.
     """

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import step_coefficients
@@ -121,7 +121,7 @@ class Batch:
         """Standard deviation of each step's noise, `[T]`, on the host (the first row's, if rows have their own levels)."""
         sampling = self.spec.sampling
         assert sampling.stochastic is not None
-        return first_row(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
+        return first_block(step_coefficients(sampling.stochastic.transition, sampling.schedule.levels).std)
 
     def prompt(self, number: int) -> Prompt:
         """Return (a copy of) the prompt of a sample of any rank, by its index in the batch."""

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.engines.engine.world import World, collective
 from fluvial.engines.errors import RunError
 from fluvial.engines.sampling.generate import Chunk, Sampling, prediction_of
@@ -100,7 +100,7 @@ def compare(
                 difference = (log_prob - trajectory.log_prob[:, place]).abs()[steps == step]
                 differences[step] = max(differences.get(step, 0.0), float(difference.max()))
     return Handshake(
-        tuple(first_row(levels).tolist()),
+        tuple(first_block(levels).tolist()),
         tuple(timesteps.float().tolist()),
         sampling.shape,
         tuple(chunk.images.shape[1:]),

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.core.types import Samples
 from fluvial.models import host_values
 from fluvial.models.modular.blocks import (
@@ -147,13 +147,13 @@ class ModularVelocity:
 
     def _read_steps(self, sigma: Tensor, timestep: Tensor | None) -> Iterator[tuple[float, list[int]]]:
         """Yield the level of each pair, and the steps at that level; known timesteps spare a wait for the device."""
-        levels, times = first_row(self.schedule.levels)[:-1], self.schedule.timesteps
+        levels, times = first_block(self.schedule.levels)[:-1], self.schedule.timesteps
         told = None if timestep is None else host_values.recall(timestep)
         if told is not None and len(times.unique()) == len(times) and bool(torch.isin(told, times).all()):
             for step in (told[:, None] == times).int().argmax(dim=1).tolist():
                 yield float(levels[step]), [step]
         else:
-            for level in first_row(host_values.read(sigma).float()):
+            for level in first_block(host_values.read(sigma).float()):
                 yield float(level), torch.nonzero(levels == level).flatten().tolist()
 
     def _step(self, numbers: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
@@ -163,7 +163,7 @@ class ModularVelocity:
         if self.time is None:
             raise ValueError(
                 f"{self.pipeline} has no step at sigma {level:g}, expected one of "
-                f"{', '.join(f'{each:g}' for each in first_row(self.schedule.levels)[:-1])}"
+                f"{', '.join(f'{each:g}' for each in first_block(self.schedule.levels)[:-1])}"
             )
         like = torch.as_tensor(self.variables[0]["t"])
         return 0, {**self.variables[0], "t": torch.tensor(self.time * level, dtype=like.dtype, device=like.device)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.engines.errors import convert_errors
 from fluvial.engines.extensions.remote.requests import OUTPUTS, RequestOrder, find_final_boundary
 from fluvial.engines.extensions.wire.client import Reply
@@ -125,7 +125,7 @@ def check_schedule(trajectory: DitTrajectory, boundaries: Sequence[int], expecte
     Args:
         boundaries: boundary of each latent. A server sends the timesteps of the schedule, `[T]` or `[T+1]`, or of these.
     """
-    levels, ours = first_row(expected.sampling.schedule.levels), expected.sampling.schedule.timesteps.float().cpu()
+    levels, ours = first_block(expected.sampling.schedule.levels), expected.sampling.schedule.timesteps.float().cpu()
     sigmas, timesteps = trajectory.sigmas.float(), trajectory.timesteps
     if len(sigmas) != len(levels):
         raise WireError(f"{where} has {len(sigmas)} sigmas, expected {len(levels)}")

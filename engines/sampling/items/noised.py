@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.core.distill import ambient_velocity, renoise
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.engines.sampling.items.steps import RecordedSteps
@@ -81,8 +81,8 @@ class Pairs(NamedTuple):
 
 
 def in_tenth(level: Tensor) -> Tensor:
-    """Return which tenth of [0, 1] each level is in, bool `[P, 10]`; with levels per row, the first row counts."""
-    tenth = (first_row(level) * TENTHS).long().clamp(0, TENTHS - 1)
+    """Return which tenth of [0, 1] each level is in, bool `[P, 10]`; with levels per block, the first block counts."""
+    tenth = (first_block(level) * TENTHS).long().clamp(0, TENTHS - 1)
     return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
 
 

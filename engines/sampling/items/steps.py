@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import first_row
+from fluvial.core.checks import first_block
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
@@ -148,8 +148,8 @@ class LastSteps(NamedTuple):
 
 
 def at_step(level: Tensor, levels: Tensor) -> Tensor:
-    """Return which step of the schedule begins at each level, bool `[P, T]`; with levels per row, the first row counts."""
-    return first_row(level)[:, None] == to_device(first_row(levels)[:-1], level.device)
+    """Return which step of the schedule begins at each level, bool `[P, T]`; of levels per block the first counts."""
+    return first_block(level)[:, None] == to_device(first_block(levels)[:-1], level.device)
 
 
 def recorded_steps(

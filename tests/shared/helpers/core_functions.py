@@ -568,7 +568,7 @@ ROWS = (
     ),
     FunctionCall("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
     FunctionCall("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
-    FunctionCall("checks.first_row", lambda t, x: checks.per_sample(checks.first_row(t), x) * x, "t x"),
+    FunctionCall("checks.first_block", lambda t, x: checks.per_sample(checks.first_block(t), x) * x, "t x"),
     FunctionCall("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, "t x"),
 )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import first_row, per_sample
+from fluvial.core.checks import first_block, per_sample
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step
 from fluvial.core.table import StepPlan, mask, plan
@@ -60,7 +60,7 @@ class ReplyForm:
         timesteps = schedule.timesteps.float().cpu()
         if self.sglang:
             timesteps = torch.cat([timesteps, timesteps.new_zeros(1)])[list(boundaries)]
-        levels = first_row(schedule.levels).clone()
+        levels = first_block(schedule.levels).clone()
         return DitTrajectory(self.layout.from_event(latents), timesteps, levels, tuple(boundaries))
 
     def format_debug(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
