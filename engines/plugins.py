@@ -1,7 +1,7 @@
-"""Lookup of objectives, samplers, rewards, recipes and models by name, including user-defined ones.
+"""Lookup of methods, samplers, rewards, recipes and models by name, including user-defined ones.
 
 A name is built in (a key of the caller's table), declared by an installed package through an entry point
-(`[project.entry-points."fluvial.objectives"]`), or `module:attribute`. The extensions of `engines/extensions` are declared
+(`[project.entry-points."fluvial.methods"]`), or `module:attribute`. The extensions of `engines/extensions` are declared
 here, so that they work without installation; the spine imports none of them.
 """
 
@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -58,7 +59,7 @@ def load(
 
     Args:
         spec: name in `table`, name of an entry point of `fluvial.<group>`, or `module:attribute`.
-        group: kind of object in the plural, e.g. "objectives".
+        group: kind of object in the plural, e.g. "methods".
         check: check of the object, see `Check`.
         table: built-in objects by name; they come before entry points of the same name.
         field: start of each message, e.g. "rollout.sampler"; by default the group's singular.
@@ -131,9 +132,16 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _list_declared(group: str) -> dict[str, str]:
     """Return `module:attribute` by name: the extensions above, then those of installed packages."""
-    times = tuple(os.stat(path).st_mtime_ns if os.path.exists(path) else None for path in sys.path)
-    here = EXTENSIONS.get(group, {})
-    return here | {name: spec for name, spec in _read_entry_points(group, (*sys.path,), times).items() if name not in here}
+    here, paths = EXTENSIONS.get(group, {}), tuple(map(os.path.abspath, sys.path))
+    installed = _read_entry_points(group, paths, tuple(map(_read_time, paths)))
+    return here | {name: spec for name, spec in installed.items() if name not in here}
+
+
+def _read_time(path: str) -> int | None:
+    """Return when a path was changed; None where there is none."""
+    with suppress(OSError):
+        return os.stat(path).st_mtime_ns
+    return None
 
 
 @lru_cache(maxsize=32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Sampled, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import for video and audio data and for loggers.
@@ -121,7 +121,7 @@ class FlowFactoryPeer(Peer):
                 rows.append(output.log_prob)
         return torch.stack(rows, dim=1)
 
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         """Take one optimizer step by its trainer's `optimize`."""
         batch, steps = self._make_batch(), torch.tensor(self.work.recorded)
         latents = torch.cat([stored.x[:, :1], stored.x_next], dim=1)

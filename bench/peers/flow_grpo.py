@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Halves, Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import Halves, PeerRollout, Sampled, Work
 from fluvial.models.device import is_accelerator
 
 
@@ -122,7 +122,7 @@ class FlowGrpoPeer(Peer):
             ]
         return torch.stack(steps, dim=1)
 
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         """Take one optimizer step by its training loop, and return the loss, which only the main process logs."""
         samples = {
             "latents": stored.x,

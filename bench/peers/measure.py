@@ -18,7 +18,7 @@ from fluvial.bench.peers import clone
 from fluvial.bench.peers.config import TRANSFORMER, PeerCase, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.ours import Ours, Spent, start_clocks
 from fluvial.bench.peers.pipeline import Peer, PeerPasses
-from fluvial.bench.peers.work import StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Work
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.passes import micro_batch
@@ -44,7 +44,7 @@ class ComparisonResult(NamedTuple):
     """Results of a comparison."""
 
     agreement: Agreement
-    stored: StoredRollout  # rollout for the updates of both sides
+    stored: PeerRollout  # rollout for the updates of both sides
     held: tuple[int, int]  # new bytes that stay after the first update
 
 
@@ -58,7 +58,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> ComparisonR
         log_prob = max(log_prob, _find_distance(ours.log_prob(theirs.x[:, :-1], theirs.x[:, 1:]), theirs.log_prob))
         del theirs
     old = rollout.log_prob if project.recomputes else work.shift_log_prob(rollout.log_prob)
-    stored, items = StoredRollout(x, x_next, old, work.advantage), None
+    stored, items = PeerRollout(x, x_next, old, work.advantage), None
     before = count_live_bytes()
     loss = peer.update(stored)
     after = count_live_bytes()

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.bench.peers.work import Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Sampled, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
@@ -151,7 +151,7 @@ class Ours:
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
 
-    def make_items(self, stored: StoredRollout) -> Items:
+    def make_items(self, stored: PeerRollout) -> Items:
         """Make the items of an update from a stored rollout."""
         device = self.work.device
         steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)

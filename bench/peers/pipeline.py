@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.bench.peers.work import Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Sampled, Work
 from fluvial.models.lora import add_lora, find_adapter_parameters
 
 PREFIX, SUFFIX = "base_model.model.", ".default"
@@ -111,7 +111,7 @@ class Peer(ABC):
         """Compute the log-probabilities of recorded steps, `[B, S, *event]` -> `[B, S]`."""
 
     @abstractmethod
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         """Take one optimizer step on a stored rollout, and return the loss before it."""
 
     def read_gradients(self) -> dict[str, Tensor]:

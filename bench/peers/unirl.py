@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import VAE_SCALE, Peer
-from fluvial.bench.peers.work import Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Sampled, Work
 
 # Packages that its files import for processes, configurations and logging.
 UNUSED = ("ray", "hydra", "omegaconf", "wandb", "PIL", "imageio", "av", "cv2", "tensordict", "torchvision", "torchaudio")
@@ -115,7 +115,7 @@ class UniRLPeer(Peer):
             ).log_probs
         return log_probs
 
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         """Take one optimizer step by its training loop."""
         track = self.types.RolloutTrack(
             sample_ids=self.work.prompts,

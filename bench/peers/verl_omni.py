@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import StoredRollout, Work
+from fluvial.bench.peers.work import PeerRollout, Work
 from fluvial.models.pixel_model import SHIFT
 
 # Packages that its files import.
@@ -186,7 +186,7 @@ class VerlOmni(Peer):
         log_probs: Tensor = output["model_output"]["log_probs"]
         return log_probs
 
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         """Take one optimizer step by its engine."""
         old = self.log_prob(stored.x, stored.x_next).float() if self.recomputes else stored.log_prob
         batch = self._make_batch(stored.x, stored.x_next)

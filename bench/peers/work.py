@@ -37,7 +37,7 @@ class Sampled(NamedTuple):
     log_prob: Tensor  # [B, S], in nats per dimension
 
 
-class StoredRollout(NamedTuple):
+class PeerRollout(NamedTuple):
     """A rollout for an update of both sides."""
 
     x: Tensor  # [B, S, *event] before each recorded step

@@ -132,7 +132,7 @@ def _format_introduction(card: Card) -> str:
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
     lines = [f"The {files} {base} after {card.update} updates of `{card.method}` by fluvial, in {card.dtype}."]
     if card.average:
-        lines.append("These are the moving average of the trained weights.")
+        lines.append("The files hold the moving average of the trained weights.")
     if card.settings["lora"]["weights"] is not None:
         lines.append("Training started from an adapter, which is included.")
     if card.settings["pipeline"]["weights"] is not None and card.is_adapter:

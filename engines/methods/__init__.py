@@ -23,7 +23,7 @@ from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
 from fluvial.engines.methods.rtdmd import Rtdmd
-from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.sft import Sft, SftInfo
 from fluvial.engines.methods.spo import ConstantMargin, NoiseMargin, Spo
 from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
@@ -108,6 +108,7 @@ __all__ = [
     "SameNetwork",
     "SamplingConfig",
     "Sft",
+    "SftInfo",
     "Spo",
     "Srpo",
     "Start",

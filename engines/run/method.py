@@ -358,6 +358,6 @@ def check_kinds(method: Method) -> None:
             raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")
     fields: tuple[Any, ...] = dataclasses.fields(method)  # type: ignore[arg-type]
     default = next((find_default(field) for field in fields if field.name == "sampling"), method.sampling)
-    for name in {field.name for field in dataclasses.fields(method.sampling)} - {*vars(default)}:
-        if is_set(method.sampling, name):
-            raise no_effect(f"sampling.{name}", f"with {method.method_name}, which has no such setting")
+    for field in dataclasses.fields(method.sampling):
+        if field.name not in vars(default) and is_set(method.sampling, field.name):
+            raise no_effect(f"sampling.{field.name}", f"with {method.method_name}, which has no such setting")

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from fluvial.engines.choices import find_variant, list_variants
+from fluvial.engines.errors import UsageError
 
 OBJECTIVES = {"clipped": "grpo"}  # methods with another name
 OF_SAMPLING = ("prompts", "group", "shared_noise", "steps", "sampler", "window", "guidance")
@@ -81,21 +82,19 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     names = {old: old if isinstance(value, Mapping) else rename(old) for old, value in settings.items()}
     stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
     method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
-    dropped = {} if ":" in method else DROPPED  # a custom method's settings are its own
-    idle = any(dropped.get(names[old], ...) == value for old, value in settings.items())
+    idle = any(DROPPED.get(names[old], ...) == value for old, value in settings.items())
     if not changed and not idle and all(old == new for old, new in names.items()):
         return record
-    from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs avoids
-
     named = {old: old if isinstance(value, Mapping) else rename(old, method) for old, value in settings.items()}
     chosen = {named[old]: value for old, value in settings.items() if named[old] != old and named[old].endswith(".kind")}
     of_kinds = {name.removeprefix("method."): kind for name, kind in chosen.items()}
     for old, value in settings.items():
         new = named[old]
         parts = ["method", "name"] if new == "method" else new.split(".")
-        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen or dropped.get(new, ...) == value
+        moved = new != old or f"{new.rpartition('.')[0]}.kind" in chosen
+        unused = DROPPED[new] == value if new in DROPPED else moved
         of_method = parts[0] == "method" and parts != ["method", "name"]
-        if moved and of_method and not has_field(method_type(method), parts[1:], of_kinds):
+        if unused and of_method and _lacks(method, parts[1:], of_kinds):
             continue
         table = settings_of
         for part in parts[:-1]:
@@ -117,6 +116,18 @@ def _convert(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if name.endswith(".warmup_ratio"):  # once beside a number of updates; one of the two was 0
             number = name.removesuffix("_ratio")
             yield number, share or settings.get(number, 0)
+
+
+def _lacks(method: str, path: Sequence[str], chosen: Mapping[str, Any]) -> bool:
+    """Return whether a method has no such field; False for a method that cannot be imported, as one of a script."""
+    from fluvial.engines.methods.table import method_type  # imports torch, which the list of published runs avoids
+
+    try:
+        return not has_field(method_type(method), path, chosen)
+    except UsageError:
+        if ":" not in method:
+            raise
+        return False
 
 
 def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

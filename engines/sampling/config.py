@@ -278,8 +278,8 @@ class SamplingConfig(CleanSamplingConfig):
     window: Window = AllSteps()  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_variant(self.window, Window, "sampling.window")
+        super().__post_init__()
         self.window.check(self.steps, self.group)
         sampler, window = self.sampler, self.window
         if sampler.is_deterministic and window.share_prefix:

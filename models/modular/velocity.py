@@ -228,7 +228,8 @@ def find_velocity(
         run(values, variables)
         passes.append(len(inputs))
     if len({*passes}) > 1:
-        raise build_error(pipeline, f"its steps call the network {min(passes)} to {max(passes)} times, expected one number")
+        calls = f"{min(passes)} to {max(passes)} times"
+        raise build_error(pipeline, f"its steps call the network {calls}, expected the same number in every step")
     times = torch.tensor([float(variables["t"]) for variables in loop_inputs.variables])
     one = all(torch.equal(stream.levels, streams[0].levels) for stream in streams)
     free = _find_time(run, inputs, loop_inputs, layout, streams[0].levels, times) if one else None

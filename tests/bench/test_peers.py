@@ -34,7 +34,7 @@ from fluvial.bench.peers.measure import (
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, list_adapter_parameters
 from fluvial.bench.peers.report import is_done, list_cases, run
-from fluvial.bench.peers.work import CPU, Sampled, StoredRollout, Work
+from fluvial.bench.peers.work import CPU, PeerRollout, Sampled, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
 
@@ -92,10 +92,10 @@ class StandIn(Peer):
     def set_micro_batch(self, samples: int) -> None:
         self.per_pass = samples
 
-    def update(self, stored: StoredRollout) -> float:
+    def update(self, stored: PeerRollout) -> float:
         total = 0.0
         parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
-        for part, (place, step) in itertools.product(map(StoredRollout._make, parts), enumerate(self.work.recorded)):
+        for part, (place, step) in itertools.product(map(PeerRollout._make, parts), enumerate(self.work.recorded)):
             log_prob = self.scored(part.x[:, place], part.x_next[:, place], step)
             ratio = (log_prob - part.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)

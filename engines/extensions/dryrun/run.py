@@ -144,7 +144,7 @@ class _Run:
             notes.append("text encoders and VAE of a pipeline without an adapter: they are on the host here, so add them")
         repeater = PassRepeater(self.simulation.mode)
         model.predict = repeater.wrap_predict(model.predict)
-        if hasattr(model, "text"):
+        if hasattr(model, "encode_text"):
             model.encode_text = repeater.wrap_text(model.encode_text)
         model.decode = self._run_in("decode", model.decode)
         return Trainer(config, job, world)

@@ -68,7 +68,7 @@ class Votes:
             UsageError: the samples are videos.
         """
         if images.ndim != 4:
-            raise UsageError(f"the reward votes takes images, got videos {list(images.shape[1:])}")
+            raise UsageError(f"it takes images, got videos {list(images.shape[1:])}")
         body = {
             "prompt": prompts[0],
             "images": [to_base64(encode_png(image, colour=False)) for image in images.detach().cpu().float()],

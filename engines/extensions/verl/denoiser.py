@@ -128,7 +128,7 @@ class Denoiser:
         """diffusers' scheduler: verl-omni's adapter's, else the model's, else a flow scheduler without a shift."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        default = getattr(self.model, "scheduler", FlowMatchEulerDiscreteScheduler)
+        default = getattr(self.model, "build_scheduler", FlowMatchEulerDiscreteScheduler)
         return self._scheduler or default()
 
     def add_network_prefix(self, name: str) -> str:

@@ -132,7 +132,7 @@ def compute_pass_rates(passed: ArrayLike, tags: Sequence[str | None], prompts: S
 def _check_pair(scores: ArrayLike, base: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     ours, theirs = _as_array("scores", scores), _as_array("base", base)
     if len(ours) != len(theirs):
-        raise ValueError(f"got {len(ours)} scores and {len(theirs)} of the base, expected equally many")
+        raise ValueError(f"a comparison got {len(ours)} scores and {len(theirs)} of the base, expected equally many")
     return ours, theirs
 
 

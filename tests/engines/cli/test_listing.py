@@ -62,7 +62,7 @@ def test_a_tiny_pipeline_of_a_class_is_written_for_trying_commands(
     Path("classes.txt").write_text("1\nan owl\n")
     said, command = fluvial("models", "--tiny", name, "--out", "tiny").splitlines()
     assert (name in list_adapters()) == has_adapter(tmp_path / "tiny")
-    assert "is there already" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
+    assert "already exists" in fluvial("models", "--tiny", name, "--out", "tiny", code=2)
     if said.endswith(": none"):
         few = "--evaluation.every 0 --evaluation.samples 2 --evaluation.final-samples 2 --engine.micro-batch 2"
         assert "2 updates, 4 samples" in fluvial(*shlex.split(command)[1:], *few.split())

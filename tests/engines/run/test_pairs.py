@@ -296,7 +296,7 @@ def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(tmp_path: Path, monke
 def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says which one it was, and which number of pairs it had."""
     config, checkpoint, pairs = saved(tmp_path)
-    monkeypatch.setattr(saving, "processor", lambda device: "another one")
+    monkeypatch.setattr(saving, "describe_processor", lambda device: "another one")
     console = Console(file=StringIO(), width=500)
     with Trainer(
         config, replace(tiny.job(), model=Telling(12, through="means")), console=console, resume_from=checkpoint

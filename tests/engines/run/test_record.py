@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -16,7 +16,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.cli.train import configure
+from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -243,6 +245,23 @@ def test_an_old_record_is_the_same_run(name: str) -> None:
     sampling = changed["rollout"] if "objective" in changed else changed["method"]["sampling"]
     sampling["steps"], changed["eval_every"] = 99, 3
     assert read_record(changed) == with_values(run_of(name), {"sampling.steps": 99, "evaluation.every": 3})
+
+
+@dataclass(frozen=True)
+class OwnNft(Nft):
+    """A method of one's own that extends a built-in one."""
+
+
+def test_a_setting_that_a_method_no_longer_has_is_left_out_only_where_it_had_no_effect() -> None:
+    """Of a method of one's own as well; a KL that had one is refused, whatever its name was."""
+    record = as_record(with_values(RECIPES["nft"](HANDWRITING), {"method": OwnNft()}))
+    window = {"kind": "all", "low": 0, "high": None}
+    older = {**record, "method": {**record["method"], "sampling": {**record["method"]["sampling"], "window": window}}}
+    assert read_record(older) == read_record(record)
+    for kl in ({"kl": {"coef": 0.1}}, {"method": {"name": "sft", "kl": {"coef": 0.1}}}):
+        old = {**as_record(RECIPES["sft"](HANDWRITING)), **kl}
+        with pytest.raises(UsageError, match=r"unknown fields kl @ run[.]method"):
+            read_record(old)
 
 
 @pytest.mark.parametrize("name", OLD)

@@ -121,7 +121,7 @@ def test_prompts_of_a_file_are_checked(tmp_path: Path, fluvial: Any) -> None:
         ({"prompt": "bacon"}, "prompt 'bacon' has no column image"),
         ({"prompt": "bacon", "image": "small.png"}, "has 24x24 pixels, expected 96x24"),
         ({"prompt": held, "image": "rover.png"}, "held out"),
-        ({"prompt": "bacon", "image": "none.png"}, "there is no such file"),
+        ({"prompt": "bacon", "image": "none.png"}, "which does not exist"),
     ):
         job, file = ("words", "own.txt") if isinstance(text, str) else ("edit-words", "own.jsonl")
         (tmp_path / file).write_text(text if isinstance(text, str) else json.dumps(text))

@@ -352,7 +352,10 @@ def test_steps_with_unlike_numbers_of_passes_are_refused(folder: Folders, monkey
 
     monkeypatch.setattr(any_modular.AnyModular, "_place_parts", with_guider)
     with replace_surroundings("WanModularPipeline", 32):
-        refuses("its steps call the network 2 to 3 times, expected one number", lambda: opened("Wan", folder("Wan")).known)
+        refuses(
+            "its steps call the network 2 to 3 times, expected the same number in every step",
+            lambda: opened("Wan", folder("Wan")).known,
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ PRELOADED = (
 )
 # Cached results that nearly every run asks for.
 WARMED = (
-    "fluvial.models.handwriting.recognisers:reward_recogniser",
-    "fluvial.models.handwriting.recognisers:heldout_recogniser",
+    "fluvial.models.handwriting.recognisers:load_reward_recogniser",
+    "fluvial.models.handwriting.recognisers:load_heldout_recogniser",
 )
 
 
@@ -68,7 +68,7 @@ def main(descriptor: int) -> None:
             importlib.import_module(name)
     for name in WARMED:
         module, _, function = name.partition(":")
-        with suppress(ModuleNotFoundError, AttributeError):
+        with suppress(ModuleNotFoundError):
             getattr(importlib.import_module(module), function)()
     importlib.import_module("helpers.short_runs").shorten_runs()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()

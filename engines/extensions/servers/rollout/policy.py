@@ -217,7 +217,7 @@ def open_policy(
     base = find_base_model(name)
     if is_run(name):
         if weights is not None:
-            raise UsageError("weights", weights, hint=f"{name} is a run with its own; leave one out")
+            raise UsageError("weights", weights, hint=f"{name} is a run with its own weights: remove it")
         weights = Path(name) / WEIGHTS
         if not weights.is_dir():
             raise UsageError(f"{name} is a run without exported weights: finish it (--resume)")

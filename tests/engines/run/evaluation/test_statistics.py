@@ -94,7 +94,7 @@ def test_pass_or_fail_is_0_or_1_and_nothing_else(passed: list[float], other: flo
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: compute_win_rate([1.0], [1.0, 2.0]), "got 1 scores and 2 of the base, expected equally many"),
+        (lambda: compute_win_rate([1.0], [1.0, 2.0]), "a comparison got 1 scores and 2 of the base, expected equally many"),
         (lambda: compute_win_rate([], []), r"scores has shape \[0\], expected \[N\] with at least one number"),
         (lambda: bootstrap_interval([1.0], level=1.0), r"level is 1.0, expected a number in \(0, 1\)"),
         (lambda: bootstrap_interval([1.0], resamples=0), "resamples is 0, expected at least 1"),

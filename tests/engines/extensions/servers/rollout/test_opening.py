@@ -87,7 +87,7 @@ def test_the_export_of_a_run_is_served(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without exported weights"):
         policy(str(tmp_path))
     (tmp_path / "weights").symlink_to(BASE)
-    with pytest.raises(UsageError, match="is a run with its own weights; remove one of the two"):
+    with pytest.raises(UsageError, match="is a run with its own weights: remove it"):
         policy(str(tmp_path), weights=BASE)
     base, run = policy("handwriting").weights, policy(str(tmp_path)).weights
     assert base.list_checksums() == run.list_checksums()
