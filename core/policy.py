@@ -59,7 +59,7 @@ def clipped_surrogate(
 
 
 def share_ratio(log_prob: PerStep, log_prob_old: PerStep, used: PerStep, *, size: int | None = None) -> PerStep:
-    """Return surrogate old log-probs that give each step the ratio of its chunk of steps, `[B, S]`.
+    """Return old log-probs for `clipped_surrogate` with which each step gets the ratio of its whole chunk, `[B, S]`.
 
         log rho_c = mean over the used steps k of chunk c of log_prob_k - log_prob_old_k
         old_k = log_prob_k - log rho_c

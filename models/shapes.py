@@ -99,7 +99,7 @@ class ModularShape:
         try:
             v: Tensor = model.known.model.to(meta).predict(module, x, level, (*(row.to(meta) for row in rows), sizes))
         except RuntimeError as error:
-            says = f"its network reads values, so that fluvial train --dry-run is what counts it: {error}"
+            says = f"its network reads values, so only `fluvial train --dry-run` can count it: {error}"
             raise ValueError(" ".join(says.split())) from error
         return v
 
@@ -258,7 +258,7 @@ def find_model_shape(name: str) -> ModelShape | ModularShape | None:
         return ModularShape(folder)
     if adapter is None:
         raise ValueError(
-            f"{pipeline} has no adapter, so that the inputs of its network are known only as it runs: fluvial train "
+            f"{pipeline} has no adapter, so that the inputs of its network are known only when it runs: fluvial train "
             "--dry-run runs it on simulated GPUs"
         )
     if adapter.network not in NETWORKS:

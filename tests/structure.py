@@ -49,8 +49,8 @@ BOUNDS = {
     "names of several classes": 0,
     "files of engines/engine": 9,
     "lines of engines/engine": 2384,
-    "lines of the product": 75182,
-    "lines of the tests": 64347,
+    "lines of the product": 75235,
+    "lines of the tests": 64380,
 }
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name

@@ -61,7 +61,7 @@ class EvalConfig:
         lora: File or folder of an adapter, such as the `lora` of a run folder.
         out: Folder for images, scores.csv, table.csv, table.json and sheet.png. None prints the table and writes nothing.
         seeds: Number of samples per prompt. None draws prompts at random.
-        samples: Number of samples; with seeds the largest number: evenly spaced prompts are left out. None takes every
+        samples: Number of samples; with `seeds` an upper limit, kept by leaving out evenly spaced prompts. None takes every
             prompt.
         steps: Number of steps of the sampling schedule.
         guidance: Scale of classifier-free guidance; 1 is no guidance.

@@ -94,7 +94,7 @@ def write_tiny(args: Sequence[str]) -> None:
     size += f" --pipeline.frames {call.frames}" if call.frames > 1 else ""
     arguments = [f"{key}={json.dumps(value)}" for key, value in call.call.items() if name not in adapters]
     arguments = ["--pipeline.call", *map(shlex.quote, arguments)] if arguments else []
-    print(f"{folder}: a {name} of random weights; with images in records of the prompts: {', '.join(call.media) or 'none'}")
+    print(f"{folder}: a {name} with random weights; images in the prompts' records: {', '.join(call.media) or 'none'}")
     print(f"fluvial train {recipe} --model {folder} --prompts {prompts} --rewards jpeg {sizes} {size}", *arguments)
 
 

@@ -85,7 +85,7 @@ def parse_config(
     try:
         with flags_in_errors(base):
             if "--" in args:
-                raise UsageError("'--' is a word too many: expected flags and their values")
+                raise UsageError("unexpected '--': expected flags and their values")
             typed = expand_flags(args, list_fields(base))
             hidden = set(unused(base)) if help_words else set[str]()
             form = build_form(base, lambda name: next(iter(find_values(typed, _to_flag(name))[-1:]), None), hidden=hidden)
@@ -254,7 +254,7 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> N
         if not token.startswith("-"):
             before = [word for word in words[: [*words, token].index(token)] if word.startswith("--")]
             place = f"{before[-1]} takes one value" if before else "expected flags"
-            raise UsageError(f"{token!r} is a word too many: {place}")
+            raise UsageError(f"unexpected word {token!r}: {place}")
         unknown = token.partition("=")[0]
         if len(matches := _find_flags(unknown, form.names)) > 1:
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(matches)}")

@@ -233,7 +233,7 @@ class Engine:
         return [partial(add_gradient, start, size) for start, size in zip(starts, passes, strict=False)], diagnostics
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
-        """Add the gradients of a sum of losses over all ranks, for custom training loops; `step` follows.
+        """Add the gradients of a sum of losses over all ranks, for custom training loops; then call `step`.
 
         Gradients are reduced as in `update`: with grad_sync="last", only in the backward pass of the last loss. Each loss
         is a function that runs a forward pass and returns a scalar. Every rank passes equally many.
@@ -358,7 +358,7 @@ class Engine:
 
     @contextmanager
     def gathered_once(self) -> Iterator[None]:
-        """Gather the parameters once for the inference passes in the context and the update that follows them.
+        """Within the context, gather the parameters once, for inference passes and the update after them.
 
         With comm="keep", parameters that `inference` gathers stay until the update's last backward pass or the end of the
         context. Shards must not be written in between. With comm="reshard" it has no effect.

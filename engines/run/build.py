@@ -374,7 +374,7 @@ def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]])
                 f"{rewards[name][1]:g}: remove the weight"
             )
     if floors and not set(rewards) - set(floors):
-        raise UsageError("`advantage.floors` names every reward of the run: add one to learn from to rewards")
+        raise UsageError("`advantage.floors` names every reward of the run: add a reward without a floor to `rewards`")
 
 
 def _check_watched(config: TrainConfig, evaluated: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
@@ -436,7 +436,7 @@ def check_model(
         if recorded:
             raise UsageError(field, scale, "None", f"{model} has no adapter, and its pipeline's guidance")
         if conditioned and scale != 1 and sampling.guidance.scale == 1:
-            hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
+            hint = "the negative prompt gets its images only in a guided rollout: set `sampling.guidance.scale`, too"
             raise UsageError(field, scale, "None or 1", hint)
     if not isinstance(method.rows, NoisedRows):
         return

@@ -167,7 +167,7 @@ class TrainConfig:
         if self.compares_exactly and rollout.autocast:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, f"False{otherwise}", hint)
-        rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys are rounded otherwise"}
+        rounded = {"merged": "merged weights are rounded", "keys": "sums over kept keys round differently"}
         if self.compares_exactly and rollout.reuse in rounded and self.engine.compute != "float32":
             hint = f"{rounded[rollout.reuse]} in half precision, and ratios need a correction"
             yield UsageError("rollout.reuse", rollout.reuse, f"exact{otherwise}", hint)
@@ -182,12 +182,16 @@ class TrainConfig:
             yield UsageError("rollout.ahead", rollout.ahead, "0", hint)
         if groups == "scouted" and (rollout.store is not None or rollout.source.startswith(REPLAYED)):
             name, value = ("store", rollout.store) if rollout.store is not None else ("source", rollout.source)
-            hint = "a rollout is stored by its key, which scouts share with the samples that start as they do"
+            hint = (
+                "stored rollouts are found by key, and scouts have the same key as the samples that start from their noise"
+            )
             yield UsageError(f"rollout.{name}", value, "its default", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
         if find_heads(self.networks) and self.engine.context_parallel > 1:
-            hint = f"a head of {name} reads all tokens of a sample, and ranks that share one hold some each"
+            hint = (
+                f"a head of {name} reads all tokens of a sample, and ranks that share a sample hold only a part of them each"
+            )
             yield UsageError("engine.context_parallel", self.engine.context_parallel, "1", hint)
         for network in self.networks.values():
             if isinstance(network, Trained):

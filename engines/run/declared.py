@@ -222,7 +222,8 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
         guidance: scale of all, or `SOURCE=SCALE` of some.
 
     Raises:
-        UsageError: a source stands twice or beside a folder without one, or a scale is not a number or of no teacher.
+        UsageError: a source is repeated, or mixed with a folder without one; a scale is not a number, or belongs to no
+            teacher.
     """
     by_source, scales = _split_sources("teacher", folders), dict[str, float]()
     for source, word in _split_sources("guidance", guidance).items():
@@ -231,11 +232,11 @@ def parse_teachers(folders: Sequence[str], guidance: Sequence[str]) -> Teacher |
         except ValueError:
             scales[source] = math.nan
         if not 0 <= scales[source] < math.inf:
-            raise UsageError("guidance", word, "a scale, or SOURCE=SCALE, from 0 on")
+            raise UsageError("guidance", word, "a scale of at least 0, alone or as SOURCE=SCALE")
         if source and source not in by_source:
             raise UsageError("guidance", source, f"a source of a teacher: {', '.join(filter(None, by_source)) or 'none'}")
     if "" in by_source and len(by_source) > 1:
-        raise UsageError("teacher", by_source[""], "SOURCE=FOLDER, as the others")
+        raise UsageError("teacher", by_source[""], "SOURCE=FOLDER, like the others")
     teachers = {source: Teacher(Path(folder), scales.get(source, scales.get(""))) for source, folder in by_source.items()}
     if teachers and "" not in teachers:
         return BySource(teachers)

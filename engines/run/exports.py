@@ -209,7 +209,10 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
 
 
 def _read_trained(path: Path | str, starts: tuple[str, ...], world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the policy's tensors in a checkpoint, by name, and the manifest; the first of `starts` that is stored counts."""
+    """Read the policy's tensors in a checkpoint, by name, and the manifest.
+
+    The tensors are read under the first of the prefixes `starts` that occurs.
+    """
 
     def is_trained(key: str) -> bool:  # adapters of followers are not
         return key.startswith(starts) and (not is_adapter(key) or key.removesuffix(".weight").endswith(".default"))

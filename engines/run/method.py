@@ -287,11 +287,11 @@ class Method:
         return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:
-        """Return the next batch: by default a rollout, in the way of `sampling.groups`."""
+        """Return the next batch: by default a rollout, collected as `sampling.groups` says."""
         return self.sampling.groups.collect(run, key)
 
     def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
-        """Make and yield the optimizer updates of the policy on a batch, `passes.updates` in number."""
+        """Make the policy's `passes.updates` optimizer updates on a batch, and yield each."""
         raise NotImplementedError
 
     def loss(self, v: Tensor, rows: Any) -> tuple[Tensor, Any]:

@@ -292,7 +292,7 @@ def summarize_evaluation(evaluation: Evaluation) -> dict[str, Any]:
 def format_evaluation(when: str, evaluation: Evaluation) -> str:
     """Format an evaluation as a line for the console."""
     if not evaluation.score:
-        return f"{when}: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
+        return f"{when}: held-out samples, not scored: set `evaluation.rewards` to score them"
     exactly = any(evaluation.exact.values())
     numbers = evaluation.exact if exactly else evaluation.score
     parts = (f"{number:.3f} by the {evaluator} evaluator" for evaluator, number in numbers.items())

@@ -78,7 +78,8 @@ class Run(Rollouts):
         """Yield the items of each optimizer update, spread evenly over the ranks.
 
         There are `passes.epochs` epochs over the samples; each shuffles them into `passes.minibatches` updates. A network
-        declared as `Before()` is the policy before the first update.
+        declared as `Before()` is the policy before the first update on this batch; it is evaluated here if there are
+        several updates.
 
         Args:
             passes: epochs and minibatches over the batch; these are not forward passes.
@@ -282,7 +283,7 @@ class Run(Rollouts):
         return torch.cat(predictions)[to_device(torch.cat(index).argsort(), self.world.device)]
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
-        """Return this rank's used rows, rebalanced over the ranks if that saves the busiest rank a forward pass."""
+        """Return items with only this rank's used rows, moved between ranks if it saves the busiest rank a forward pass."""
         share, ranks = items.batch.share, self.world.data_size
         repeats = used.new_zeros((ranks * share.slots - len(used), used.shape[1]))
         by_rank = torch.cat([used, repeats]).unflatten(0, (ranks, share.slots))

@@ -91,7 +91,7 @@ class Saver:
         except RunError as error:
             if isinstance(error, LostProcessError) or (self.world.size > 1 and not error.on_all_ranks):
                 raise
-            self._say(f"{error}: update {self.engine.updates} is saved; a resumption makes the rollouts ahead again")
+            self._say(f"{error}: update {self.engine.updates} is saved; on resume, rollouts made ahead are generated again")
 
     def save_alone(self, progress: Progress) -> None:
         """Write a checkpoint without prefetched rollouts; a resumption generates them again."""
@@ -203,7 +203,10 @@ class Saver:
         self.saved_at = self.engine.updates
         done, total = self.engine.updates, self.config.updates
         if done > total:
-            self._say(f"{path} is after update {done}, and updates is {total}: evaluate and export these weights")
+            self._say(
+                f"{path} has {done} updates, more than `updates` {total}: nothing to train, its weights are evaluated and "
+                "exported"
+            )
         elif replanned:
             self._say(f"updates is {total} now: from here the learning rate follows the schedule of {total} updates")
         now, then = self._describe_environment(), meta["runs_on"]

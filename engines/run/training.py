@@ -133,7 +133,7 @@ class Training:
                 error.add_note(f"in the phase {trainer.phase}")
             stopped = self._save_finished(error)
             if stopped and isinstance(error, FluvialError):
-                self.progress.say(f"{error}; what was begun after update {trainer.engine.updates} is made again")
+                self.progress.say(f"{error}; on resume, the batch begun after update {trainer.engine.updates} is repeated")
                 return self._report_stop()
             if failure is error:
                 raise
@@ -296,7 +296,7 @@ class Training:
             try:
                 saved = Probe.load(path, trainer.world.device)
             except RunError as error:
-                self.progress.say(f"{error}; no further evaluation measures it")
+                self.progress.say(f"{error}; drift is no longer measured")
             return saved if all(trainer.world.gather_items(saved is not None)) else None
         with trainer.engine.inference(average=True) as module, wait_for("samples to measure the drift from"):
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)

@@ -53,8 +53,8 @@ class Guidance:
         scale: Scale g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
         negative: Negative prompt, which the samples are guided away from; for most models the empty one.
         forwards: Number of forward passes for the two halves: one, or two, which take less memory.
-        gradient: Halves that the gradient flows through in training, both or the conditional one. With conditional, an
-            update's passes of more pairs than `micro_batch` compute the other half in a pass of its own, without a graph.
+        gradient: Halves that the gradient flows through in training, both or the conditional one. With conditional, the
+            other half has no gradient; in passes of more pairs than `micro_batch` it is computed apart, without a graph.
         update: Prediction of the update: guided, as that of the rollout, or conditional, without guidance, for objectives
             that train on clean samples (DGPO).
     """
@@ -79,8 +79,7 @@ class Guidance:
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
 
-        A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
-        already.
+        A prompt's own negative prompt takes precedence. The conditioning of a recorded pipeline holds its guidance already.
 
         `tokens` is the length that prompts are padded to, by default the model's own.
         """
@@ -91,11 +90,11 @@ class Guidance:
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
     def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
-        """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each, with its images."""
+        """Return the texts that `encode` encodes: prompts, and with guidance each one's negative prompt, with images."""
         return [*model_inputs(prompts), *(self._list_negatives(prompts) if self.is_guided(model) else ())]
 
     def _list_negatives(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Return the negative prompt of each prompt, with the images of that."""
+        """Return the negative prompt of each prompt, with that prompt's images."""
         opposed = zip(prompts, list_negatives(prompts, self.negative), strict=True)
         return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
 
@@ -125,7 +124,7 @@ def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
 
 
 def samples_per_rank(samples: int, *, micro_batch: int, ranks: int) -> int:
-    """Return how many samples each of some ranks computes of a batch, in whole chunks, repeats included."""
+    """Return the number of samples that each of `ranks` ranks computes for a batch: whole chunks, repeats included."""
     return -(-samples // (micro_batch * ranks)) * micro_batch
 
 
@@ -201,7 +200,7 @@ class Sampling:
         graphs: launch each pass as a CUDA graph, see `sampling.graphed`; without `reuse`, `keep_keys`, `step_cache` and
             `autocast`.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
-        final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
+        final: whether the final latents are needed. If False, `Trajectory.final` is `[B, 0]`, and servers do not send them.
     """
 
     shape: tuple[int, ...]
@@ -364,8 +363,8 @@ def finish(
     """Continue intermediate samples to the end with deterministic steps, and yield the results in the rollout's chunks.
 
     Args:
-        made: samples of the rollout, whose prompts and conditioning these have.
-        requests, sampling, micro_batch: how that was made.
+        made: samples of the rollout that `x` comes from.
+        requests, sampling, micro_batch: settings of that rollout.
         x: samples before a step, `[B, *event]`.
         step: index of that step in the schedule.
         jump: take one step to the end of the schedule in place of all that are left.
@@ -399,8 +398,8 @@ def _starts(
 ) -> dict[int, Tensor]:
     """Return each group's sample before the window, by the id of its initial noise.
 
-    Every forward pass has as many rows as a chunk has groups, the last one with repeats. So the bits of a group depend
-    neither on the other groups of this rank nor on the number of ranks.
+    Every forward pass has one row per group of a chunk; the last pass is padded with repeats. So the bits of a group
+    depend neither on the other groups of this rank nor on the number of ranks.
     """
     assert requests.initial_ids is not None
     assert sampling.prefix is not None

@@ -56,12 +56,13 @@ def find_streams(pipeline: str, run: Run, loop_inputs: LoopInputs) -> list[LoopS
     """Return the streams of a pipeline in the order in which its schedulers step.
 
     Raises:
-        ReplayError: no scheduler steps, a scheduler's sample is no selection of a value, or the step changes it further.
+        ReplayError: no scheduler takes a step, a scheduler's sample is not a selection of a value's elements, or the step
+            changes it further.
     """
     values, variables = loop_inputs.values[0], loop_inputs.variables[0]
     calls = run(values, variables).calls
     if not calls:
-        raise build_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
+        raise build_error(pipeline, "its step calls no scheduler that a rollout could replace")
     if not all(each.output.requires_grad for each in calls):
         raise build_error(pipeline, "its step computes without gradients")
     afters = [_return_noise(run, values, variables, calls, seed) for seed in range(2)]
@@ -114,7 +115,7 @@ def find_clean_estimates(pipeline: str, run: Run, loop_inputs: LoopInputs) -> li
         ends = torch.tensor([*levels, 0.0])
         streams.append(LoopStream("", name, index, index, value.shape, value.dtype, 1.0, ends, whole))
     if not streams:
-        raise build_error(pipeline, "its step calls no scheduler, in whose place a rollout could step")
+        raise build_error(pipeline, "its step calls no scheduler that a rollout could replace")
     return streams
 
 
@@ -186,7 +187,7 @@ def _return_noise(
 
 
 def _find_indices(run: Run, values: Mapping[str, Any], variables: Mapping[str, Any], name: str) -> list[Tensor | None]:
-    """Return for each scheduler's step the elements of a value that its sample consists of, `[m]`; None if of others."""
+    """Return per scheduler step the indices of a value's elements that form its sample, `[m]`; None if it has others."""
     whole = values[name]
 
     def run_samples(value: Tensor) -> list[Tensor]:

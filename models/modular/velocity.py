@@ -157,7 +157,7 @@ class ModularVelocity:
                 yield float(level), torch.nonzero(levels == level).flatten().tolist()
 
     def _step(self, numbers: Sequence[int], level: float, device: torch.device) -> tuple[int, Mapping[str, Any]]:
-        """Return the step of a level, and its variables; any step where time alone tells steps apart."""
+        """Return the step of a level, and its variables; if steps differ only in time, the first with its time replaced."""
         if numbers:
             return numbers[0], self.variables[numbers[0]]
         if self.time is None:

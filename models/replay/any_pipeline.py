@@ -183,7 +183,7 @@ class AnyPipeline(WithExperts):
         tokenizers = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in known]
         if not tokenizers:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
-        with wrap_errors(self.pipeline, "tell the length of its prompts"):
+        with wrap_errors(self.pipeline, "count the tokens of prompts"):
             tokenizer = max(tokenizers, key=lambda one: one.model_max_length)
             return tokenizer, min(tokenizer.model_max_length, self.text_tokens)
 

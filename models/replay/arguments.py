@@ -56,15 +56,15 @@ def find_classes(folder: Path, component: str) -> tuple[type, str]:
             "trained (fluvial models)"
         )
     if "vae" not in inspect.signature(kind.__init__).parameters:
-        raise ValueError(f"{name} cannot be trained without an adapter: it has no VAE, and makes images of pixels")
+        raise ValueError(f"{name} cannot be trained without an adapter: it has no VAE, and generates pixels directly")
     takes = inspect.signature(kind.__call__).parameters
     if (why := next((reason for argument, reason in UNSUPPORTED.items() if argument in takes), None)) is not None:
         raise ValueError(f"{name} cannot be trained without an adapter: {why}")
     network_class = getattr(diffusers, network, None)
     if network_class is not None and INFERENCE in inspect.signature(network_class.__init__).parameters:
         raise ValueError(
-            f"{name} cannot be trained without an adapter: its network has other operations in training than for samples "
-            f"({INFERENCE}), so that no rollout would be on policy"
+            f"{name} cannot be trained without an adapter: its network computes differently in training and in inference "
+            f"({INFERENCE}), so every rollout would be off-policy"
         )
     return kind, network
 
@@ -120,8 +120,8 @@ def build_call_arguments(
         raise ValueError(f"the guidance scale is {scale:g}, expected 1: {pipeline} has no guidance")
     if call.get(PERTURBED, getattr(takes.get(PERTURBED), "default", 0)):
         raise ValueError(
-            f"{pipeline} exchanges layers of its network during the call, for perturbed attention guidance (PAG), and is "
-            f"replayed without: --pipeline.call {PERTURBED}=0"
+            f"{pipeline} exchanges layers of its network during the call, for perturbed attention guidance (PAG), which "
+            f"cannot be replayed: switch it off with --pipeline.call {PERTURBED}=0"
         )
     arguments |= {name: value for name, value in OUR_DEFAULTS.items() if name in takes}
     if scale != 1 and "negative_prompt" in takes:

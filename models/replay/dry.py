@@ -92,7 +92,7 @@ def dry_run(
     _, capture, recorder, timesteps = calls[0]
     initial = torch.cat([call.capture.initial for call in calls if call.capture.initial is not None])
     if len(initial) != copies:
-        raise build_error(name, f"it makes {len(initial)} samples of a prompt, expected {copies} as asked")
+        raise build_error(name, f"it makes {len(initial)} samples of a prompt, although {copies} were requested")
     levels = recorder.scheduled.sigmas
     first = check_tail(name, capture.taken, len(levels) - 1, steps)
     starts = []
@@ -102,7 +102,7 @@ def dry_run(
         starts.append(find_start(name, call.capture.initial, call.recorder.mixtures, float(levels[first]), noiseless))
     mixed = [start for start in starts if start is not None]
     if first and not mixed:
-        raise build_error(name, f"it takes the last {steps} steps only, and starts from no image")
+        raise build_error(name, f"it takes the last {steps} steps only, and does not start from an image")
     check_initial_noise(name, torch.cat([start.noise for start in mixed]) if mixed else initial)
     recipes, cond = capture.build_recipes()
     for call in calls[1:]:
@@ -111,7 +111,7 @@ def dry_run(
             raise build_error(name, f"its {COMPONENT} is given inputs of unlike kinds for different noise")
         cond = tuple(tuple(map(_join_rows, *pair)) for pair in zip(cond, rows, strict=True))
     if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
-        raise build_error(name, f"its {COMPONENT} is given something besides the sample that depends on it")
+        raise build_error(name, f"its {COMPONENT} gets an input other than the sample that depends on the sample")
     rescaled, scale = (levels[first:] / levels[first], mixed[0].scale) if mixed else (levels, 1.0)
     model = RecordedModel(name, rescaled[:-1], recipes, ragged=form.single, frozen=frozen, scale=scale)
     last = recorder.trajectory().x_next
@@ -142,5 +142,5 @@ def _watch_call(pipe: Any, arguments: dict[str, Any], settings: dict[str, Any], 
 
 
 def _join_rows(one: Tensor, other: Tensor) -> Tensor:
-    """Return the rows of two calls as one tensor; for unlike shapes, rows that differ."""
+    """Return the rows of two calls as one tensor; if their shapes differ, placeholders that compare as different."""
     return torch.cat([one, other]) if one.shape[1:] == other.shape[1:] else torch.cat([one.isnan(), ~one.isnan()])

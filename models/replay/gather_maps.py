@@ -76,7 +76,7 @@ def locate_elements(want: Tensor, have: Tensor) -> Tensor:
 
 
 def drop_coincidences(place: Tensor) -> Tensor:
-    """Return the element indices of a sample, -1 for other numbers, without coincidental matches, which one sample has.
+    """Return element indices with coincidental matches, which occur with a single sample, set to -1.
 
     A coincidence matches an element twice: beside other elements of the sample, and isolated among other numbers.
     """

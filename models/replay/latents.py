@@ -60,7 +60,7 @@ def find_latent_layout(to_vae_input: Callable[[Tensor], Tensor], shape: tuple[in
     probed = probe(sample).flatten()
     expected = scale * sample[element.clamp(max=count - 1)] + offset
     if (probed - expected).norm() > TOLERANCE * probed.norm() or len(element.unique()) != count:
-        raise build_error(pipeline, "its VAE is given latents that are no scaled rearrangement of samples")
+        raise build_error(pipeline, "its VAE is given latents that are not a scaled rearrangement of samples")
     return layout
 
 

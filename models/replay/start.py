@@ -63,7 +63,9 @@ def find_start(
         if (sigma * noise + offset - initial.float()).norm() <= TOLERANCE * initial.float().norm():
             return LoopStart(sigma, noise, offset)
     if mixtures:
-        raise build_error(pipeline, f"it starts at noise level {sigma:g}, from samples that are no noise mixed with images")
+        raise build_error(
+            pipeline, f"it starts at noise level {sigma:g}, from samples that are not a mixture of noise and an image"
+        )
     offset = noiseless().float()
     return LoopStart(sigma, (initial.float() - offset) / sigma, offset) if offset.any() else None
 

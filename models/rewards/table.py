@@ -91,6 +91,6 @@ REWARD_MODELS = _read_table()
 ELSEWHERE: dict[str, str] = {
     "geneval": "its detector needs mmdet and Python 3.10; models.rewards.geneval has its rules for any detector",
     "deqa": "needs mPLUG-Owl2, which is code in its repository",
-    "unifiedreward": "has 7 billion parameters and writes: serve it, and use unified_reward, unified_reward_2 or win_rate",
+    "unifiedreward": "has 7B parameters and generates text: serve it, and use unified_reward, unified_reward_2 or win_rate",
     "imagebind": "no class of transformers; its package needs torchvision and torchaudio",
 }

@@ -343,7 +343,7 @@ def _check_size(kind: type, settings: Mapping[str, Any]) -> Any:
         count = sum(parameter.numel() for parameter in kind(**settings).parameters())
     if count > MOST:
         raise UnknownPart(
-            f"its {kind.__name__} has {count / 1e6:.0f} million parameters, and which settings make it tiny is unknown"
+            f"its {kind.__name__} has {count / 1e6:.0f} million parameters, and no settings that make it tiny are known"
         )
     return kind(**settings)
 

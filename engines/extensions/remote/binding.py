@@ -62,7 +62,7 @@ class Binding(NamedTuple):
             residual = f"{self}, and its answer has an unexplained residual of {self.stray:.2g} times the effect of a module"
             return residual if self.stray else ""
         more = f", and {len(self.wrong) - 1} more are wrong" if len(self.wrong) > 1 else ""
-        return f"{self}: {self.wrong[0]} acts {self.factors[self.wrong[0]]:.2f} times as it should{more}"
+        return f"{self}: {self.wrong[0]} acts with {self.factors[self.wrong[0]]:.2f} times its expected strength{more}"
 
     def __str__(self) -> str:
         hidden = self.modules - len(self.factors)

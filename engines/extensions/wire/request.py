@@ -238,7 +238,7 @@ def _merge_extra(value: Any) -> Any:
     others = {name: item for name, item in extra.items() if name not in options and item is not None}
     for name in others:
         if name not in RolloutRequest.__struct_fields__ or name == "extra_sampling_params":
-            raise WireError(f"extra_sampling_params: {name[:60]} is set, which this server lacks: leave it out")
+            raise WireError(f"extra_sampling_params: {name[:60]} is set, which this server does not support: remove it")
     if others.get("rollout", value.get("rollout", True)) != value.get("rollout", True):
         raise WireError("extra_sampling_params: rollout differs from that of the request, which sglang takes: leave it out")
     return {**value, **others, "extra_sampling_params": options}

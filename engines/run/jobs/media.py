@@ -100,8 +100,8 @@ def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
                 count = count_frames(source)
             if expected not in (None, count):
                 raise UsageError(
-                    f"column {columns[argument]} of prompt {prompt.text[:40]!r} has {count} frames, "
-                    f"{_name_model(model)} makes as many, and pipeline.frames is {expected}: set it to {count}"
+                    f"column {columns[argument]} of prompt {prompt.text[:40]!r} has {count} frames, so "
+                    f"{_name_model(model)} makes {count}, but pipeline.frames is {expected}: set it to {count}"
                 )
             first, other = counts.setdefault(argument, (count, prompt))
             if count != first:
@@ -129,7 +129,7 @@ def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
             continue
         raise UsageError(
             f"prompt {example.text[:40]!r} has a column {column}, which nothing uses: the model does not take it, and no "
-            f"reward or evaluator takes {name} or metadata; remove the column, or name a file of the prompts alone"
+            f"reward or evaluator takes {name} or metadata; remove the column, or use a file that holds only prompts"
         )
 
 
@@ -139,6 +139,6 @@ def check_files(prompts: Iterable[Prompt]) -> None:
         for argument, source in prompt.media.items():
             if isinstance(source, Path) and source.is_dir():
                 raise UsageError(
-                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which no server is sent: "
-                    "use one file, or make rollouts in the run itself"
+                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which cannot be sent to "
+                    "a server: use one file, or make rollouts in the run itself"
                 )

@@ -185,7 +185,7 @@ def _open_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: 
 def check_second_scale(model: Any, *, guided: bool) -> None:
     """Raise UsageError if a model with an adapter has a second guidance scale, and the run has no guidance."""
     if not guided and getattr(model, "guidance_scale_2", None) is not None:
-        raise no_effect("pipeline.call", "with guidance_scale_2 without guidance, which a scale of 1 is")
+        raise no_effect("pipeline.call", "with guidance_scale_2, without guidance (a scale of 1)")
 
 
 def check_exists(name: str) -> None:

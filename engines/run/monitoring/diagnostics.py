@@ -109,7 +109,7 @@ class ExtremeSamples(NamedTuple):
 
 
 class KeptImages:
-    """Compressed images of this rank's samples in an evaluation, whose `keep` this is, until all scores are known."""
+    """Compressed images of this rank's samples, kept until all scores are known; passed to `evaluate` as `keep`."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}  # by name of the sample

@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the passes did not run out of memory."""
+        """Whether the passes fit into memory."""
         return self.seconds < math.inf
 
     def __str__(self) -> str:

@@ -41,8 +41,8 @@ BEAT, STALE = 5.0, 120.0  # seconds; network file systems may report a file's at
 class FolderLock:
     """Lock of a run folder by this process: a lease of `filelock`, renewed every `BEAT` seconds.
 
-    It is no kernel lock, because some network file systems do not share these between hosts. A dead holder on this machine
-    is replaced at once; any other holder after `STALE` seconds without renewal, by the clock of the waiting process.
+    It is not a kernel lock, because some network file systems do not share these between hosts. A dead holder on this
+    machine is replaced at once; any other holder after `STALE` seconds without renewal, by the clock of the waiting process.
 
     Args:
         folder: existing folder.
@@ -104,7 +104,7 @@ def mark(out: Path) -> None:
 
 
 def unmark(out: Path) -> None:
-    """Remove the mark of an earlier torchrun with the same id, so that no attempt of this one takes that run for its own."""
+    """Remove the mark of an earlier torchrun with the same id, so that this one does not mistake that run for its own."""
     if _is_marked(out):
         (out / MARK).unlink()
 

@@ -89,7 +89,8 @@ def configure_published(run: str, model: str) -> TrainConfig:
 
     LoRA targets, image size, length of prompts, dtypes and micro-batch are not those of the published run, and evaluations
     have the steps of the rollout. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of
-    prompts may have weights. The moving average follows every update, so that the export of a short run is not its start.
+    prompts may have weights. The moving average follows every update, so that even a short run's export differs from its
+    starting weights.
     """
     config: TrainConfig = plugins.load("published", "extensions")(run)
     evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None

@@ -144,8 +144,8 @@ def test_a_flag_without_a_dot_stands_for_the_one_whose_last_part_it_is(typed: st
     [
         (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --rollout.window-low too (run --help)"),
         (["--updtes", "3"], "unknown flag --updtes; did you mean '--updates'? (run --help)"),
-        (["--updates", "3", "4"], "'4' is a word too many: --updates takes one value (run --help)"),
-        (["--updates", "3", "--"], "'--' is a word too many: expected flags and their values (run --help)"),
+        (["--updates", "3", "4"], "unexpected word '4': --updates takes one value (run --help)"),
+        (["--updates", "3", "--"], "unexpected '--': expected flags and their values (run --help)"),
         (["--updates", "three"], "--updates is 'three', expected a whole number (run --help)"),
         (["--clp", "3"], "did you mean '--clip'?"),
         (["--rollout.eta", "much"], "--rollout.eta is 'much', expected a number (run --help)"),

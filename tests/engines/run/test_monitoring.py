@@ -372,4 +372,4 @@ def test_a_run_goes_on_without_a_probe(one: World, tmp_path: Path) -> None:
     )
     assert Training._open_probe(resumed) is None
     assert "probe.safetensors" in lines[0]
-    assert lines[0].endswith("no further evaluation measures it")
+    assert lines[0].endswith("drift is no longer measured")

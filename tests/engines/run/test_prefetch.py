@@ -170,7 +170,7 @@ def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
         trainer.update()
         trainer.save(ends=True)
     assert calls == [False, True]
-    line = "no server has answered: update 1 is saved; a resumption makes the rollouts ahead again"
+    line = "no server has answered: update 1 is saved; on resume, rollouts made ahead are generated again"
     assert line in said.getvalue()
     (path,) = checkpoint.list_checkpoints(config.checkpoint_folder)
     with Trainer(config, tiny.job(), one, resume_from=path) as trainer:

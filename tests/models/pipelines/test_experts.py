@@ -96,7 +96,7 @@ def test_a_run_has_two_scales(folders: Folders, tmp_path: Path, capfd: Captured)
     """By the command line: the first ratio is exactly 1; without guidance a second scale is refused."""
     typed = run_of(folders, tmp_path)
     assert cli.run([*typed, "--sampling.guidance.scale", "1"]) == 2
-    assert "--pipeline.call has no effect with guidance_scale_2 without guidance" in launch.one_line(capfd.readouterr().err)
+    assert "--pipeline.call has no effect with guidance_scale_2, without guidance" in launch.one_line(capfd.readouterr().err)
     assert cli.run([*typed, "--sampling.guidance.scale", "4"]) == 0, capfd.readouterr().err
     (update,) = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert update["first_pass_max_abs_log_ratio"] == 0

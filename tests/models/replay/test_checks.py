@@ -87,7 +87,7 @@ def test_what_depends_on_one_samples_noise_is_refused(folder: Folders, monkeypat
         return (*found, pooled + torch.randn(()), other)
 
     monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", noisy)
-    says = "its transformer is given something besides the sample that depends on it"
+    says = "its transformer gets an input other than the sample that depends on the sample"
     refused(lambda: list(model._try_copies(model._load_pipeline(), PROMPTS[0], single=[True])), says)
 
 
@@ -161,8 +161,8 @@ def restless(patch: Patch, kind: Any) -> None:
 
 
 ALTERED: dict[str, tuple[Callable[[Patch, Any], None], str]] = {
-    "twins": (twins, "it makes 2 samples of a prompt, expected 3 as asked"),
-    "late": (late, f"it takes the last {STEPS} steps only, and starts from no image"),
+    "twins": (twins, "it makes 2 samples of a prompt, although 3 were requested"),
+    "late": (late, f"it takes the last {STEPS} steps only, and does not start from an image"),
     "interrupted": (lambda patch, kind: patch.setattr(kind, "interrupt", True), "its scheduler takes no step"),
     "restless": (restless, "its transformer is given inputs of unlike kinds for different noise"),
 }
@@ -237,7 +237,7 @@ def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Folders) -> None
     del own.model_max_length
     refused(
         lambda: model.check_prompt("a fox"),
-        "^SanaPipeline cannot tell the length of its prompts: AttributeError: .*model_max_length",
+        "^SanaPipeline cannot count the tokens of prompts: AttributeError: .*model_max_length",
     )
 
 

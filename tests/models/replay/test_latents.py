@@ -34,9 +34,9 @@ def test_a_scaled_rearrangement_is_found_and_inverted() -> None:
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "cut": (lambda x: x[:, :3], "its VAE is given 75 latents, 75 of them depend on the sample, expected 100"),
     "constant": (lambda x: 0 * x, "its VAE is given 100 latents, 0 of them depend on the sample, expected 100"),
-    "summed": (lambda x: packed(x).flatten(1).cumsum(1), "no scaled rearrangement"),
-    "bent": (torch.tanh, "its VAE is given latents that are no scaled rearrangement of samples"),
-    "doubled": (lambda x: x[:, [0, 0, 1, 2]], "no scaled rearrangement"),
+    "summed": (lambda x: packed(x).flatten(1).cumsum(1), "not a scaled rearrangement"),
+    "bent": (torch.tanh, "its VAE is given latents that are not a scaled rearrangement of samples"),
+    "doubled": (lambda x: x[:, [0, 0, 1, 2]], "not a scaled rearrangement"),
 }
 
 

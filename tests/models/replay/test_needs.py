@@ -96,11 +96,11 @@ def test_networks_that_change_in_a_call_or_in_training_are_refused(tmp_path: Pat
     assert build_call_arguments("A", takes, (32, 32, 1), 3, 1.0, "", {"pag_scale": 0.0}, False)["pag_scale"] == 0
     parts = {"transformer": ["diffusers", "HiDreamImageTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "HiDreamImagePipeline", **parts}))
-    refuses("has other operations in training than for samples", find_classes, tmp_path, "transformer")
+    refuses("computes differently in training and in inference", find_classes, tmp_path, "transformer")
     (tmp_path / "model_index.json").write_text(
         json.dumps({"_class_name": "PRXPixelPipeline", "transformer": ["diffusers", "A"]})
     )
-    refuses("it has no VAE, and makes images of pixels", find_classes, tmp_path, "transformer")
+    refuses("it has no VAE, and generates pixels directly", find_classes, tmp_path, "transformer")
 
 
 def test_a_network_that_takes_no_batch_is_told_from_one_that_reads_values() -> None:

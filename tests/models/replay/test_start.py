@@ -52,7 +52,7 @@ def test_other_samples_are_refused() -> None:
     mixed = 0.6 * eps + 0.4 * image
     for initial, sigma in ((mixed + 1, 0.6), (mixed, 0.3)):
         with pytest.raises(
-            ReplayError, match=f"it starts at noise level {sigma}, from samples that are no noise mixed with"
+            ReplayError, match=f"it starts at noise level {sigma}, from samples that are not a mixture of noise and"
         ):
             find_start("P", initial, [Mixture(image, eps, mixed)], sigma, fail)
 

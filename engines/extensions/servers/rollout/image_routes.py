@@ -138,7 +138,7 @@ def parse_fields(value: dict[str, Any], kind: type[Parsed], unsupported: Sequenc
         WireError: a field is wrong or unknown.
     """
     if unknown := [name for name in unsupported if value.get(name) not in OFF]:
-        raise RequestError(f"{unknown[0]} is {str(value[unknown[0]])[:40]!r}, which this server lacks: leave it out")
+        raise RequestError(f"{unknown[0]} is {str(value[unknown[0]])[:40]!r}, which this server does not support: remove it")
     supported = {name: each for name, each in value.items() if name not in IGNORED and name not in unsupported}
     request = convert(supported, kind, lenient=True)
     if request.n > most:
@@ -166,7 +166,7 @@ def build_image_routes(service: RolloutService) -> list[Route]:
         if parsed.response_format == "url":
             raise RequestError("response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:
-            raise RequestError("the model makes videos, which this endpoint does not: POST /v1/videos")
+            raise RequestError("this endpoint makes images, and the model makes videos: use POST /v1/videos")
         requests = [read_request(each, service.limits.request) for each in parsed.build_requests(images, mask)]
         samples = await service.generate_all(request, requests)
         return JSONResponse(await asyncio.to_thread(_build_answer, parsed, samples))

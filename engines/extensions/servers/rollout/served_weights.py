@@ -347,7 +347,9 @@ class ServedWeights:
                         part.copy_(shard)
                         # So the checksums of the push are those of the weights in use.
                         if not torch.equal(_to_bytes(part), _to_bytes(shard.to(part.dtype))):
-                            raise RequestError(f"{name} has other bytes after its copy than were sent: push again", 500)
+                            raise RequestError(
+                                f"{name} was copied wrongly: its bytes differ from those sent; push again", 500
+                            )
                         sources.pop(name, None)  # frees it
         except BaseException:
             with torch.no_grad():
@@ -401,7 +403,7 @@ class ServedWeights:
     def rescale_last(self, target: str, *, strength: float, product: Product) -> AppliedAdapters:
         """Return the adapters of a network that were set last, with another strength; RequestError if there are none."""
         if target not in self.last:
-            raise RequestError(f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
+            raise RequestError(f"no adapter was set for {target}: send the lora_path of one to /v1/set_lora")
         rescaled = stack_adapters([each._replace(strength=strength) for each in self.last[target].adapters], product)
         assert rescaled is not None
         return rescaled

@@ -88,7 +88,7 @@ class VideoJobs:
             value["n"] = value.pop("num_outputs_per_prompt")
         parsed = parse_fields(value, VideosRequest, UNSUPPORTED_FOR_VIDEOS, limits.request.outputs)
         if len(self.service.policy.shape) < 4:
-            raise RequestError("the model makes images, which this endpoint does not: POST /v1/images/generations")
+            raise RequestError("this endpoint makes videos, and the model makes images: use POST /v1/images/generations")
         if find_spec("av") is None:
             raise RequestError("videos are written by PyAV, which is not installed: pip install 'fluvial[video]'", 501)
         if len(self.tasks) >= MOST_JOBS:

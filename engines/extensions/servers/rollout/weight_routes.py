@@ -383,7 +383,7 @@ def _list_adapters(body: SetLora) -> list[NamedAdapter]:
             raise RequestError(f"{field} has {len(value)} items, expected {len(nicknames)}, one per lora_nickname")
         columns.append(value if isinstance(value, list) else [value] * len(nicknames))
     if isinstance(body.lora_path, str) and len(nicknames) > 1:
-        raise RequestError(f"lora_path is one for {len(nicknames)} adapters, expected one each, or null")
+        raise RequestError(f"lora_path is a single path for {len(nicknames)} adapters, expected one per adapter, or null")
     return [NamedAdapter(*values) for values in zip(*columns, strict=True)]
 
 

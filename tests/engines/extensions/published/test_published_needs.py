@@ -98,9 +98,7 @@ def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"kl.guidance is 3, expected None: handwriting has no adapter"):
         check_model(guided, "velocity", recorded=True)
     conditional = replace(ODE, guidance=Guidance(scale=2.0, update="conditional"))
-    with pytest.raises(
-        ValueError, match=r"kl.guidance is 3, expected None or 1: prompts have images, and so has the negative"
-    ):
+    with pytest.raises(ValueError, match=r"kl.guidance is 3, expected None or 1: the negative prompt gets its images only"):
         check_model(guided, "velocity", conditioned=True)
     with pytest.raises(ValueError, match=r"kl.guidance has no effect with sampling.guidance.update conditional"):
         with_values(guided, {"sampling": conditional})

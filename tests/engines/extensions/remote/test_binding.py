@@ -292,7 +292,7 @@ def test_a_server_that_ignores_an_adapter_of_zeros_ends_the_run(one: World, tmp_
         probe = Probe(server, one, tmp_path, address)
         server.take(drop("to_out.0"))
         with pytest.raises(
-            RunError, match=rf"^{address}: 12 of 16 modules of the adapter are bound: [^\n]*to_out.0 acts -?0.0"
+            RunError, match=rf"^{address}: 12 of 16 modules of the adapter are bound: [^\n]*to_out.0 acts with -?0.0"
         ):
             probe.source.probe(probe.engine, *probe.asked)
         probe.source.close()

@@ -313,7 +313,7 @@ def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> 
     prompts = [Prompt("0"), Prompt("1", media={"video": tmp_path})]
     job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
     shown = f"{tmp_path}, a folder of frames, in video"
-    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
+    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which cannot be sent to a server: "):
         Trainer(tiny.config(tmp_path / "run", **{"rollout.source": URL}), job, one)
     with pytest.raises(AssertionError, match="the network is built"):
         Trainer(tiny.config(tmp_path / "run"), job, one)

@@ -114,8 +114,14 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"rollout_return_step_indices": [3, 1]}, "does not rise"),
         ({"sigmas": [1.0, 0.5]}, "the body: Object contains unknown field `sigmas`"),
         ({"true_cfg_scal": 4.0}, "the body: Object contains unknown field `true_cfg_scal`"),
-        ({"extra_sampling_params": {"guidance_scale_2": 9.0}}, "guidance_scale_2 is set, which this server lacks"),
-        ({"extra_sampling_params": {"extra_sampling_params": {}}}, "extra_sampling_params is set, which this server lacks"),
+        (
+            {"extra_sampling_params": {"guidance_scale_2": 9.0}},
+            "guidance_scale_2 is set, which this server does not support",
+        ),
+        (
+            {"extra_sampling_params": {"extra_sampling_params": {}}},
+            "extra_sampling_params is set, which this server does not support",
+        ),
         ({"extra_sampling_params": {"rollout": False}}, "rollout differs from that of the request"),
         ({"extra_sampling_params": {"fluvial": 1}}, r"extra_sampling_params.fluvial: Expected `object \| null`, got `int`"),
         ({**own(windows=[[1]]), "rollout_sde_step_indices": [1]}, "both set"),

@@ -195,7 +195,7 @@ def test_a_line_tells_the_scores_or_that_there_are_none(one: World) -> None:
     fuzzy = result._replace(exact=dict.fromkeys(result.exact, 0.0))
     assert metrics.format_evaluation("now", fuzzy).startswith("now: score on held-out prompts 0.")
     line = metrics.format_evaluation("now", result._replace(score={}, exact={}))
-    assert line == "now: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
+    assert line == "now: held-out samples, not scored: set `evaluation.rewards` to score them"
 
 
 def test_scores_are_read_as_they_were_written(tmp_path: Path) -> None:

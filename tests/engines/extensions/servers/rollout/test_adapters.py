@@ -61,7 +61,7 @@ def test_an_adapter_that_is_unloaded_is_forgotten(tmp_path: Path) -> None:
     assert listed(server) == {"loaded_adapters": [], "active": {}}
     for path, value, says in (
         ("/v1/set_lora", {"lora_nickname": "a"}, "adapter a of transformer is not loaded"),
-        ("/v1/merge_lora_weights", {}, "transformer has had no adapter"),
+        ("/v1/merge_lora_weights", {}, "no adapter was set for transformer"),
         ("/unload_lora_adapter", {"lora_name": "a"}, "adapter a is not loaded"),
     ):
         answer = ask(server, path, **value)

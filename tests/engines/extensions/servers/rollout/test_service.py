@@ -285,8 +285,8 @@ def test_a_wrong_request_for_images_is_400_with_one_line(server: Server) -> None
         ({"size": "4"}, "size: Expected `str` matching regex"),
         ({"size": "100000x100000"}, "got 10000000000, expected at most"),
         ({"response_format": "url"}, "response_format is url, and this server keeps no files"),
-        ({"background": "transparent"}, "background is 'transparent', which this server lacks"),
-        ({"enable_teacache": True}, "enable_teacache is 'True', which this server lacks"),
+        ({"background": "transparent"}, "background is 'transparent', which this server does not support"),
+        ({"enable_teacache": True}, "enable_teacache is 'True', which this server does not support"),
         ({"guidence_scale": 2.0}, "the body: Object contains unknown field `guidence_scale`"),
     ]
     for body, says in wrong:

@@ -148,7 +148,7 @@ def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, 
     refuses(server, ask(server, "/v1/set_lora", lora_nickname="b"), "adapter b of transformer is not loaded", before)
     refuses(server, ask(server, "/v1/merge_lora_weights", strength=0), "alpha times strength is 0", before)
     answer = ask(served(folder), "/v1/merge_lora_weights")
-    refuses(server, answer, "transformer has had no adapter: send the lora_path", before)
+    refuses(server, answer, "no adapter was set for transformer: send the lora_path", before)
     active = listed(server)["active"]["transformer"]
     assert [(each["nicknames"], each["mode"], each["strengths"]) for each in active] == [(["a"], "unmerged", [-2.0])]
 
@@ -326,7 +326,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "/v1/set_lora": [
         ({**PAIR, "lora_path": ["x"]}, "lora_path has 1 items, expected 2, one per lora_nickname"),
         ({**PAIR, "strength": [1.0, 2.0, 3.0]}, "strength has 3 items, expected 2"),
-        ({**PAIR, "lora_path": "x"}, "lora_path is one for 2 adapters"),
+        ({**PAIR, "lora_path": "x"}, "lora_path is a single path for 2 adapters"),
         ({"lora_nickname": ["a", "a"]}, "names an adapter of transformer twice"),
         ({"lora_nickname": ["a"] * 17}, "lora_nickname: Expected `array` of length <= 16"),
         ({"lora_nickname": []}, "lora_nickname: Expected `array` of length >= 1"),
@@ -438,7 +438,7 @@ def test_a_change_that_fails_is_undone(folder: Path, monkeypatch: pytest.MonkeyP
     for push in (lambda: update(server, folder / "full"), lambda: send_bucket(server, folder, bucket)):
         calls.clear()
         answer = push()
-        assert (answer.status, "has other bytes after its copy than" in answer.value["message"]) == (500, True)
+        assert (answer.status, "was copied wrongly" in answer.value["message"]) == (500, True)
     monkeypatch.setattr(Tensor, "copy_", copy)
     assert state(server) == before
     load, tries = serving.load_lora, list[Any]()
