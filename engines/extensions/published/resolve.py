@@ -39,11 +39,12 @@ def compare_settings(run: PublishedRun) -> Iterator[ComparedSetting]:
     A setting that no source states is assumed, whatever its value.
     """
     ours = {as_flag(name): value for name, value in flatten(as_record(resolve(run))).items()}
+    known = ours, run.fixed, load_constants()
     stated = {name for name, setting in run.settings.items() if setting.source is not None}
     stated |= {*run.published, *run.deviations}
     tables = [path for name in ours for path in accumulate(name.split("."), "{}.{}".format)]  # each name after its tables
     for name in dict.fromkeys([*tables, *run.settings, *run.published, *run.deviations]):
-        value = next((format_value(values[name]) for values in (ours, run.fixed, load_constants()) if name in values), "")
+        value = next((format_value(values[name]) for values in known if name in values), "")
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
