@@ -83,9 +83,9 @@ def test_the_shipped_files_are_those_that_a_fit_writes(tmp_path: Path) -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
+    from sklearn import datasets
 
-    images, labels = load_digits(return_X_y=True)
+    images, labels = datasets.load_digits(return_X_y=True)
     both = [(pixels(load_digits(each).pixels) * 16, load_digits(each).labels.numpy()) for each in ("training", "evaluation")]
     found = sorted((int(label), *row) for rows, marks in both for row, label in zip(rows.tolist(), marks, strict=True))
     assert found == sorted((int(label), *row) for row, label in zip(images.tolist(), labels, strict=True))

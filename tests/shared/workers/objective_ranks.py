@@ -25,7 +25,7 @@ LINES = {
     "mapo": "mapo ode temperature=10.0 noising.each=3",
     "kto": f"kto ode labels=reward utility=log_sigmoid {TWO}",
     "raft": "raft ode kl.coef=0.1",
-    "sft": "sft ode noising.each=2 noising.levels=continuous",
+    "sft": f"sft reading sampling.prompts=12 sampling.steps={tiny.STEPS} noising.each=2 noising.levels=continuous",
     "distill": "distill teacher=('teacher',)",
     "distill by source": "distill teacher=('even=teacher','odd=other')",
     "dmd2": f"dmd2 cps sampling.sampler.eta=1.0 {SINGLE} fake_updates=2",
